@@ -30,7 +30,7 @@ from forge.data.packing import pack
 from forge.engines import load_engine
 from forge.losses import GRPOLoss
 from forge.training import checkpoint
-from forge.training.policy import precision
+from forge.training.build import precision
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Completion, Episode
 

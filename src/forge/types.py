@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+Info = dict[str, Any]  # what a user, a reward or an environment says of an episode; plain values
 TOP_LOGPROBS = 20  # most top logprobs of a request
 UNKNOWN_EXPERT = 255  # in place of an expert that was not recorded
 
@@ -38,7 +39,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample completions of one prompt.
+    """Settings with which completions of one prompt are sampled.
 
     `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
     request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of
@@ -55,6 +56,7 @@ class Sampling:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        # A bool passes as an int.
         flags = [name for name in self.__slots__ if isinstance(getattr(self, name), bool)]
         for ok, message in (
             (not flags, f"{', '.join(flags)} must be a number, not true or false"),
@@ -110,7 +112,7 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Info = field(default_factory=dict)
     prompt_ids: tuple[int, ...] = ()
     versions: list[int] = field(default_factory=list)
     finish: str = ""
@@ -130,8 +132,8 @@ class Completion:
 
 
 class Origin(NamedTuple):
-    """Where tokens come from: the policy version, the identity of its weights ("" where it is not stated) and who
-    sampled them."""
+    """Origin of tokens: the policy version, the identity of its weights ("" where it is not stated) and the replica
+    that sampled them."""
 
     version: int
     identity: str = ""
@@ -139,10 +141,9 @@ class Origin(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the policy wrote in one go: the tokens from `start` to `end` of an episode.
+    """One turn of the policy: the tokens from `start` to `end` of an episode.
 
-    `version` is the oldest that drew one of them, `finish` that of the completion, `reward` what the environment gave
-    for it.
+    `version` is the oldest that drew one of them, `finish` the completion's, `reward` the environment's for the turn.
     """
 
     start: int
@@ -179,7 +180,7 @@ class Episode:
     advantage: float | None
     weight: float
     text: str
-    info: dict[str, Any]
+    info: Info
     origins: frozenset[Origin]  # one for each version among `versions`
     turns: tuple[Turn, ...]
     branches: tuple[Episode, ...]
@@ -197,20 +198,23 @@ class Episode:
         versions: list[int] | None = None,
         advantage: float | None = None,
         weight: float = 1.0,
-        info: dict[str, Any] | None = None,
+        info: Info | None = None,
     ) -> None:
         if (completion is None) == (response_ids is None):
             raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
+        # A completion has all that the other form states.
         if completion is not None:
             prompt_ids, response_ids = completion.prompt_ids, completion.token_ids
             logprobs, versions = completion.logprobs, completion.versions
             info = {**completion.metadata, **(info or {})}
+        # An empty response has nothing to train, and no turn to score.
         response = list(response_ids or ())
         if not response:
             raise ValueError("an Episode needs at least one response token")
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
                 raise ValueError(f"{name} has {len(values)} entries for {len(response)} response tokens")
+        # The prompt is context: not trained, without a sampler.
         context = len(prompt_ids)
         self.tokens = [*prompt_ids, *response]
         self.mask = [False] * context + [True] * len(response)
@@ -221,8 +225,9 @@ class Episode:
         self.weight = weight
         self.text = completion.text if completion is not None else ""
         self.info = dict(info or {})
-        stated, sampled_by = ({}, "") if completion is None else (completion.identities, completion.sampled_by)
-        self.origins = frozenset(Origin(v, stated.get(v, ""), sampled_by) for v in {*(versions or ())})
+        identities = {} if completion is None else completion.identities
+        sampled_by = "" if completion is None else completion.sampled_by
+        self.origins = frozenset(Origin(v, identities.get(v, ""), sampled_by) for v in {*(versions or ())})
         self.turns = self.branches = self.steps = ()
         self.experts = None if completion is None else completion.experts
         if completion is not None:
@@ -259,7 +264,7 @@ class Episode:
         reward: float | None = None,
         origins: Iterable[Origin] = (),
         text: str = "",
-        info: dict[str, Any] | None = None,
+        info: Info | None = None,
         experts: np.ndarray | None = None,
     ) -> Episode:
         """An episode of several turns. Without a turn it has no reward: there is nothing in it to learn from.
@@ -269,10 +274,11 @@ class Episode:
         if not len(tokens) == len(mask) == len(logprobs) == len(versions):
             lengths = [len(array) for array in (tokens, mask, logprobs, versions)]
             raise ValueError(f"tokens, mask, logprobs and versions must have one length, not {lengths}")
-        if any((version < 0) == own for version, own in zip(versions, mask, strict=True)):
+        if any((version < 0) == trained for version, trained in zip(versions, mask, strict=True)):
             raise ValueError("mask and versions differ about which tokens the policy wrote")
-        if any(logprob and not own for logprob, own in zip(logprobs, mask, strict=True)):
+        if any(logprob and not trained for logprob, trained in zip(logprobs, mask, strict=True)):
             raise ValueError("a token that the policy did not write has a logprob")
+        # The constructor is for episodes of one turn.
         episode = cls.__new__(cls)
         episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
         episode.turns, episode.branches, episode.steps = tuple(turns), (), ()
@@ -287,8 +293,8 @@ class Episode:
     @property
     def version(self) -> int:
         """The oldest known version among the tokens the policy wrote, in all branches; -1 where none is known."""
-        own = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
-        return oldest([*own, *(branch.version for branch in self.branches)])
+        known_versions = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
+        return oldest([*known_versions, *(branch.version for branch in self.branches)])
 
     @property
     def outcome(self) -> float | None:
@@ -376,17 +382,19 @@ class Batch:
 
     def select(self, sequences: np.ndarray) -> Batch:
         """The batch of these sequences only (indices into `lengths`), in this order."""
+        # Columns of tokens by the positions of the sequences, columns of sequences by their number.
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
-        of_tokens = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
-        of_sequences = {
+        per_token = {name: values[index] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
+        per_sequence = {
             name: values[sequences] for name in self.PER_SEQUENCE if (values := getattr(self, name)) is not None
         }
         lengths = self.lengths[sequences]
-        return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **of_tokens, **of_sequences)
+        return Batch(lengths=lengths, origins=self.origins, unit=self.unit, **per_token, **per_sequence)
 
     def trained_counts(self) -> np.ndarray:
         """[episodes]: the trained tokens of each episode, over all of its branches that are in the batch."""
+        # Branches of an episode are neighbours: their counts add up.
         counts = np.add.reduceat(self.mask, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
         if self.episodes is None:
             return counts
@@ -403,7 +411,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Seen:
-    """A set of stream indices that is nearly all of them from 0 on: all below `low`, and those `above`."""
+    """A set of stream indices that has nearly all of them from 0 on: all below `low`, and those `above`."""
 
     low: int = 0
     above: set[int] = field(default_factory=set)

@@ -123,7 +123,7 @@ class GymnasiumEnvironment(Environment):
 
     async def _call(self, function: Callable[[], Any], what: str) -> Any:
         try:
-            return await in_thread(function, limit=self._timeout, what=f"{what} of a Gymnasium environment")
+            return await in_thread(function, limit=self._timeout, name=f"{what} of a Gymnasium environment")
         except asyncio.CancelledError:
             self._env = None  # the thread may still be using it
             raise

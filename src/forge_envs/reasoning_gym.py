@@ -98,7 +98,7 @@ class ReasoningGymEnvironment(Environment):
         answer = self._answer(action.answer)
         try:
             reward = await in_thread(
-                lambda: self._score(answer, entry), limit=_SCORING, what=f"score of {self._family}"
+                lambda: self._score(answer, entry), limit=_SCORING, name=f"score of {self._family}"
             )
         except Unscored as why:
             return Step(reward=None, terminated=True, info={"unscored": str(why), "entry": entry})

@@ -19,6 +19,8 @@ from forge.system.files import written_aside
 from .formats import reading_npz, write_npz
 from .table import ScoreTable
 
+Json = dict[str, Any]
+
 
 @dataclasses.dataclass
 class FitReport:
@@ -50,44 +52,45 @@ class FitReport:
     residual_correlation: float | None = None
     correlated: list[str] = dataclasses.field(default_factory=list)
     correlation: list[list[float]] = dataclasses.field(default_factory=list)
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    details: Json = dataclasses.field(default_factory=dict)
     warnings: list[str] = dataclasses.field(default_factory=list)
     alarms: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
         """Summary: warnings, then a line for each verifier."""
+        # A line on the whole, then what needs attention, then the verifiers.
         lines = [f"{self.method}, {self.responses} responses to {self.problems} problems"]
         if self.class_balance is not None:
             lines[0] += f", {self.class_balance:.3f} of them right"
         if self.residual_correlation is not None:
             lines[0] += f", residual correlation {self.residual_correlation:.3f}"
         lines += [f"alarm: {text}" for text in self.alarms] + [f"warning: {text}" for text in self.warnings]
-        lines += [f"left out: {name}, {why}" for name, why in self.dropped.items()]
+        lines += [f"left out: {name}, {reason}" for name, reason in self.dropped.items()]
         for name, entry in self.verifiers.items():
             if name not in self.dropped:
                 lines.append(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in entry.items())}")
         return "\n".join(lines)
 
-    def grow(self, verifiers: Sequence[str], problems: int, known: np.ndarray) -> None:
+    def grow(self, verifiers: Sequence[str], problems: int, scored: np.ndarray) -> None:
         """Count further problems; known: [responses, verifiers] whether there is a score."""
         self.problems += problems
-        self.responses += len(known)
-        share = len(known) / self.responses
-        self.coverage += share * (float(known.any(1).mean()) - self.coverage)
-        for name, some in zip(verifiers, known.mean(0), strict=True):
-            found = self.verifiers[name]
-            found["coverage"] += share * (float(some) - found["coverage"])
+        self.responses += len(scored)
+        share = len(scored) / self.responses
+        self.coverage += share * (float(scored.any(1).mean()) - self.coverage)
+        for name, coverage in zip(verifiers, scored.mean(0), strict=True):
+            entry = self.verifiers[name]
+            entry["coverage"] += share * (float(coverage) - entry["coverage"])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Plain values for JSON, None in place of NaN."""
         return _plain(dataclasses.asdict(self))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float):  # np.float64 too
         return float(value) if math.isfinite(value) else None
     return value.item() if hasattr(value, "item") else value
@@ -166,21 +169,23 @@ class Aggregator(ABC):
                 `class_balance`.
         """
         check_balance(getattr(self, "class_balance", None))
-        fresh = copy.copy(self)
-        fresh._fit(table)
-        vars(self).update(vars(fresh))
+        # On a copy: a failed fit leaves the state as it was.
+        fitted = copy.copy(self)
+        fitted._fit(table)
+        vars(self).update(vars(fitted))
         return self
 
     def _fit(self, table: ScoreTable) -> None:
         self.verifiers = table.verifiers
         self.report = FitReport(type(self).__name__, problems=len(table), responses=int(table.present.sum()))
+        # Verifiers that say nothing are dropped, with the reason.
         for name, column in zip(table.verifiers, table.flat.T, strict=True):
-            known = column[~np.isnan(column)]
-            self.report.verifiers[name] = {"coverage": len(known) / len(column), "weight": 0.0}
-            if not len(known):
+            scores = column[~np.isnan(column)]
+            self.report.verifiers[name] = {"coverage": len(scores) / len(column), "weight": 0.0}
+            if not len(scores):
                 self.report.dropped[name] = "it never gave a score"
-            elif np.ptp(known) == 0:
-                self.report.dropped[name] = f"it always said {known[0]:g}"
+            elif np.ptp(scores) == 0:
+                self.report.dropped[name] = f"it always said {scores[0]:g}"
         self.columns = np.array([v for v, n in enumerate(self.verifiers) if n not in self.report.dropped], dtype=int)
         if self.SCORES and not len(self.columns):
             raise ValueError("no verifier is left: each gave no score, or a constant one")
@@ -198,10 +203,11 @@ class Aggregator(ABC):
         table = self._matched(table)
         data = self._data(table)
         if len(data.x):
-            later = copy.deepcopy(self)
-            later.report.grow(table.verifiers, len(table), ~np.isnan(table.flat))
-            later.update(data)
-            vars(self).update(vars(later))
+            # A deep copy: updates add to arrays in place.
+            updated = copy.deepcopy(self)
+            updated.report.grow(table.verifiers, len(table), ~np.isnan(table.flat))
+            updated.update(data)
+            vars(self).update(vars(updated))
         return self
 
     def predict_proba(self, table: ScoreTable) -> np.ndarray:
@@ -243,16 +249,17 @@ class Aggregator(ABC):
         with written_aside(Path(path)) as aside:
             write_npz(aside, {"header": state["header"]}, state["arrays"])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """`header` (plain values) and `arrays`, as read by `restored`."""
         self._require_fit()
         arrays: dict[str, np.ndarray] = {}
         return {"header": {"format": FORMAT, **self._pack("", arrays)}, "arrays": arrays}
 
-    def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> Json:
         """Add the arrays to `arrays`; return the header."""
-        parts: dict[str, Any] = {}
+        parts: Json = {}
         for name in ("columns", *self.LEARNED):
+            # Arrays go into the file under their path, aggregators into the header with theirs.
             value = getattr(self, name)
             if isinstance(value, Aggregator):
                 parts[name] = value._pack(f"{prefix}{name}/", arrays)
@@ -269,23 +276,25 @@ class Aggregator(ABC):
         }
 
     @classmethod
-    def unpack(cls, header: dict[str, Any], prefix: str, arrays: dict[str, np.ndarray]) -> Self:
+    def unpack(cls, header: Json, prefix: str, arrays: dict[str, np.ndarray]) -> Self:
         """Inverse of `_pack`; pops its arrays. KeyError, ValueError: they do not match the header."""
-        made = cls(**header["settings"])
-        made.verifiers = tuple(header["verifiers"])
-        made.report = FitReport(**header["report"])
+        aggregator = cls(**header["settings"])
+        aggregator.verifiers = tuple(header["verifiers"])
+        aggregator.report = FitReport(**header["report"])
+        # The state is an array, None, or another aggregator with a header.
         for name in ("columns", *cls.LEARNED):
             if name not in header["parts"]:
-                setattr(made, name, arrays.pop(f"{prefix}{name}"))
+                setattr(aggregator, name, arrays.pop(f"{prefix}{name}"))
             elif (part := header["parts"][name]) is None:
-                setattr(made, name, None)
+                setattr(aggregator, name, None)
             else:
-                setattr(made, name, kind(part["kind"]).unpack(part, f"{prefix}{name}/", arrays))
-        if not np.isin(made.columns, np.arange(len(made.verifiers))).all():
-            raise ValueError(f"columns {made.columns} out of range for {len(made.verifiers)} verifiers")
-        return made
+                setattr(aggregator, name, kind(part["kind"]).unpack(part, f"{prefix}{name}/", arrays))
+        if not np.isin(aggregator.columns, np.arange(len(aggregator.verifiers))).all():
+            raise ValueError(f"columns {aggregator.columns} out of range for {len(aggregator.verifiers)} verifiers")
+        return aggregator
 
     def _data(self, table: ScoreTable) -> Data:
+        # Responses without any score in use are omitted; they have no probability.
         flat = table.flat
         labels = np.full(len(flat), np.nan) if table.labels is None else table.labels[table.present]
         data = Data(flat[:, self.columns], table.problem_of, labels, np.arange(len(flat)), table, self.columns)
@@ -293,6 +302,7 @@ class Aggregator(ABC):
 
     def _matched(self, table: ScoreTable) -> ScoreTable:
         self._require_fit()
+        # Columns are matched by name: their order may differ.
         extra = [name for name in table.verifiers if name not in self.verifiers]
         missing = [name for name in self.verifiers if name not in table.verifiers]
         if extra or missing:
@@ -319,22 +329,22 @@ def load(path: str | Path) -> Aggregator:
         return restored({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
 
 
-def restored(state: dict[str, Any]) -> Aggregator:
+def restored(state: Json) -> Aggregator:
     """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
     header, arrays = state["header"], dict(state["arrays"])
     if header["format"] != FORMAT:
         raise ValueError(f"unsupported format {header['format']!r}, expected {FORMAT!r}")
-    found = kind(header["kind"]).unpack(header, "", arrays)
+    aggregator = kind(header["kind"]).unpack(header, "", arrays)
     if arrays:
         raise ValueError(f"it also has {', '.join(arrays)}")
-    return found
+    return aggregator
 
 
 def kind(name: str) -> type[Aggregator]:
     """The aggregator class of this name."""
     import forge_weaver
 
-    found = getattr(forge_weaver, name, None)
-    if not (isinstance(found, type) and issubclass(found, Aggregator)):
+    aggregator_class = getattr(forge_weaver, name, None)
+    if not (isinstance(aggregator_class, type) and issubclass(aggregator_class, Aggregator)):
         raise ValueError(f"there is no aggregator {name!r}")
-    return found
+    return aggregator_class

@@ -49,16 +49,17 @@ class AnchoredLogistic(Aggregator):
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
         self.seen = np.empty((0, len(data.columns) + 2))
-        self.seen_labels, self.seen_problems = np.empty(0), np.empty(0, dtype=int)
+        self.seen_labels = np.empty(0)
+        self.seen_problems = np.empty(0, dtype=int)
         self.update(data)
 
     def update(self, data: Data) -> None:
         """Fit the regression again with further labels."""
-        known = ~np.isnan(data.labels)
+        is_labelled = ~np.isnan(data.labels)
         first = self.seen_problems.max(initial=-1) + 1
-        self.seen = np.concatenate([self.seen, self._design(data.x[known])])
-        self.seen_labels = np.concatenate([self.seen_labels, data.labels[known]])
-        self.seen_problems = np.concatenate([self.seen_problems, data.problem[known] + first])
+        self.seen = np.concatenate([self.seen, self._design(data.x[is_labelled])])
+        self.seen_labels = np.concatenate([self.seen_labels, data.labels[is_labelled]])
+        self.seen_problems = np.concatenate([self.seen_problems, data.problem[is_labelled] + first])
         groups = np.unique(self.seen_problems, return_inverse=True)[1]
         if not len(groups) or groups.max() < 1 or np.ptp(self.seen_labels) == 0:
             raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
@@ -70,6 +71,7 @@ class AnchoredLogistic(Aggregator):
             log_loss=None if np.isnan(self.held_out).all() else float(np.nanmean(self.held_out)),
             labelled_problems=int(groups.max() + 1),
         )
+        # A verifier's weight is its coefficient, and its part of the mean's.
         weights = self.line[2:] + self.line[1] / len(data.columns)
         z, right = self.seen[:, 2:], self.seen_labels == 1
         separation = (z[right].mean(0) - z[~right].mean(0)) / (z.std(0) + 1e-12)
@@ -78,10 +80,11 @@ class AnchoredLogistic(Aggregator):
 
     def _cross_validate(self, groups: np.ndarray) -> tuple[float, np.ndarray]:
         """The penalty with the least log loss on held-out problems, and that loss of each response."""
+        # Whole problems: responses to one are not independent.
         fold = groups % min(self.folds, groups.max() + 1)
         losses = np.full((len(self.penalties), len(fold)), np.nan)
-        for held in range(fold.max() + 1):
-            out = fold == held
+        for number in range(fold.max() + 1):
+            out = fold == number
             if np.ptp(self.seen_labels[~out]) == 0:
                 continue
             for row, penalty in enumerate(self.penalties):
@@ -90,6 +93,7 @@ class AnchoredLogistic(Aggregator):
                 losses[row, out] = np.logaddexp(0, -score)
         if np.isnan(losses).all():
             return max(self.penalties), losses[0]
+        # The sum over all responses: folds differ in size.
         best = int(np.nansum(losses, axis=1).argmin())
         return self.penalties[best], losses[best]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,8 +18,13 @@ from .normalise import NormalScores
 from .table import ScoreTable
 from .verdict_models import MedianTriplets, PublishedWeaver
 
-# Fewest verifiers for inference without labels, and for estimating a covariance without labels.
-FEWEST, FEWEST_TOGETHER = 3, 6
+# With one or two verifiers more rates are unknown than their agreement determines (Dawid & Skene 1979).
+MIN_VERIFIERS = 3
+# With fewer a full covariance can explain the scores without the classes. What the mixture would lose on subsets of
+# nine real verifiers is in docs/weaver.md, "Accuracy of the methods".
+MIN_FOR_COVARIANCE = 6
+# Shrinkage of the second try with `one_right`, beyond the peak of the table of shrinkages in docs/weaver.md, where a
+# selection of .417 is still above the rank mean's .271.
 MORE_SHRINK = 0.1
 
 
@@ -47,6 +52,10 @@ class Auto(Aggregator):
         problem_effect: largest intraclass correlation of the mixture's residuals within problems.
     """
 
+    # The thresholds lie between the scenarios of `benchmarks/weaver.py all` (docs/weaver.md, "Accuracy of the methods")
+    # in which a method is right and those in which it is not, and were not fitted to real scores. Independent verifiers
+    # leave a residual correlation below .05, correlated ones above .1, real ones (RewardMATH) .212. The slow tests of
+    # `tests/forge_weaver/test_aggregators.py` check the selection over ten seeds of each scenario.
     class_balance: float | None = None
     one_right: bool = False
     labelled: int = 5
@@ -61,28 +70,31 @@ class Auto(Aggregator):
         """Select a method for the table, and fit it."""
         if self.one_right and self.class_balance is not None:
             raise ValueError("one_right gives the class balance itself: leave class_balance out")
-        known = ~np.isnan(data.labels)
-        labelled = len(np.unique(data.problem[known]))
+        is_labelled = ~np.isnan(data.labels)
+        labelled = len(np.unique(data.problem[is_labelled]))
         enough = labelled >= self.labelled
         if 0 < labelled < self.labelled:
             self.warn(f"labels of {labelled} problems are too few to be used: {self.labelled} are needed")
-        if enough and np.ptp(data.labels[known]) == 0:
+        if enough and np.ptp(data.labels[is_labelled]) == 0:
             self.warn("all labels are of one class: they are not used")
             enough = False
+        # Without labels first: its report is needed in either case.
         normal = NormalScores.fit(data.x)(data.x)
         independent = BinnedDawidSkene(class_balance=self.class_balance).fit(data.table)
         rms, matrix = residual_correlation(normal, independent.posterior(data))
         self.chosen: Aggregator
         self.chosen, warning = self._without_labels(data, normal, independent, rms)
+        # With labels, if they predict held-out labels better than the selection above does.
         if enough:
             supervised = AnchoredLogistic().fit(data.table)
-            labels, judged = data.labels[known], ~np.isnan(supervised.held_out)
+            labels = data.labels[is_labelled]
+            judged = ~np.isnan(supervised.held_out)
             if len(np.unique(labels[judged])) < 2:
                 self.warn("too few labelled problems have right responses, or wrong ones, to hold any out: not used")
             else:
                 # Both losses on the same responses: problems differ in difficulty.
                 name = type(self.chosen).__name__
-                unsupervised = log_loss(self.chosen.posterior(data)[known][judged], labels[judged])
+                unsupervised = log_loss(self.chosen.posterior(data)[is_labelled][judged], labels[judged])
                 losses = {"AnchoredLogistic": float(supervised.held_out[judged].mean()), name: unsupervised}
                 self.report.details["log_loss_of_labels"] = losses
                 if losses["AnchoredLogistic"] <= unsupervised:
@@ -97,8 +109,9 @@ class Auto(Aggregator):
         self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
     ) -> tuple[Aggregator, str | None]:
         """The selected aggregator, fitted, and a warning."""
+        # Too few verifiers, too few responses, or no sign of correlated errors.
         m = len(data.columns)
-        if m < FEWEST:
+        if m < MIN_VERIFIERS:
             if self.one_right:
                 return self._mixture(data, normal)[0], None
             warning = f"of {m} verifier{'s' * (m > 1)} nothing can be inferred without labels: the rank mean is taken"
@@ -108,6 +121,7 @@ class Auto(Aggregator):
         if rms <= self.gate:
             return self._mixture(data, normal)[0] if self.one_right else independent, None
         warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
+        # Correlated errors: the mixture, where nothing speaks against it.
         mixture, agreement = self._mixture(data, normal)
         heaps = fitted_slope(unheaped(data, family_numbers(data)))
         effect = mixture.report.details["problem_effect"]
@@ -115,7 +129,7 @@ class Auto(Aggregator):
         sound = agreement >= self.agreement
         if not self.one_right:
             # The effect is NaN, and not tested, if each problem has one response.
-            sound &= m >= FEWEST_TOGETHER and heaps <= self.heaps and not effect > self.problem_effect
+            sound &= m >= MIN_FOR_COVARIANCE and heaps <= self.heaps and not effect > self.problem_effect
         if sound:
             return mixture, f"{warning}: the correlated mixture is taken; labels of a few problems would be safer"
         return self._rank_mean(data, independent.report.class_balance, f"{warning}: the rank mean is taken", heaps)
@@ -215,11 +229,14 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
     check_balance(class_balance)
     if class_balance is not None and one_right:
         raise ValueError("one_right implies the class balance: leave class_balance out")
-    given = {"class_balance": class_balance} if class_balance is not None else {"one_right": True} if one_right else {}
-    known = {field.name for field in dataclasses.fields(METHODS[method])}  # type: ignore[arg-type]
-    if unused := given.keys() - known:
+    settings: dict[str, Any] = {"one_right": True} if one_right else {}
+    if class_balance is not None:
+        settings["class_balance"] = class_balance
+    # A method that lacks the setting would ignore it silently.
+    fields = {field.name for field in dataclasses.fields(METHODS[method])}  # type: ignore[arg-type]
+    if unused := settings.keys() - fields:
         raise ValueError(f"method {method} does not use {min(unused)}: leave it out")
-    return METHODS[method](**given)
+    return METHODS[method](**settings)
 
 
 def fit_table(
@@ -240,15 +257,15 @@ def fit_table(
         check_one_right(table)
     if not 0 <= labelled <= len(table):
         raise ValueError(f"labelled must be 0 to {len(table)}, the number of problems")
-    shown = table if table.labels is None else table.with_labels_of(np.arange(labelled))
-    if labelled and not len(shown.labelled_problems()):
+    visible = table if table.labels is None else table.with_labels_of(np.arange(labelled))
+    if labelled and not len(visible.labelled_problems()):
         raise ValueError(f"labelled is {labelled}, and there are no labels of these problems")
-    aggregator.fit(shown)
+    aggregator.fit(visible)
     if isinstance(aggregator, BinnedDawidSkene):
         # Report the dependence that `Auto` selects by, which these methods ignore.
         report = aggregator.report
         names = [name for name in aggregator.verifiers if name not in report.dropped]
-        p, scores = aggregator.predict_proba(shown)[shown.present], shown.select(names).flat
+        p, scores = aggregator.predict_proba(visible)[visible.present], visible.select(names).flat
         scored = ~np.isnan(p)
         rms, matrix = residual_correlation(NormalScores.fit(scores)(scores)[scored], p[scored])
         report.residual_correlation, report.correlated, report.correlation = rms, names, matrix.tolist()

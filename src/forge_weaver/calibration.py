@@ -19,7 +19,7 @@ from scipy.special import logit
 
 from .table import check_labels
 
-BINS = 15
+BINS = 15  # as in Guo et al. 2017, so that errors compare with published ones
 EDGE = 1e-6  # probabilities are clipped this far from 0 and 1
 
 
@@ -88,16 +88,16 @@ class Reliability:
 def reliability(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Reliability:
     """Bin responses by probability."""
     p, labels = _known(p, labels)
-    where = np.minimum((p * bins).astype(int), bins - 1)
-    count = np.bincount(where, minlength=bins)
+    bin_of = np.minimum((p * bins).astype(int), bins - 1)
+    count = np.bincount(bin_of, minlength=bins)
     with np.errstate(invalid="ignore"):
-        return Reliability(count, np.bincount(where, p, bins) / count, np.bincount(where, labels, bins) / count)
+        return Reliability(count, np.bincount(bin_of, p, bins) / count, np.bincount(bin_of, labels, bins) / count)
 
 
 def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
     """Expected calibration error (Naeini et al. 2015): mean gap between probability and accuracy over `bins`."""
-    found = reliability(p, labels, bins)
-    return float(np.nansum(found.count * np.abs(found.predicted - found.right)) / found.count.sum())
+    diagram = reliability(p, labels, bins)
+    return float(np.nansum(diagram.count * np.abs(diagram.predicted - diagram.right)) / diagram.count.sum())
 
 
 @dataclasses.dataclass
@@ -117,9 +117,10 @@ class Recalibration:
         p, labels = _known(p, labels)
         if labels.min() == labels.max():
             raise ValueError("recalibration needs labels of both classes")
+        # Towards slope 1 and intercept 0; the pulls weigh about as much as one response.
         x, free = np.stack([_logits(p), np.ones(len(p))], axis=1), 1 + intercept
-        found = logistic_regression(x[:, :free], labels, np.array([1.0, 1e-3])[:free], np.array([1.0, 0.0])[:free])
-        return cls(*map(float, found))
+        line = logistic_regression(x[:, :free], labels, np.array([1.0, 1e-3])[:free], np.array([1.0, 0.0])[:free])
+        return cls(*map(float, line))
 
     def __call__(self, p: np.ndarray) -> np.ndarray:
         return sigmoid(self.slope * _logits(p) + self.intercept)
@@ -139,10 +140,10 @@ def bootstrap(
     if not 0 < level < 1:
         raise ValueError(f"level must be above 0 and below 1, got {level}")
     rng = np.random.default_rng(seed)
-    found = [statistic(rng.integers(0, problems, problems)) for _ in range(draws)]
-    if np.isnan(found).all():
+    values = [statistic(rng.integers(0, problems, problems)) for _ in range(draws)]
+    if np.isnan(values).all():
         return float("nan"), float("nan")
-    low, high = np.nanquantile(found, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
@@ -155,10 +156,10 @@ def _known(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     p, labels = np.asarray(p, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     if p.shape != labels.shape:
         raise ValueError(f"probabilities are {p.shape} and labels {labels.shape}")
-    both = ~np.isnan(p) & ~np.isnan(labels)
-    if not both.any():
+    judged = ~np.isnan(p) & ~np.isnan(labels)
+    if not judged.any():
         raise ValueError("no response has both a probability and a label")
-    for name, values in (("probabilities", p[both]), ("labels", labels[both])):
+    for name, values in (("probabilities", p[judged]), ("labels", labels[judged])):
         if values.min() < 0 or values.max() > 1:
             raise ValueError(f"{name} lie in [0, 1]: these go from {values.min():g} to {values.max():g}")
-    return p[both], labels[both]
+    return p[judged], labels[judged]

@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
     )
     steps = weaver.add_subparsers(dest="step", required=True, metavar="STEP")
 
+    # One step of the procedure each; `apps/weaver` runs all of them.
     score = _step(steps, "score", _score, "score responses by verifiers")
     score.add_argument("responses", help="JSON lines: prompt, responses and, where known, target, labels, answers")
     score.add_argument("--verifiers", required=True, help="YAML file that says which, see docs/configuration.md")
@@ -68,11 +69,11 @@ def add_to(commands: Any) -> None:
     distil.add_argument("--seed", type=int, default=0, help="of the division of problems and of training")
 
 
-def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
+def _step(steps: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
     parser = steps.add_parser(
         name,
-        help=what,
-        description=f"{what.capitalize()}.",
+        help=summary,
+        description=f"{summary.capitalize()}.",
         epilog=f"example: forge weaver {name} {EXAMPLES[name]}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -88,6 +89,7 @@ def _step(steps: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser
         except KeyboardInterrupt:
             raise SystemExit(128 + signal.SIGINT) from None
 
+    # Users see one line for their errors, a traceback for faults of the program.
     parser.set_defaults(run=guarded)
     return parser
 
@@ -105,6 +107,7 @@ def _score(args: argparse.Namespace) -> None:
     if COLUMN in verifiers.names:
         raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
     check_path(args.out, verifiers.names)
+    # Names and outputs are checked before any model is loaded.
     panel = verifiers.panel()
 
     async def score() -> Any:
@@ -129,6 +132,7 @@ def _fit(args: argparse.Namespace) -> None:
     verifiers = None if args.verifiers is None else read(VerifiersConfig, Path(args.verifiers))
     if verifiers is not None:
         verifiers.check_sources()
+    # All outputs are checked before the fit, which may take minutes.
     if args.out is None and args.report is None:
         raise ValueError("no output: set --out, --report, or both")
     if verifiers is not None and args.out is None:
@@ -138,6 +142,7 @@ def _fit(args: argparse.Namespace) -> None:
     for path in filter(None, (args.out, args.report)):
         if not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(f"cannot write {path}: there is no folder {Path(path).parent}")
+    # An ensemble can only be used with the verifiers that it was fitted on.
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
         raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
     aggregator = fit_table(
@@ -181,7 +186,7 @@ def _distil(args: argparse.Namespace) -> None:
     from .distil import distil
 
     table, aggregator = ScoreTable.load(args.scores), load(args.aggregator)
-    found = distil(
+    report = distil(
         table,
         aggregator.predict_proba(table.select(aggregator.verifiers)),
         resolve_model(args.model),
@@ -194,4 +199,4 @@ def _distil(args: argparse.Namespace) -> None:
         max_tokens=args.max_tokens,
         as_pair=not args.joined,
     )
-    print(found)
+    print(report)

@@ -11,7 +11,7 @@ from .aggregator import Aggregator, Data
 from .em import STARTS, TOLERANCE, Prior, first_guess, thinned
 from .normalise import NormalScores, imputed, scattered
 
-FEWEST = 30
+MIN_COMMON_RESPONSES = 30  # of two verifiers: chance alone correlates fewer by 1 / sqrt(30) = .18
 
 
 def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.ndarray]:
@@ -26,20 +26,22 @@ def residual_correlation(normal: np.ndarray, r: np.ndarray) -> tuple[float, np.n
 
     Returns:
         The off-diagonal root mean square corrected for chance, and the matrix [verifiers, verifiers], NaN for pairs
-        with fewer than FEWEST common responses. The former is NaN if all pairs are.
+        with fewer than MIN_COMMON_RESPONSES common responses. The former is NaN if all pairs are.
     """
-    known = ~np.isnan(normal)
-    x = np.where(known, normal, 0.0)
-    weights = known.astype(np.float64)
+    scored = ~np.isnan(normal)
+    x = np.where(scored, normal, 0.0)
+    weights = scored.astype(np.float64)
     covariance = np.zeros((x.shape[1],) * 2)
+    # The covariance within the classes, each response in both by its posterior.
     for w in (r, 1 - r):
         mean = (w @ x) / np.maximum(w @ weights, 1e-9)
         deviation = (x - mean) * weights
         covariance += (deviation * w[:, None]).T @ deviation
     pairs = weights.T @ weights
     covariance /= np.maximum(pairs, 1)
+    # As correlations, for pairs with enough common responses.
     spread = np.sqrt(np.diag(covariance)) + 1e-12
-    matrix = np.where(pairs >= FEWEST, covariance / spread / spread[:, None], np.nan)
+    matrix = np.where(pairs >= MIN_COMMON_RESPONSES, covariance / spread / spread[:, None], np.nan)
     off = ~np.eye(len(matrix), dtype=bool) & ~np.isnan(matrix)
     if not off.any():
         return float("nan"), matrix
@@ -112,30 +114,31 @@ class CorrelatedMixture(Aggregator):
             raise ValueError("one_right needs problems of several responses: each has one")
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
-        # Whole problems, in random order, up to `most` responses.
+        # Whole problems, in random order, up to `most` responses: the time of a step grows with their number.
         drawn = np.random.default_rng(self.seed).permutation(np.unique(data.problem))
         sizes = np.bincount(data.problem)[drawn]
-        kept = np.isin(data.problem, drawn[: max(1, (np.cumsum(sizes) <= self.most).sum())])
-        unscored, data = data.unscored, data.take(kept)
+        selected = np.isin(data.problem, drawn[: max(1, (np.cumsum(sizes) <= self.most).sum())])
+        unscored, data = data.unscored, data.take(selected)
         x, self.precision = imputed(scattered(data.x, data.names, self.seed))
         problem, m = data.problem, x.shape[1]
         past = np.zeros(2), np.zeros((2, m)), np.zeros((m, m))
 
-        def from_balance(some: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
-            start = first_guess(x[some].mean(1), balance), Prior.start(balance, by_problem=True)
-            return self._maximise(x[some], problem[some], past, start, unscored)
+        def from_balance(subset: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
+            start = first_guess(x[subset].mean(1), balance), Prior.start(balance, by_problem=True)
+            return self._maximise(x[subset], problem[subset], past, start, unscored)
 
+        # With a known balance one start is enough.
         balance = len(data.table) / data.table.present.sum() if self.one_right else self.class_balance
         if balance is not None:
             r, _ = from_balance(np.ones(len(x), dtype=bool), balance)
         else:
             # A single start can be far off under extreme balances.
-            some, found = thinned(problem), []
+            subset, candidates = thinned(problem), []
             for balance in STARTS:
-                _, prior = from_balance(some, balance)
-                likelihood = self._log_likelihood(x[some], problem[some], prior)
-                found.append((likelihood, self._judge(x @ self.line - self.offset, problem, prior, unscored)))
-            r, prior = max(found, key=lambda pair: pair[0])[1]
+                _, prior = from_balance(subset, balance)
+                likelihood = self._log_likelihood(x[subset], problem[subset], prior)
+                candidates.append((likelihood, self._judge(x @ self.line - self.offset, problem, prior, unscored)))
+            r, prior = max(candidates, key=lambda pair: pair[0])[1]
             r, _ = self._maximise(x, problem, past, (r, Prior(prior.rates, prior.weights)), unscored)
         self._report_weights(data.names)
         residual = x - np.stack([r, 1 - r], axis=1) @ (self.sums / (self.mass[:, None] + 1e-9))
@@ -166,10 +169,11 @@ class CorrelatedMixture(Aggregator):
         r, prior = start
         self.moments = past[2] + x.T @ x
         step, moved = 0, np.inf
+        # M step: sums of each class, and the discriminant; E step: the posterior.
         while step < self.steps and moved >= TOLERANCE:
             step += 1
-            both = np.stack([r, 1 - r])
-            self.mass, self.sums = past[0] + both.sum(1), past[1] + both @ x
+            classes = np.stack([r, 1 - r])
+            self.mass, self.sums = past[0] + classes.sum(1), past[1] + classes @ x
             means, distance, covariance = self._model()
             self.line = np.linalg.solve(covariance, distance)
             self.offset, last = np.array(means.mean(0) @ self.line), r
@@ -232,8 +236,8 @@ def one_of_each(evidence: np.ndarray, problem: np.ndarray, unscored: np.ndarray)
     """
     starts = np.flatnonzero(np.diff(problem, prepend=-1))
     sizes = np.diff(np.append(starts, len(problem)))
-    others = unscored[problem[starts]]
+    unscored_counts = unscored[problem[starts]]
     top = np.maximum.reduceat(evidence, starts)
-    top = np.where(others > 0, np.maximum(top, 0.0), top)
+    top = np.where(unscored_counts > 0, np.maximum(top, 0.0), top)
     r = np.exp(evidence - np.repeat(top, sizes))
-    return r / np.repeat(np.add.reduceat(r, starts) + others * np.exp(-np.maximum(top, 0.0)), sizes)
+    return r / np.repeat(np.add.reduceat(r, starts) + unscored_counts * np.exp(-np.maximum(top, 0.0)), sizes)

@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from forge.models import quiet_loading
+from forge.rewards.models import TokenRow
 from forge.rewards.reward_model import RewardModel
 
 from .calibration import Recalibration, auc, ece
@@ -29,7 +30,7 @@ READING = (
     *("prompt_template", "chat_template", "system_prompt", "chat_options"),
     *("as_pair", "append_eos", "truncate", "max_tokens"),
 )
-HELD_OUT = 0.2  # of the problems: half of them calibrate, half are reported
+HELD_OUT = 0.2  # share of the problems: half of them calibrate, half are reported
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class DistilReport:
     """Evaluation of a distilled model on held-out problems.
 
     Args:
-        parameters: of the model.
+        parameters: number of parameters of the model.
         trained, tested: number of responses; `left_out` are empty or exceed the model's context.
         error: mean absolute difference to the ensemble's probability.
         agreement: fraction of responses on the same side of 1/2 as by the ensemble.
@@ -66,8 +67,10 @@ class DistilReport:
             f"on {self.tested} others: {self.agreement:.3f} on the ensemble's side of 1/2, mean difference "
             f"{self.error:.3f}, calibration error {self.gap:.3f}, {1e3 * self.cpu_seconds:.2f} CPU-ms a response",
         ]
-        for name, found in self.truth.items():
-            lines.append(f"{name} against the truth: {', '.join(f'{key} {value:.3f}' for key, value in found.items())}")
+        for name, metrics in self.truth.items():
+            numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
+            lines.append(f"{name} against the truth: {numbers}")
+        # A model that learnt nothing has a low error all the same, if the ensemble's probabilities vary little.
         if self.ranking < self.chance:
             lines.append(
                 f"warning: the model ranks responses no better than chance (area under the curve {self.ranking:.3f} "
@@ -109,6 +112,7 @@ def distil(
         ValueError: no texts, mismatched shapes, values outside [0, 1], too few prompts, invalid settings, or a folder
             that is not empty.
     """
+    # Everything that can be wrong is checked before the model is loaded.
     if table.prompts is None or table.responses is None:
         raise ValueError("distillation needs a table with prompts and responses: these are scores alone")
     if probabilities.shape != table.present.shape:
@@ -122,36 +126,39 @@ def distil(
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder for the distilled verifier")
-    where = np.argwhere(table.present & ~np.isnan(probabilities))
-    _divide([table.prompts[i] for i in where[:, 0]], seed)  # fail early, before loading the model
+    indices = np.argwhere(table.present & ~np.isnan(probabilities))
+    _divide([table.prompts[i] for i in indices[:, 0]], seed)  # fail early, before loading the model
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-        aside = Path(place) / folder.name
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        aside = Path(temporary) / folder.name
         _new_classifier(model, aside, seed)
         with quiet_loading():
             reader = RewardModel(aside, **reading)
-        rows = reader.rows([(table.prompts[i], table.responses[i][j]) for i, j in where])
-        fits = np.array([0 < len(row.ids) <= reader.of.max_tokens for row in rows])
-        where, rows = where[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
-        train, calibrate, test = _divide([table.prompts[i] for i in where[:, 0]], seed)
-        targets = probabilities[tuple(where.T)]
+        rows = reader.rows([(table.prompts[i], table.responses[i][j]) for i, j in indices])
+        # Responses that do not fit are omitted; the division is over those that remain.
+        fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
+        indices, rows = indices[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
+        train, calibrate, test = _divide([table.prompts[i] for i in indices[:, 0]], seed)
+        targets = probabilities[tuple(indices.T)]
+        # Train, and save the model before its logits are calibrated: the calibration is beside it.
         _train(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
         with quiet_loading():
-            reader.of.model.save_pretrained(aside)
+            reader.model.model.save_pretrained(aside)
 
+        # Calibrate on one half of the held-out problems, and report on the other.
         started = time.process_time()
         logits = np.full(len(rows), np.nan)
-        held = np.concatenate([calibrate, test])
-        logits[held] = reader.of.run([rows[i] for i in held], lambda batch: reader.logits(batch).tolist())
-        spent = (time.process_time() - started) / len(held)
+        held_out = np.concatenate([calibrate, test])
+        logits[held_out] = reader.model.run([rows[i] for i in held_out], lambda batch: reader.logits(batch).tolist())
+        spent = (time.process_time() - started) / len(held_out)
         scale = Recalibration()
         if np.ptp(targets[calibrate]) > 0:
             scale = Recalibration.fit(sigmoid(logits[calibrate]), targets[calibrate])
         student = scale(sigmoid(logits[test]))
         sides = (targets[test] > 0.5).astype(float)
-        found = DistilReport(
-            parameters=sum(weights.numel() for weights in reader.of.model.parameters()),
+        report = DistilReport(
+            parameters=sum(weights.numel() for weights in reader.model.model.parameters()),
             trained=len(train),
             tested=len(test),
             left_out=int((~fits).sum()),
@@ -159,25 +166,25 @@ def distil(
             agreement=float(((student > 0.5) == sides).mean()),
             gap=ece(student, targets[test]),
             cpu_seconds=spent,
-            truth=_truth(table, where[test], student, targets[test]),
+            truth=_truth(table, indices[test], student, targets[test]),
             ranking=auc(student, sides),
             chance=0.5 + 2.0 * math.sqrt((1 / max(1, sides.sum()) + 1 / max(1, (1 - sides).sum())) / 12),
         )
         settings = {"slope": scale.slope, "intercept": scale.intercept, "scale": "probability", **reading}
-        (aside / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(found)}, indent=1))
+        (aside / DISTILLED).write_text(json.dumps({"reading": settings, "report": asdict(report)}, indent=1))
         aside.rename(folder)
-    return found
+    return report
 
 
 def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
     """Save the model with its head of one class, or a new head initialised from the seed.
 
-    A decoder's head finds the last token by the padding, which needs a token of its own.
+    A decoder's head finds the last token by the padding, which needs a separate token.
     """
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     torch.manual_seed(seed)
     with quiet_loading():
-        made = AutoModelForSequenceClassification.from_pretrained(
+        classifier = AutoModelForSequenceClassification.from_pretrained(
             model,
             num_labels=1,
             dtype=torch.float32,
@@ -185,29 +192,31 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
             trust_remote_code=False,
             use_safetensors=True,
         )
+        # A separate padding token, so that the head does not take padding for the end.
         if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
             tokenizer.add_special_tokens({"pad_token": "<pad>"})
-            made.resize_token_embeddings(max(len(tokenizer), made.get_input_embeddings().num_embeddings))
-        made.config.pad_token_id = tokenizer.pad_token_id
-        made.save_pretrained(folder)
+            classifier.resize_token_embeddings(max(len(tokenizer), classifier.get_input_embeddings().num_embeddings))
+        classifier.config.pad_token_id = tokenizer.pad_token_id
+        classifier.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
     """Indices of the training, calibration and test responses, split by prompt."""
-    found, of = np.unique(prompts, return_inverse=True)
-    drawn = np.random.default_rng(seed).permutation(len(found))
-    part = int(len(found) * HELD_OUT / 2)
+    unique_prompts, prompt_of = np.unique(prompts, return_inverse=True)
+    drawn = np.random.default_rng(seed).permutation(len(unique_prompts))
+    part = int(len(unique_prompts) * HELD_OUT / 2)
     if part < 1:
-        least = math.ceil(2 / HELD_OUT)
-        raise ValueError(f"{len(found)} prompts with a probability and texts that fit are too few: at least {least}")
+        count = len(unique_prompts)
+        minimum = math.ceil(2 / HELD_OUT)
+        raise ValueError(f"{count} prompts with a probability and texts that fit are too few: at least {minimum}")
     sets = drawn[2 * part :], drawn[:part], drawn[part : 2 * part]
-    return [np.flatnonzero(np.isin(of, chosen)) for chosen in sets]
+    return [np.flatnonzero(np.isin(prompt_of, prompts_of_set)) for prompts_of_set in sets]
 
 
 def _train(
     reader: RewardModel,
-    rows: list[Any],
+    rows: list[TokenRow],
     targets: np.ndarray,
     train: np.ndarray,
     epochs: int,
@@ -217,8 +226,9 @@ def _train(
     say: Callable[[str], None],
 ) -> None:
     """AdamW with linear warmup and decay on the rows `train`."""
-    model, rng = reader.of.model.train().requires_grad_(True), np.random.default_rng(seed)
-    goal = torch.tensor(targets, dtype=torch.float32, device=reader.of.device)
+    # The schedule: 5 % of the steps to warm up, then down to 5 % of the rate.
+    model, rng = reader.model.model.train().requires_grad_(True), np.random.default_rng(seed)
+    goal = torch.tensor(targets, dtype=torch.float32, device=reader.model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     steps = epochs * math.ceil(len(train) / batch_size)
     warmup = max(1, steps // 20)
@@ -227,33 +237,35 @@ def _train(
     )
     torch.manual_seed(seed)  # dropout
     for epoch in range(epochs):
+        # The order of each epoch follows from the seed alone.
         order, total = rng.permutation(train), 0.0
-        for at in range(0, len(order), batch_size):
-            chosen = order[at : at + batch_size].tolist()
-            loss = binary_cross_entropy_with_logits(reader.logits(reader.of.pad(chosen, rows)), goal[chosen])
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size].tolist()
+            loss = binary_cross_entropy_with_logits(reader.logits(reader.model.pad(batch, rows)), goal[batch])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            total += loss.item() * len(chosen)
+            total += loss.item() * len(batch)
         say(f"epoch {epoch + 1}/{epochs}: cross-entropy {total / len(order):.4f}")
     model.eval().requires_grad_(False)
 
 
 def _truth(
-    table: ScoreTable, where: np.ndarray, student: np.ndarray, teacher: np.ndarray
+    table: ScoreTable, indices: np.ndarray, student: np.ndarray, teacher: np.ndarray
 ) -> dict[str, dict[str, float]]:
     if table.labels is None:
         return {}
-    at = tuple(where.T)
+    index = tuple(indices.T)
 
     def spread(values: np.ndarray) -> np.ndarray:
         out = np.full(table.present.shape, np.nan)
-        out[at] = values
+        out[index] = values
         return out
 
-    labels = spread(table.labels[at])
+    # Held-out responses only, at their places in the table: selection needs whole problems.
+    labels = spread(table.labels[index])
     if np.isnan(labels).all():
         return {}
     return {

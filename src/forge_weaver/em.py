@@ -10,11 +10,12 @@ from scipy.optimize import brentq, isotonic_regression
 from scipy.special import expit as sigmoid
 from scipy.special import logit, softmax
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-3  # movement of a probability at which expectation maximisation has converged
+# The grid of rates, finer at the ends, where a logit's step is larger.
 RATES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
-FARTHEST = 500.0
+MAX_EVIDENCE = 500.0  # nats: exp of twice this still is a double
 # Pseudo-problems per rate, so that a rate whose weight vanished can recover.
-FLOOR = 0.01
+PSEUDO_PROBLEMS = 0.01
 
 
 @dataclasses.dataclass
@@ -62,13 +63,13 @@ class Prior:
 
     def step(self, evidence: np.ndarray, problem: np.ndarray, balance: float | None) -> tuple[np.ndarray, Prior]:
         """The posterior and the updated prior, whose mean is held at `balance` if given."""
-        r, found, _ = self._infer(evidence, problem)
-        counts = self.past + found
+        r, expected, _ = self._infer(evidence, problem)
+        counts = self.past + expected
         if len(self.rates) == 1:
             # One pseudo-response of each class keeps the rate inside (0, 1).
             rate = balance if balance is not None else (counts[0] + 1) / (counts.sum() + 2)
             return r, Prior(np.array([rate]), self.weights, self.past, counts)
-        weights = (counts + FLOOR) / (counts + FLOOR).sum()
+        weights = (counts + PSEUDO_PROBLEMS) / (counts + PSEUDO_PROBLEMS).sum()
         if balance is not None:
             weights = _tilted(weights, self.rates, balance)
         return r, Prior(self.rates, weights, self.past, counts)
@@ -78,26 +79,28 @@ class Prior:
         return self._infer(evidence, problem)[2]
 
     def _infer(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        # One rate: responses are independent.
         if len(self.rates) == 1:
             rate = self.rates[0]
             r = sigmoid(evidence + logit(rate))
             fit = np.logaddexp(evidence + np.log(rate), np.log1p(-rate)).sum()
             return r, np.array([r.sum(), len(r) - r.sum()]), float(fit)
-        evidence = np.clip(evidence, -FARTHEST, FARTHEST)
+        evidence = np.clip(evidence, -MAX_EVIDENCE, MAX_EVIDENCE)
         # The larger of the two likelihoods is factored out, against overflow.
         up, down = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
         right = up[:, None] * self.rates
-        both = right + down[:, None] * (1 - self.rates)
+        likelihoods = right + down[:, None] * (1 - self.rates)
+        # The posterior of each problem's rate, then of each response given the rate.
         starts = np.flatnonzero(np.diff(problem, prepend=-1))
         with np.errstate(divide="ignore"):
-            fit = np.add.reduceat(np.log(both), starts) + np.log(self.weights)
+            fit = np.add.reduceat(np.log(likelihoods), starts) + np.log(self.weights)
         top = fit.max(1, keepdims=True)
         fit = np.exp(fit - top)
         total = fit.sum(1, keepdims=True)
         likelihood = (top + np.log(total)).sum() + np.maximum(evidence, 0).sum()
         fit /= total
         per_response = np.repeat(fit, np.diff(np.append(starts, len(problem))), axis=0)
-        return np.minimum(np.einsum("ng,ng->n", right / both, per_response), 1.0), fit.sum(0), float(likelihood)
+        return np.minimum(np.einsum("ng,ng->n", right / likelihoods, per_response), 1.0), fit.sum(0), float(likelihood)
 
 
 def _tilted(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarray:
@@ -106,9 +109,8 @@ def _tilted(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarra
     return softmax(logs + brentq(lambda c: softmax(logs + c * rates) @ rates - balance, -1e5, 1e5) * rates)
 
 
-# Initial class balances, and about how many responses the best one is selected on.
-STARTS = (0.05, 0.5, 0.95)
-SAMPLE = 4000
+STARTS = (0.05, 0.5, 0.95)  # initial class balances
+SAMPLE = 4000  # about so many responses select the best of them: the full fit takes its time once, not three times
 
 
 @dataclasses.dataclass
@@ -126,15 +128,16 @@ class Counts:
 
     @classmethod
     def of(cls, codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
-        """From codes [verifiers, responses], `bins` for missing, and probabilities of being right r [responses]."""
+        """Counts from codes [verifiers, responses], `bins` for missing, and r [responses], the probabilities of being
+        right."""
         right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
         every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
         return cls(right, every - right, np.array([r.sum(), len(r) - r.sum()]))
 
-    def plus(self, other: Counts, decay: float = 1.0) -> Counts:
+    def plus(self, counts: Counts, decay: float = 1.0) -> Counts:
         """Add counts to these, which are multiplied by `decay`."""
         return Counts(
-            decay * self.right + other.right, decay * self.wrong + other.wrong, decay * self.balance + other.balance
+            decay * self.right + counts.right, decay * self.wrong + counts.wrong, decay * self.balance + counts.balance
         )
 
 
@@ -146,11 +149,11 @@ def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:
         monotone: non-decreasing in the bin (isotonic regression).
     """
     right, wrong = log_shares(counts, shrink)
-    found = right - wrong
+    ratios = right - wrong
     if monotone:
         for v, weights in enumerate(counts.right + counts.wrong + 1e-3):
-            found[v] = isotonic_regression(found[v], weights=weights).x
-    return np.pad(found, ((0, 0), (0, 1)))
+            ratios[v] = isotonic_regression(ratios[v], weights=weights).x
+    return np.pad(ratios, ((0, 0), (0, 1)))
 
 
 def log_shares(counts: Counts, shrink: float) -> tuple[np.ndarray, np.ndarray]:
@@ -217,6 +220,7 @@ def solve(
         past: counts of earlier responses, weighted by `decay`.
     """
     step, moved = 0, np.inf
+    # M step: counts of bins in each class, earlier ones faded; E step: the posterior.
     while step < steps and moved >= TOLERANCE:
         step += 1
         counts = Counts.of(codes, bins, r)
@@ -250,19 +254,21 @@ def search(
     """
     settings: dict[str, Any] = {"shrink": shrink, "monotone": monotone, "balance": balance, "steps": steps}
 
-    def from_balance(some: np.ndarray, share: float) -> Solution:
-        guess = first_guess(rank_mean[some], share)
-        return solve(codes[:, some], bins, problem[some], guess, Prior.start(share, by_problem), **settings)
+    def from_balance(subset: np.ndarray, share: float) -> Solution:
+        guess = first_guess(rank_mean[subset], share)
+        return solve(codes[:, subset], bins, problem[subset], guess, Prior.start(share, by_problem), **settings)
 
     everything = np.ones(len(problem), dtype=bool)
     if balance is not None:
         return from_balance(everything, balance)
-    some = thinned(problem)
-    found = [from_balance(some, share) for share in STARTS]
+    subset = thinned(problem)
+    solutions = [from_balance(subset, share) for share in STARTS]
     # Solutions with swapped classes are equally likely: prefer those that agree with the rank mean.
-    found = [one for one in found if one.r @ (rank_mean[some] - rank_mean[some].mean()) > 0] or found
-    best = found[int(np.argmax([log_likelihood(codes[:, some], one, problem[some], shrink) for one in found]))]
-    if some.all():
+    centred = rank_mean[subset] - rank_mean[subset].mean()
+    solutions = [solution for solution in solutions if solution.r @ centred > 0] or solutions
+    likelihoods = [log_likelihood(codes[:, subset], solution, problem[subset], shrink) for solution in solutions]
+    best = solutions[int(np.argmax(likelihoods))]
+    if subset.all():
         return best
     r = best.prior.posterior(evidence(codes, best.ratios), problem)
     return solve(codes, bins, problem, r, Prior(best.prior.rates, best.prior.weights), **settings)
@@ -274,7 +280,7 @@ def thinned(problem: np.ndarray) -> np.ndarray:
     return number % max(1, round(len(problem) / SAMPLE)) == 0
 
 
-def log_likelihood(codes: np.ndarray, found: Solution, problem: np.ndarray, shrink: float) -> float:
+def log_likelihood(codes: np.ndarray, solution: Solution, problem: np.ndarray, shrink: float) -> float:
     """Log likelihood of the bins under a solution."""
-    right, wrong = (np.pad(side, ((0, 0), (0, 1))) for side in log_shares(found.counts, shrink))
-    return float(evidence(codes, wrong).sum()) + found.prior.log_likelihood(evidence(codes, right - wrong), problem)
+    right, wrong = (np.pad(side, ((0, 0), (0, 1))) for side in log_shares(solution.counts, shrink))
+    return float(evidence(codes, wrong).sum()) + solution.prior.log_likelihood(evidence(codes, right - wrong), problem)

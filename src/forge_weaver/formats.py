@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forge.system.files import written_aside
 
 from .table import ScoreTable, families_by_name
+
+if TYPE_CHECKING:
+    import pyarrow
 
 # Errors of a damaged Parquet file, beside pyarrow's own.
 _DAMAGED = (
@@ -67,6 +70,7 @@ def save_table(table: ScoreTable, path: Path) -> None:
                 for name in ("verifiers", "families", "answers", "prompts", "responses")
                 if (value := getattr(table, name)) is not None
             }
+            # Texts as JSON, numbers as arrays: nothing is pickled.
             arrays = {"scores": table.scores, "present": table.present}
             if table.labels is not None:
                 arrays["labels"] = table.labels
@@ -98,12 +102,15 @@ def load_table(path: Path) -> ScoreTable:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such score table: {path}")
+    # Both formats are read within a guard: a damaged file raises almost anything.
     if path.suffix == ".npz":
         with reading_npz(path, "score table") as arrays:
-            found: dict[str, Any] = {**json.loads(arrays.pop("texts").tobytes()), **arrays}
-            if surplus := found.keys() - {field.name for field in dataclasses.fields(ScoreTable)}:
+            columns: dict[str, Any] = {**json.loads(arrays.pop("texts").tobytes()), **arrays}
+            fields = {field.name for field in dataclasses.fields(ScoreTable)}
+            if surplus := columns.keys() - fields:
                 raise ValueError(f"it also has {', '.join(sorted(surplus))}")
-            return ScoreTable(found.pop("scores"), found.pop("verifiers"), present=found.pop("present"), **found)
+            present = columns.pop("present")
+            return ScoreTable(columns.pop("scores"), columns.pop("verifiers"), present=present, **columns)
     if path.suffix == ".parquet":
         file = _read_parquet(path)
         try:
@@ -121,21 +128,21 @@ def write_npz(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 
 @contextmanager
-def reading_npz(path: Path, what: str) -> Iterator[dict[str, np.ndarray]]:
-    """The arrays of a .npz file. ValueError: it is damaged, or the body finds that it is not a `what`."""
+def reading_npz(path: Path, kind: str) -> Iterator[dict[str, np.ndarray]]:
+    """The arrays of a .npz file. ValueError: it is damaged, or an error in the body shows that it is not a `kind`."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         yield arrays
     except KeyError as error:
-        raise ValueError(f"{path} is not a {what}: it lacks {error}") from error
+        raise ValueError(f"{path} is not a {kind}: it lacks {error}") from error
     except (
         *(TypeError, AttributeError, ValueError, OSError, EOFError),
         *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError),  # damaged zip files
         *(RecursionError, MemoryError, OverflowError, IndexError, RuntimeError, SyntaxError),  # odd headers
     ) as error:
-        why = "not a .npz file of numbers" if "allow_pickle" in str(error) else error
-        raise ValueError(f"{path} is not a {what}: {why}") from error
+        reason = "not a .npz file of numbers" if "allow_pickle" in str(error) else error
+        raise ValueError(f"{path} is not a {kind}: {reason}") from error
 
 
 def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
@@ -150,6 +157,7 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
         raise ValueError("there are no rows")
     if not all(isinstance(row, Mapping) for row in rows):
         raise ValueError("a row must be an object with the columns of one problem")
+    # Columns of scores; those of steps have several numbers a response, and `weaver_scores` is the published result.
     names = sorted({name for row in rows for name in row if name.endswith(("_scores", "_verdicts"))})
     names = [name for name in names if not name.endswith("_step_scores") and name != "weaver_scores"]
     if not names:
@@ -158,6 +166,7 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
         for name in ("samples", "extracted_answers", "answer_correct", *names):
             if not isinstance(row.get(name), list | tuple | np.ndarray | None):
                 raise ValueError(f"problem {i}: {name} must be a list, not {row[name]!r:.60}")
+    # Problems may have different numbers of responses: those of the longest column.
     counts = [
         max((len(row[name]) for name in ("samples", *names) if row.get(name) is not None), default=0) for row in rows
     ]
@@ -170,11 +179,11 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
                 continue
             if len(values) != count:
                 raise ValueError(f"problem {i}: {len(values)} values in {name} for {count} responses")
-            where = f"problem {i}, {name}"
+            location = f"problem {i}, {name}"
             if name == "answer_correct":
-                labels[i, :count] = _labels(values, where)
+                labels[i, :count] = _labels(values, location)
             else:
-                scores[i, :count, names.index(name)] = [_number(value, where) for value in values]
+                scores[i, :count, names.index(name)] = [_number(value, location) for value in values]
 
     def column(name: str) -> list[Any] | None:
         values = [row.get(name) for row in rows]
@@ -186,6 +195,7 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
         filled = [[None] * count if texts is None else texts for texts, count in zip(lists, counts, strict=True)]
         return [list(map(_text, texts)) for texts in filled]
 
+    # Names without their suffix, where that leaves them unique.
     short = [name.removesuffix("_scores").removesuffix("_verdicts") for name in names]
     prompts = column("instruction")
     return ScoreTable(
@@ -200,27 +210,27 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
     )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: object, location: str) -> float:
     """A score, or the mean of a list of votes; NaN for None."""
     if value is None:
         return math.nan
     if isinstance(value, bool | int | float | np.number | np.bool_):
         return float(value)
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
-        votes = [vote for vote in (_number(one, where) for one in value) if not math.isnan(vote)]
+        votes = [score for score in (_number(vote, location) for vote in value) if not math.isnan(score)]
         return sum(votes) / len(votes) if votes else math.nan
-    raise ValueError(f"{where}: {value!r} is not a score")
+    raise ValueError(f"{location}: {value!r} is not a score")
 
 
-def _labels(values: Iterable[Any], where: str) -> list[float]:
+def _labels(values: Iterable[Any], location: str) -> list[float]:
     try:
         return [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: labels are 1, 0 or missing: {error}") from error
+        raise ValueError(f"{location}: labels are 1, 0 or missing: {error}") from error
 
 
 def _save_parquet(table: ScoreTable, path: Path) -> None:
@@ -236,12 +246,13 @@ def _save_parquet(table: ScoreTable, path: Path) -> None:
         columns["text"] = [text for texts in table.responses for text in texts]
     for name, column in zip(table.verifiers, table.flat.T, strict=True):
         columns[name] = arrow.array(column, from_pandas=True)
+    # Families are not a column of responses: they go into the schema's metadata.
     families = None if table.families is None else dict(zip(table.verifiers, table.families, strict=True))
     metadata = {_FAMILIES: json.dumps(families)}
     parquet.write_table(arrow.table(columns).replace_schema_metadata(metadata), path)
 
 
-def _read_parquet(path: Path) -> Any:
+def _read_parquet(path: Path) -> pyarrow.Table:
     arrow, parquet = _arrow()
     try:
         with parquet.ParquetFile(path) as opened:
@@ -250,11 +261,12 @@ def _read_parquet(path: Path) -> Any:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 
-def _from_parquet(file: Any) -> ScoreTable:
+def _from_parquet(file: pyarrow.Table) -> ScoreTable:
     arrow, _ = _arrow()
     names, types = file.column_names, arrow.types
     if duplicates := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"it has several columns called {', '.join(duplicates)}: column names must be unique")
+    # Two layouts: lists of scores, one row a problem, or one row a response.
     lists = [field.name for field in file.schema if types.is_nested(field.type)]
     if any(name.endswith(("_scores", "_verdicts")) for name in lists):
         return from_public(file.to_pylist())
@@ -262,9 +274,9 @@ def _from_parquet(file: Any) -> ScoreTable:
         raise ValueError(f"it has neither a column problem nor lists of scores: {', '.join(names)}")
     verifiers = [name for name in names if name not in COLUMNS and not name.startswith(_PANDAS_INDEX)]
     numeric = (types.is_floating, types.is_integer, types.is_boolean, types.is_null)
-    odd = [name for name in verifiers if not any(test(file.schema.field(name).type) for test in numeric)]
-    if odd or not verifiers:
-        raise ValueError(f"it needs one column of numbers a verifier: {', '.join(odd) or 'it has none'}")
+    not_numeric = [name for name in verifiers if not any(test(file.schema.field(name).type) for test in numeric)]
+    if not_numeric or not verifiers:
+        raise ValueError(f"it needs one column of numbers a verifier: {', '.join(not_numeric) or 'it has none'}")
 
     places = _places(file)
     present = np.zeros(tuple(index.max() + 1 for index in places), dtype=bool)
@@ -306,7 +318,7 @@ def _from_parquet(file: Any) -> ScoreTable:
     )
 
 
-def _places(file: Any) -> tuple[np.ndarray, np.ndarray]:
+def _places(file: pyarrow.Table) -> tuple[np.ndarray, np.ndarray]:
     """Indices (problem, response) of each row: problems by first appearance, responses by number or else by order."""
     keys = {name: file[name].to_pylist() for name in ("problem", "response") if name in file.column_names}
     for name, column in keys.items():
@@ -316,6 +328,7 @@ def _places(file: Any) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError("the table has no rows")
 
     numbers = keys.get("response", range(len(keys["problem"])))
+    # Rows may come in any order: those of a problem are sorted by their number.
     rows_of: dict[Any, list[tuple[Any, int]]] = {}
     for row, (problem, number) in enumerate(zip(keys["problem"], numbers, strict=True)):
         rows_of.setdefault(problem, []).append((number, row))

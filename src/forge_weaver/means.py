@@ -63,15 +63,16 @@ class Majority(Aggregator):
 
 
 # Bounds of the slope, in logits per standard deviation of the mean: never useless, never certain.
-LEAST, MOST = 0.5, 10.0
-# Fewest responses to estimate the slope from, and about how many are used.
-FEWEST, SAMPLE = 30, 10_000
+MIN_SLOPE = 0.5
+MAX_SLOPE = 10.0
+MIN_RESPONSES = 30  # to estimate the slope from
+SAMPLE = 10_000  # about so many responses are used, which determine one number well enough
 
 
 def mean_of_known(x: np.ndarray) -> np.ndarray:
     """[responses] mean of [responses, verifiers] over values that are not NaN; 0 where all are."""
-    known = ~np.isnan(x)
-    return np.where(known, x, 0.0).sum(1) / np.maximum(known.sum(1), 1)
+    scored = ~np.isnan(x)
+    return np.where(scored, x, 0.0).sum(1) / np.maximum(scored.sum(1), 1)
 
 
 def rank_means(normal: np.ndarray, families: np.ndarray | None = None) -> np.ndarray:
@@ -85,13 +86,13 @@ def unheaped(data: Data, families: np.ndarray | None = None) -> np.ndarray:
 
 
 def fitted_slope(u: np.ndarray, steps: int = 200) -> float:
-    """Maximum-likelihood slope in logits per standard deviation of u [responses], between LEAST and MOST.
+    """Maximum-likelihood slope in logits per standard deviation of u [responses], between MIN_SLOPE and MAX_SLOPE.
 
     The model is two Gaussians of equal variance, fitted by expectation maximisation from a median split; nothing is
     assumed about the verifiers behind u. The slope is at most 1 if BIC (Schwarz 1978) prefers one Gaussian, and 1 for
-    fewer than FEWEST responses.
+    fewer than MIN_RESPONSES responses.
     """
-    if len(u) < FEWEST:
+    if len(u) < MIN_RESPONSES:
         return 1.0
     z = (u - u.mean()) / (u.std() + 1e-9)
     high = (z > np.median(z)).astype(np.float64)
@@ -104,9 +105,10 @@ def fitted_slope(u: np.ndarray, steps: int = 200) -> float:
         high = sigmoid(odds)
         if np.abs(high - last).max() < 1e-4:
             break
+    # Two clusters must be more likely than one by more than their three parameters cost.
     below = np.log1p(-share) - (z - lower) ** 2 / (2 * variance) - np.log(variance) / 2
     gain = (np.logaddexp(0.0, odds) + below + z**2 / 2).sum()
-    return float(np.clip(slope if gain > np.log(len(z)) else min(slope, 1.0), LEAST, MOST))
+    return float(np.clip(slope if gain > np.log(len(z)) else min(slope, 1.0), MIN_SLOPE, MAX_SLOPE))
 
 
 def family_numbers(data: Data) -> np.ndarray | None:
@@ -139,6 +141,7 @@ class RankMean(Aggregator):
         self.families = family_numbers(data) if self.by_family else None
         u = rank_means(normal(data.x), self.families)
         slope = fitted_slope(unheaped(data, self.families)) if self.slope is None else self.slope
+        # The slope is per standard deviation; b sets the mean probability.
         a = slope / (u.std() + 1e-9)
         b = brentq(lambda b: sigmoid(a * u + b).mean() - self.class_balance, -500.0, 500.0)
         self.line = np.array([a, b])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import ndtri
 
-KNOTS = 1024
+KNOTS = 1024  # points of a distribution function, half of them evenly by rank: no more than 1 / 512 lies between two
 
 
 class NormalScores:
@@ -26,7 +26,7 @@ class NormalScores:
 
     @classmethod
     def fit(cls, x: np.ndarray) -> NormalScores:
-        """From [responses, verifiers], NaN for missing; each column needs a score."""
+        """Fit to [responses, verifiers], NaN for missing; each column needs a score."""
         points = []
         for column in x.T:
             values, counts = np.unique(column[~np.isnan(column)], return_counts=True)
@@ -35,8 +35,8 @@ class NormalScores:
             if len(values) > KNOTS:
                 # Half of the points evenly by rank; half by height, for the tails.
                 even = [np.searchsorted(y, np.linspace(y[0], y[-1], KNOTS // 2)) for y in (ranks, heights)]
-                kept = np.unique(even)
-                values, heights = values[kept], heights[kept]
+                knots = np.unique(even)
+                values, heights = values[knots], heights[knots]
             points.append((values, heights))
         width = max(len(values) for values, _ in points)
         filled = [[np.pad(side, (0, width - len(side)), mode="edge") for side in pair] for pair in points]
@@ -57,9 +57,9 @@ def scattered(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
     out = np.full(x.shape, np.nan)
     for v, (name, column) in enumerate(zip(names, x.T, strict=True)):
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        known = np.flatnonzero(~np.isnan(column))
-        order = np.lexsort((rng.random(len(known)), column[known]))
-        out[known[order], v] = ndtri((np.arange(len(known)) + 0.5) / len(known))
+        scored = np.flatnonzero(~np.isnan(column))
+        order = np.lexsort((rng.random(len(scored)), column[scored]))
+        out[scored[order], v] = ndtri((np.arange(len(scored)) + 0.5) / len(scored))
     return out
 
 
@@ -69,7 +69,7 @@ def imputed(z: np.ndarray, precision: np.ndarray | None = None, rounds: int = 8)
     Each round sets every missing value to its expectation under a Gaussian given all others (Jacobi iteration).
 
     Args:
-        precision: of a previous fit; estimated in each round if not given.
+        precision: matrix of a previous fit; estimated in each round if not given.
     """
     missing = np.isnan(z)
     x, used = np.where(missing, 0.0, z), precision
@@ -90,14 +90,14 @@ def bin_edges(x: np.ndarray, bins: int) -> np.ndarray:
     """
     edges = np.full((x.shape[1], bins - 1), np.inf)
     for v, column in enumerate(x.T):
-        known = np.sort(column[~np.isnan(column)])
-        distinct = known[np.flatnonzero(np.diff(known, prepend=np.nan) != 0)]
+        scores = np.sort(column[~np.isnan(column)])
+        distinct = scores[np.flatnonzero(np.diff(scores, prepend=np.nan) != 0)]
         if len(distinct) <= bins:
-            found = (distinct[1:] + distinct[:-1]) / 2
+            inner_edges = (distinct[1:] + distinct[:-1]) / 2
         else:
-            found = np.unique(np.quantile(known, np.arange(1, bins) / bins))
-            found = found[found > known[0]]
-        edges[v, : len(found)] = found
+            inner_edges = np.unique(np.quantile(scores, np.arange(1, bins) / bins))
+            inner_edges = inner_edges[inner_edges > scores[0]]
+        edges[v, : len(inner_edges)] = inner_edges
     return edges
 
 
@@ -110,26 +110,27 @@ def to_bins(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return codes
 
 
-def thresholds(x: np.ndarray, accept: float, at: float | None = None) -> np.ndarray:
+def thresholds(x: np.ndarray, accept: float, threshold: float | None = None) -> np.ndarray:
     """[verifiers] lowest accepted score: `at`, or the quantile that the fraction `accept` reaches.
 
     A column of two values is already a verdict: the higher one accepts.
     """
-    found = np.empty(x.shape[1])
+    lowest = np.empty(x.shape[1])
     for v, column in enumerate(x.T):
-        known = column[~np.isnan(column)]
-        low, high = known.min(), known.max()
-        if ((known == low) | (known == high)).all():
-            found[v] = (low + high) / 2
-        elif at is not None:
-            found[v] = at
+        scores = column[~np.isnan(column)]
+        # Two values: already a verdict.
+        low, high = scores.min(), scores.max()
+        if ((scores == low) | (scores == high)).all():
+            lowest[v] = (low + high) / 2
+        elif threshold is not None:
+            lowest[v] = threshold
         else:
-            cut = np.quantile(known, 1 - accept)
+            cut = np.quantile(scores, 1 - accept)
             # Ties at the cut are all in or all out, whichever is nearer to the share.
-            above = known[known > cut].min() if (known > cut).any() else cut
-            shares = [(known >= cut).mean(), (known >= above).mean()]
-            found[v] = cut if abs(shares[0] - accept) <= abs(shares[1] - accept) and cut > low else above
-    return found
+            above = scores[scores > cut].min() if (scores > cut).any() else cut
+            shares = [(scores >= cut).mean(), (scores >= above).mean()]
+            lowest[v] = cut if abs(shares[0] - accept) <= abs(shares[1] - accept) and cut > low else above
+    return lowest
 
 
 def verdicts(x: np.ndarray, cuts: np.ndarray) -> np.ndarray:

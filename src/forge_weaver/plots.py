@@ -16,9 +16,9 @@ from .selection import accuracy_against_k
 
 def weights(report: FitReport) -> bytes:
     """Bars of the verifiers' weights, largest first."""
-    found = sorted(((entry["weight"], name) for name, entry in report.verifiers.items()), reverse=True)
-    figure, axis = _figure(6, 1 + 0.22 * len(found))
-    axis.barh([_literal(name) for _, name in found], [weight for weight, _ in found], color="#4878a8")
+    bars = sorted(((entry["weight"], name) for name, entry in report.verifiers.items()), reverse=True)
+    figure, axis = _figure(6, 1 + 0.22 * len(bars))
+    axis.barh([_literal(name) for _, name in bars], [weight for weight, _ in bars], color="#4878a8")
     axis.invert_yaxis()
     axis.set_xlabel("weight")
     return _png(figure)
@@ -28,7 +28,9 @@ def correlation(report: FitReport) -> bytes:
     """Heat map of the correlations between verifiers within the classes. ValueError if the report has none."""
     if not report.correlation:
         raise ValueError(f"{report.method} computed no residual correlations")
-    matrix = np.array([[np.nan if one is None else one for one in row] for row in report.correlation], dtype=float)
+    rows = [[np.nan if value is None else value for value in row] for row in report.correlation]
+    # A verifier's correlation with itself would only take the eye.
+    matrix = np.array(rows, dtype=float)
     np.fill_diagonal(matrix, np.nan)
     size = 2.5 + 0.2 * len(matrix)
     figure, axis = _figure(size + 1, size)
@@ -43,13 +45,13 @@ def correlation(report: FitReport) -> bytes:
 
 def reliability_diagram(p: np.ndarray, labels: np.ndarray) -> bytes:
     """Accuracy against probability, with the fraction of responses in each bin."""
-    found = reliability(p, labels)
+    diagram = reliability(p, labels)
     figure, axis = _figure(4.5, 4)
-    width = 1 / len(found.count)
-    shares = found.count / found.count.sum()
+    width = 1 / len(diagram.count)
+    shares = diagram.count / diagram.count.sum()
     axis.bar(np.arange(len(shares)) * width, shares, width, align="edge", color="#ddd", label="share of responses")
     axis.plot([0, 1], [0, 1], color="#999", linewidth=1)
-    axis.plot(found.predicted, found.right, marker="o", label="share right")
+    axis.plot(diagram.predicted, diagram.right, marker="o", label="share right")
     axis.set_xlabel("probability")
     axis.legend(fontsize=7)
     return _png(figure)
@@ -59,12 +61,13 @@ def selection_curve(curves: dict[str, np.ndarray], labels: np.ndarray) -> bytes:
     """Best-of-k accuracy against k, for each named array of probabilities [problems, responses]."""
     figure, axis = _figure(5, 4)
     for name, p in curves.items():
-        found = accuracy_against_k(p, labels)
-        axis.plot(found.ks, found.selected, marker="o", label=_literal(name))
-    axis.plot(found.ks, found.oracle, color="#333", linestyle="--", label="oracle (pass@k)")
-    axis.plot(found.ks, found.chance, color="#999", linestyle="--", label="chance")
+        curve = accuracy_against_k(p, labels)
+        axis.plot(curve.ks, curve.selected, marker="o", label=_literal(name))
+    axis.plot(curve.ks, curve.oracle, color="#333", linestyle="--", label="oracle (pass@k)")
+    axis.plot(curve.ks, curve.chance, color="#999", linestyle="--", label="chance")
+    # Powers of two, at which the curve is computed.
     axis.set_xscale("log", base=2)
-    axis.set_xticks(found.ks, [str(k) for k in found.ks])
+    axis.set_xticks(curve.ks, [str(k) for k in curve.ks])
     axis.set_xlabel("responses k")
     axis.set_ylabel("share of problems right")
     axis.legend(fontsize=7)

@@ -43,26 +43,27 @@ class Problem:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
             raise ValueError(f"the prompt must be text, got {self.prompt!r:.60}")
-        of = f"to {self.prompt[:60]!r}"
+        # Types first, as they come from JSON; then labels, and the lengths of lists.
+        subject = f"to {self.prompt[:60]!r}"
         for name, texts in (("responses", self.responses), ('answers ("" for none)', self.answers)):
             if texts is None and name != "responses":
                 continue
             if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
-                raise ValueError(f"{name} must be a list of texts {of}, got {texts!r:.60}")
+                raise ValueError(f"{name} must be a list of texts {subject}, got {texts!r:.60}")
         if not len(self.responses):
-            raise ValueError(f"there are no responses {of}")
+            raise ValueError(f"there are no responses {subject}")
         if not isinstance(self.target, str | None):
-            raise ValueError(f"the target must be text or left out {of}, got {self.target!r:.60}")
+            raise ValueError(f"the target must be text or left out {subject}, got {self.target!r:.60}")
         if self.labels is not None:
             if isinstance(self.labels, str) or not hasattr(self.labels, "__iter__"):
-                raise ValueError(f"labels must be a list of 1, 0 and null {of}, got {self.labels!r:.60}")
+                raise ValueError(f"labels must be a list of 1, 0 and null {subject}, got {self.labels!r:.60}")
             labels = [math.nan if label is None else label for label in self.labels]
             if wrong := [label for label in labels if label not in (0, 1) and label == label]:
-                raise ValueError(f"labels must be 1, 0 or null {of}, got {wrong[0]!r:.60}")
+                raise ValueError(f"labels must be 1, 0 or null {subject}, got {wrong[0]!r:.60}")
             object.__setattr__(self, "labels", [float(label) for label in labels])
-        for name, given in (("labels", self.labels), ("answers", self.answers)):
-            if given is not None and len(given) != len(self.responses):
-                raise ValueError(f"{len(given)} {name} for {len(self.responses)} responses {of}")
+        for name, values in (("labels", self.labels), ("answers", self.answers)):
+            if values is not None and len(values) != len(self.responses):
+                raise ValueError(f"{len(values)} {name} for {len(self.responses)} responses {subject}")
 
 
 async def score_table(
@@ -87,35 +88,39 @@ async def score_table(
     with_answers = all(problem.answers is not None for problem in problems)
     if not with_answers and any(problem.answers is not None for problem in problems):
         raise ValueError("some problems have answers and others none: give all or leave all out")
-    found: dict[int, Scores] = {}
+    scores_of: dict[int, Scores] = {}
     waiting = iter(enumerate(problems))
 
     async def work() -> None:
         for number, problem in waiting:
             try:
-                found[number] = await panel.score(problem.prompt, problem.responses, problem.target)
+                scores_of[number] = await panel.score(problem.prompt, problem.responses, problem.target)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                found[number] = Scores.none(len(problem.responses), len(panel.names), reason)
+                scores_of[number] = Scores.none(len(problem.responses), len(panel.names), reason)
             if progress is not None:
-                progress(len(found), len(problems))
+                progress(len(scores_of), len(problems))
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(concurrency, len(problems))):
             tasks.create_task(work())
 
+    # One warning a verifier, with the reasons that are most frequent.
     total = sum(len(problem.responses) for problem in problems)
     for column, name in enumerate(panel.names):
-        why = Counter(text for part in found.values() for (_, j), text in part.reasons.items() if j == column)
-        if why:
-            common = "; ".join(f"{count} x {reason}" for reason, count in why.most_common(3))
-            log.warning("%s: %d of %d scores are missing: %s", name, why.total(), total, common)
+        missing = Counter(text for part in scores_of.values() for (_, j), text in part.reasons.items() if j == column)
+        if missing:
+            common = "; ".join(f"{count} x {reason}" for reason, count in missing.most_common(3))
+            log.warning("%s: %d of %d scores are missing: %s", name, missing.total(), total, common)
 
+    # Arrays as wide as the problem with most responses.
     shape = (len(problems), max(len(problem.responses) for problem in problems))
-    scores, labels, present = np.full((*shape, len(panel.names)), np.nan), np.full(shape, np.nan), np.zeros(shape, bool)
+    scores = np.full((*shape, len(panel.names)), np.nan)
+    labels = np.full(shape, np.nan)
+    present = np.zeros(shape, bool)
     for row, problem in enumerate(problems):
         count = len(problem.responses)
-        scores[row, :count], present[row, :count] = found[row].values, True
+        scores[row, :count], present[row, :count] = scores_of[row].values, True
         if problem.labels is not None:
             labels[row, :count] = problem.labels
     return ScoreTable(
@@ -137,8 +142,8 @@ def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
     """Write one JSON line per problem, without unset fields; atomic."""
     with written_aside(Path(path)) as aside, aside.open("w", encoding="utf-8") as file:
         for problem in problems:
-            known = {name: value for name in FIELDS if (value := getattr(problem, name)) is not None}
-            file.write(json.dumps(known, default=list) + "\n")
+            row = {name: value for name in FIELDS if (value := getattr(problem, name)) is not None}
+            file.write(json.dumps(row, default=list) + "\n")
 
 
 def read_problems(path: str | Path) -> list[Problem]:
@@ -154,6 +159,7 @@ def read_problems(path: str | Path) -> list[Problem]:
             if not line.strip():
                 continue
             try:
+                # Unknown fields are errors: a misspelt "labels" would otherwise be no labels.
                 row = json.loads(line.decode("utf-8"))
                 if not isinstance(row, dict) or not {"prompt", "responses"} <= row.keys():
                     raise ValueError("it must be an object with prompt and responses")

@@ -38,7 +38,8 @@ def write_report(path: str | Path, aggregator: Aggregator, table: ScoreTable) ->
     report = aggregator.report
     p = aggregator.predict_proba(table)
     notes = [("alarm", text) for text in report.alarms] + [("warning", text) for text in report.warnings]
-    notes += [("dropped", f"{name}: {why}") for name, why in report.dropped.items()]
+    notes += [("dropped", f"{name}: {reason}") for name, reason in report.dropped.items()]
+    # The fit's numbers, then each verifier's, the heaviest first.
     facts = {
         "problems, responses of the fit": f"{report.problems}, {report.responses}",
         "share of responses scored": _number(report.coverage),
@@ -47,8 +48,8 @@ def write_report(path: str | Path, aggregator: Aggregator, table: ScoreTable) ->
         "mean probability here": _number(np.nanmean(p) if not np.isnan(p).all() else None),
         **report.details,
     }
-    known = ("weight", "tpr", "tnr", "separation", "coverage")
-    columns = [name for name in known if any(name in entry for entry in report.verifiers.values())]
+    measures = ("weight", "tpr", "tnr", "separation", "coverage")
+    columns = [name for name in measures if any(name in entry for entry in report.verifiers.values())]
     heaviest = sorted(report.verifiers.items(), key=lambda item: -abs(item[1]["weight"]))
     weights = [(name, *(_number(entry.get(column)) for column in columns)) for name, entry in heaviest]
     title = html.escape(f"Weaver: {report.method}")
@@ -67,24 +68,25 @@ def write_report(path: str | Path, aggregator: Aggregator, table: ScoreTable) ->
 def _evaluation(aggregator: Aggregator, table: ScoreTable, p: np.ndarray) -> list[str]:
     if table.labels is None or not (~np.isnan(table.labels) & ~np.isnan(p)).any():
         return ["<p>No evaluation: it needs labels that the fit has not seen.</p>"]
-    kept = table.labelled_problems()
-    p, labels = p[kept], table.labels[kept]
+    labelled = table.labelled_problems()
+    p, labels = p[labelled], table.labels[labelled]
     rows = []
+    # Each measure with an interval from drawing whole problems.
     for name, measure in MEASURES.items():
 
-        def drawn(chosen: np.ndarray, measure: Callable[[np.ndarray, np.ndarray], float] = measure) -> float:
+        def drawn(problems: np.ndarray, measure: Callable[[np.ndarray, np.ndarray], float] = measure) -> float:
             # With few problems, a draw may have no response with both a label and a probability.
-            judged = (~np.isnan(p[chosen]) & ~np.isnan(labels[chosen])).any()
-            return measure(p[chosen], labels[chosen]) if judged else float("nan")
+            judged = (~np.isnan(p[problems]) & ~np.isnan(labels[problems])).any()
+            return measure(p[problems], labels[problems]) if judged else float("nan")
 
         low, high = bootstrap(drawn, len(p), draws=200)
         rows.append((name, _number(measure(p, labels)), "" if np.isnan(low) else f"{_number(low)} to {_number(high)}"))
     curves = {aggregator.report.method: p}
-    for other in (NaiveMean(), RankMean()):
+    for baseline in (NaiveMean(), RankMean()):
         with suppress(ValueError):  # all scores are constant, and the aggregator is a majority vote on answers
-            curves[type(other).__name__] = other.fit(table).predict_proba(table)[kept]
+            curves[type(baseline).__name__] = baseline.fit(table).predict_proba(table)[labelled]
     return [
-        f"<h2>Against {len(kept)} labelled problems</h2>",
+        f"<h2>Against {len(labelled)} labelled problems</h2>",
         _table(("measure", "value", "95 % interval, problems drawn whole"), rows),
         _figure("Best of k", plots.selection_curve(curves, labels)),
         _figure("Reliability", plots.reliability_diagram(p, labels)),

@@ -27,13 +27,13 @@ def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
     Raises:
         ValueError: the shapes differ, or no problem has labels.
     """
-    right = chosen_right(p, labels)
+    right = selected_right(p, labels)
     if np.isnan(right).all():
         raise ValueError("no problem has labels: selection accuracy is undefined")
     return float(np.nanmean(right))
 
 
-def chosen_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def selected_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """[problems] probability that the selected response is right; NaN for a problem without labels."""
     if np.shape(p) != np.shape(labels):
         raise ValueError(f"probabilities are {np.shape(p)} and labels {np.shape(labels)}")
@@ -65,8 +65,8 @@ def accuracy_against_k(p: np.ndarray, labels: np.ndarray, ks: Sequence[int] | No
         ValueError: a k exceeds the labelled responses of some problem.
     """
     check_labels(labels)
-    known = ~np.isnan(labels)
-    rows = [(np.where(np.isnan(p[i, m]), -1.0, p[i, m]), labels[i, m]) for i, m in enumerate(known) if m.any()]
+    is_labelled = ~np.isnan(labels)
+    rows = [(np.where(np.isnan(p[i, m]), -1.0, p[i, m]), labels[i, m]) for i, m in enumerate(is_labelled) if m.any()]
     fewest = min((len(label) for _, label in rows), default=0)
     if ks is None:
         ks = sorted({*(2**e for e in range(fewest.bit_length()) if 2**e <= fewest), fewest} - {0})
@@ -75,6 +75,7 @@ def accuracy_against_k(p: np.ndarray, labels: np.ndarray, ks: Sequence[int] | No
     selected = np.zeros((len(rows), len(ks)))
     oracle = np.zeros_like(selected)
     for i, (probability, label) in enumerate(rows):
+        # In closed form: each rank's chance to be the best of a random subset of k.
         order = np.argsort(-probability, kind="stable")
         _, group = np.unique(-probability[order], return_inverse=True)
         # Ties are in arbitrary order: each counts as their mean.
@@ -113,9 +114,9 @@ def vote_accuracy(winners: Sequence[str], table: ScoreTable) -> float:
         raise ValueError("the accuracy of a vote needs answers and labels")
     right = []
     for winner, answers, labels in zip(winners, table.answers, table.labels, strict=True):
-        known = [(answer, label) for answer, label in zip(answers, labels, strict=False) if not np.isnan(label)]
-        if known:
-            right.append(any(answer == winner != "" and label == 1 for answer, label in known))
+        labelled = [(answer, label) for answer, label in zip(answers, labels, strict=False) if not np.isnan(label)]
+        if labelled:
+            right.append(any(answer == winner != "" and label == 1 for answer, label in labelled))
     return float(np.mean(right))
 
 
@@ -139,11 +140,11 @@ def abstention(p: np.ndarray, labels: np.ndarray) -> Abstention:
 
     Problems without labels are left out; those without a probability are never answered.
     """
-    right = chosen_right(p, labels)
+    right = selected_right(p, labels)
     confidence = np.where(np.isnan(p) | np.isnan(labels), -np.inf, p).max(1)
-    kept = np.isfinite(confidence)
-    order = np.argsort(-confidence[kept], kind="stable")
-    threshold, hits = confidence[kept][order], np.cumsum(right[kept][order])
+    answerable = np.isfinite(confidence)
+    order = np.argsort(-confidence[answerable], kind="stable")
+    threshold, hits = confidence[answerable][order], np.cumsum(right[answerable][order])
     answered = np.arange(1, len(order) + 1)
     last = np.append(np.diff(threshold) != 0, True)[: len(order)]  # of each run of ties
     labelled = max((~np.isnan(right)).sum(), 1)
@@ -152,6 +153,6 @@ def abstention(p: np.ndarray, labels: np.ndarray) -> Abstention:
 
 def threshold_for(p: np.ndarray, labels: np.ndarray, accuracy: float) -> float:
     """The threshold that answers most problems with at least this accuracy; infinite if none does."""
-    found = abstention(p, labels)
-    good = np.flatnonzero(found.accuracy >= accuracy)
-    return float(found.threshold[good[-1]]) if len(good) else float("inf")
+    curve = abstention(p, labels)
+    good = np.flatnonzero(curve.accuracy >= accuracy)
+    return float(curve.threshold[good[-1]]) if len(good) else float("inf")

@@ -55,12 +55,14 @@ def generate(
     """
     rng = np.random.default_rng(seed)
     shape = (problems, responses)
+    # Problems differ in their rate of right responses, and in how attractive one wrong answer is.
     rate = rng.beta(1.5 * balance, 1.5 * (1 - balance), problems)
     right = rng.random(shape) < rate[:, None]
     attraction = rng.beta(2, 2, problems)
     wrong = np.where(rng.random(shape) < attraction[:, None], 1, rng.integers(2, 10, shape))
     answers = np.where(right, 0, wrong)
 
+    # Gaussian verifiers: the distance between the classes follows from the area under the curve.
     area = rng.uniform(*areas, verifiers)
     spoilt = rng.permutation(verifiers)[: round(bad * verifiers)]
     area[spoilt] = rng.uniform(0.40, 0.5, len(spoilt))
@@ -69,11 +71,13 @@ def generate(
     shared = rng.normal(size=(*shape, 4))[..., groups]
     noise = np.sqrt(1 - correlation) * rng.normal(size=(*shape, verifiers)) + np.sqrt(correlation) * shared
     latent = distance * right[..., None] + noise
+    # A problem may shift all scores of a verifier, in part together with its group.
     shift = rng.normal(size=(problems, 1, verifiers)) + rng.normal(size=(problems, 1, 4))[..., groups]
     latent += query_shift * 0.7 * shift
     deceived = rng.random(verifiers) < 0.5
     latent += 0.8 * correlation * (answers == 1)[..., None] * np.abs(distance) * deceived
 
+    # A third are judges, who accept or reject; the others score on a scale of one of four shapes.
     cuts = rng.normal(0.3, 0.8, verifiers)
     judges = np.ones(verifiers, bool) if verdicts else np.isin(np.arange(verifiers), rng.permutation(verifiers)[::3])
     scores = np.empty_like(latent)
@@ -84,9 +88,10 @@ def generate(
         else:
             curves = (z * rng.uniform(0.3, 8) + 5 * rng.normal(), 1 / (1 + np.exp(-1.5 * z - 1)), np.exp(0.8 * z))
             scores[..., v] = (*curves, 3 * np.tanh(z / 2))[rng.integers(4)]
+    # Single scores are missing, and whole problems of a verifier.
     if missing:
-        gone = (rng.random(latent.shape) < missing) | (rng.random((problems, 1, verifiers)) < missing / 3)
-        scores[gone] = np.nan
+        is_missing = (rng.random(latent.shape) < missing) | (rng.random((problems, 1, verifiers)) < missing / 3)
+        scores[is_missing] = np.nan
     table = ScoreTable(
         scores,
         tuple(f"{'judge' if judges[v] else 'model'}_{v}" for v in range(verifiers)),

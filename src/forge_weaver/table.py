@@ -50,6 +50,7 @@ class ScoreTable:
             raise ValueError(f"scores must be non-empty [problems, responses, verifiers], got {self.scores.shape}")
         shape, width = self.scores.shape[:2], self.scores.shape[2]
 
+        # A single name may be given as text.
         names = (self.verifiers,) if isinstance(self.verifiers, str) else tuple(map(str, self.verifiers))
         if len(names) != width:
             raise ValueError(f"{len(names)} names for {width} columns of scores")
@@ -62,11 +63,13 @@ class ScoreTable:
             if len(self.families) != width:
                 raise ValueError(f"{len(self.families)} families for {width} verifiers")
 
+        # Responses come first in each problem, padding after them.
         self.present = np.ones(shape, dtype=bool) if self.present is None else np.asarray(self.present)
         if self.present.dtype != bool or self.present.shape != shape:
             raise ValueError(f"present must be bool {shape}, got {self.present.dtype} {self.present.shape}")
         if (self.present[:, 1:] & ~self.present[:, :-1]).any() or not self.present[:, 0].all():
             raise ValueError("present must be True from each problem's first response to its last, and False after it")
+        # Infinite scores break quantiles, and a score of padding would be counted.
         if np.isinf(self.scores).any():
             i, j, v = np.argwhere(np.isinf(self.scores))[0]
             raise ValueError(f"{names[v]} gave problem {i}, response {j} an infinite score: use NaN for missing")
@@ -81,6 +84,7 @@ class ScoreTable:
             # Labels often come as rectangular arrays of 0 and 1: mask the padding.
             self.labels = np.where(self.present, self.labels, np.nan)
 
+        # Texts belong to present responses.
         if self.prompts is not None and len(self.prompts) != len(self):
             raise ValueError(f"{len(self.prompts)} prompts for {len(self)} problems")
         for name, lists in (("answers", self.answers), ("responses", self.responses)):
@@ -118,23 +122,23 @@ class ScoreTable:
 
     def take(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
         """The problems selected by indices (in that order) or by a mask."""
-        chosen = np.arange(len(self))[np.asarray(problems)]
+        indices = np.arange(len(self))[np.asarray(problems)]
         lists: dict[str, Any] = {
-            name: None if (texts := getattr(self, name)) is None else [texts[i] for i in chosen]
+            name: None if (texts := getattr(self, name)) is None else [texts[i] for i in indices]
             for name in ("answers", "prompts", "responses")
         }
-        labels = None if self.labels is None else self.labels[chosen]
+        labels = None if self.labels is None else self.labels[indices]
         return dataclasses.replace(
-            self, scores=self.scores[chosen], labels=labels, present=self.present[chosen], **lists
+            self, scores=self.scores[indices], labels=labels, present=self.present[indices], **lists
         )
 
     def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> ScoreTable:
         """The same table with the labels of all other problems hidden."""
         if self.labels is None:
             raise ValueError("the table has no labels to keep")
-        chosen = np.arange(len(self))[np.asarray(problems, dtype=None if len(problems) else int)]
+        indices = np.arange(len(self))[np.asarray(problems, dtype=None if len(problems) else int)]
         labels = np.full_like(self.labels, np.nan)
-        labels[chosen] = self.labels[chosen]
+        labels[indices] = self.labels[indices]
         return dataclasses.replace(self, labels=labels)
 
     def with_labels_from(self, first: int) -> ScoreTable:
@@ -153,7 +157,7 @@ class ScoreTable:
         )
 
     def with_verifier(self, name: str, scores: np.ndarray) -> ScoreTable:
-        """One more verifier, of a family of its own, with its scores [problems, responses]."""
+        """One more verifier, of a separate family, with its scores [problems, responses]."""
         return dataclasses.replace(
             self,
             scores=np.concatenate([self.scores, scores[:, :, None]], axis=2),
@@ -171,11 +175,15 @@ class ScoreTable:
         """
         if self.answers is None:
             raise ValueError("the table has no answers to count")
-        found: list[float] = []
+        frequencies: list[float] = []
         for answers in self.answers:
-            counts, others = Counter(answer for answer in answers if answer), len(answers) - 1
-            found += [((counts[answer] - 1) / others if answer else 0.0) if others else np.nan for answer in answers]
-        return self.with_verifier(ANSWER_FREQUENCY, self.spread(np.array(found)))
+            count = len(answers) - 1
+            if not count:
+                frequencies.append(np.nan)
+                continue
+            counts = Counter(answer for answer in answers if answer)
+            frequencies += [(counts[answer] - 1) / count if answer else 0.0 for answer in answers]
+        return self.with_verifier(ANSWER_FREQUENCY, self.spread(np.array(frequencies)))
 
     def save(self, path: str | Path) -> None:
         """Write a .npz or .parquet file atomically."""

@@ -15,7 +15,7 @@ from .binned import estimate_balance
 from .means import rank_means
 from .normalise import NormalScores, thresholds, verdicts
 
-CLIP = 0.01
+CLIP = 0.01  # rates and class balance lie at least this far from 0 and 1: no verdict is certain
 
 
 @dataclasses.dataclass
@@ -43,12 +43,14 @@ class VerdictModel(Aggregator):
         self.balance = np.array(balance)
         self.report.class_balance = float(balance)
         self.cuts = thresholds(data.x, float(balance), self.threshold)
+        # A verifier that accepts nearly all or nearly nothing says little, and makes the moments singular.
         share = np.nanmean(verdicts(data.x, self.cuts), axis=0)
         low, high = self.marginals or ((0.2, 0.8) if self.threshold is not None else (0.0, 1.0))
         self.used = (share >= low) & (share <= high) & (share > 0) & (share < 1)
-        for name, one, used in zip(data.names, share, self.used, strict=True):
+        for name, accepted, used in zip(data.names, share, self.used, strict=True):
             if not used:
-                self.report.dropped[name] = f"it accepts {one:.0%} of the responses, outside {low:.0%} to {high:.0%}"
+                bounds = f"{low:.0%} to {high:.0%}"
+                self.report.dropped[name] = f"it accepts {accepted:.0%} of the responses, outside {bounds}"
         m = int(self.used.sum())
         if m < 3:
             raise ValueError(
@@ -67,10 +69,10 @@ class VerdictModel(Aggregator):
 
     def update(self, data: Data) -> None:
         """Accumulate second moments of [accepts, rejects] and counts of judged pairs, then estimate."""
-        given = self.filled(verdicts(data.x, self.cuts)[:, self.used])
-        both = np.concatenate([given == 1, given == 0], axis=1).astype(np.float64)
-        judged = (~np.isnan(given)).astype(np.float64)
-        self.moments = self.moments + both.T @ both
+        filled_verdicts = self.filled(verdicts(data.x, self.cuts)[:, self.used])
+        indicators = np.concatenate([filled_verdicts == 1, filled_verdicts == 0], axis=1).astype(np.float64)
+        judged = (~np.isnan(filled_verdicts)).astype(np.float64)
+        self.moments = self.moments + indicators.T @ indicators
         self.known = self.known + judged.T @ judged
         mu = np.clip(self.estimate(), CLIP, 1 - CLIP)
         self.mu = mu[:, ::-1] if self.swapped else mu
@@ -89,17 +91,17 @@ class VerdictModel(Aggregator):
 
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probability by Bayes' rule from verdicts."""
-        given = self.filled(verdicts(data.x, self.cuts)[:, self.used])
+        filled_verdicts = self.filled(verdicts(data.x, self.cuts)[:, self.used])
         rejects, accepts = self._evidence()
-        return sigmoid((given == 1) @ accepts + (given == 0) @ rejects + logit(float(self.balance)))
+        return sigmoid((filled_verdicts == 1) @ accepts + (filled_verdicts == 0) @ rejects + logit(float(self.balance)))
 
     def _evidence(self) -> np.ndarray:
         """[2, used verifiers] log ratios of a rejection and of an acceptance."""
         return (np.log(self.mu[:, 1]) - np.log(self.mu[:, 0])).reshape(-1, 2).T
 
-    def filled(self, given: np.ndarray) -> np.ndarray:
+    def filled(self, verdicts_of_used: np.ndarray) -> np.ndarray:
         """Verdicts [responses, used verifiers] with missing ones replaced; here they stay NaN and carry no evidence."""
-        return given
+        return verdicts_of_used
 
 
 @dataclasses.dataclass
@@ -125,27 +127,28 @@ class PublishedWeaver(VerdictModel):
         """[verifiers] true-positive rates by the published objective and schedule."""
         m, pi = len(self.known), float(self.balance)
         # Missing verdicts are rejections: every moment follows from those of acceptance.
-        both = self.moments[:m, :m] / float(self.known[0, 0])
-        accept = np.diag(both)
+        accept_both = self.moments[:m, :m] / float(self.known[0, 0])
+        accept = np.diag(accept_both)
+        # Rows and columns alternate: rejects, accepts.
         o = np.empty((2 * m, 2 * m))
-        o[1::2, 1::2] = both
-        o[0::2, 1::2] = accept - both
-        o[1::2, 0::2] = accept[:, None] - both
-        o[0::2, 0::2] = 1 - accept - accept[:, None] + both
+        o[1::2, 1::2] = accept_both
+        o[0::2, 1::2] = accept - accept_both
+        o[1::2, 0::2] = accept[:, None] - accept_both
+        o[0::2, 0::2] = 1 - accept - accept[:, None] + accept_both
         mu = minimise(o, pi, converged=self.converged, seed=self.seed)
         self.report.details["loss"] = loss(mu, o, pi)
         return mu
 
     def update(self, data: Data) -> None:
-        """As the base, with a note where verdicts are missing."""
+        """Accumulate moments and estimate, with a note in the report where verdicts are missing."""
         note = "missing verdicts counted as rejections, as in the public code"
         if np.isnan(data.x[:, self.used]).any() and note not in self.report.warnings:
             self.report.warnings.append(note)
         super().update(data)
 
-    def filled(self, given: np.ndarray) -> np.ndarray:
+    def filled(self, verdicts_of_used: np.ndarray) -> np.ndarray:
         """Missing verdicts count as rejections."""
-        return np.nan_to_num(given)
+        return np.nan_to_num(verdicts_of_used)
 
 
 def loss(mu: np.ndarray, o: np.ndarray, pi: float) -> float:
@@ -170,9 +173,10 @@ def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision:
         mu[y::2, y] = np.clip(np.diag(o)[y::2] * precision / p[y], 0, 1)
     mu *= np.random.RandomState(seed).random_sample()
     # The curvature grows with the number of verifiers: shrink the steps with it.
-    rate, most = (1 / (100 + 4 * len(o)), 50_000) if converged else (1e-5, 1000)
+    rate, max_steps = (1 / (100 + 4 * len(o)), 50_000) if converged else (1e-5, 1000)
+    # Gradient descent with momentum, within [0, 1].
     velocity = np.zeros_like(mu)
-    for _ in range(most):
+    for _ in range(max_steps):
         residual, marginal, sums = _parts(mu, o, p)
         gradient = -4 * residual @ mu * p + 2 * marginal[:, None] * p + 20 * np.repeat(sums, 2, axis=0)
         velocity = 0.9 * velocity + gradient
@@ -191,7 +195,7 @@ def _parts(mu: np.ndarray, o: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np
     return residual, mu @ p - np.diag(o), mu.reshape(-1, 2, 2).sum(1) - 1
 
 
-SMALLEST = 1e-4  # covariances below this are not divided by
+MIN_COVARIANCE = 1e-4  # covariances below this are not divided by
 
 
 @dataclasses.dataclass
@@ -224,7 +228,7 @@ def median_products(covariance: np.ndarray) -> np.ndarray:
     between = covariance[j, k]
     out = np.zeros(m)
     for i in range(m):
-        usable = (j != i) & (k != i) & (np.abs(between) >= SMALLEST)
+        usable = (j != i) & (k != i) & (np.abs(between) >= MIN_COVARIANCE)
         products = covariance[i, j[usable]] * covariance[i, k[usable]] / between[usable]
         products = products[products > 0]
         out[i] = np.sqrt(np.median(products)) if len(products) else 0.0
@@ -233,8 +237,8 @@ def median_products(covariance: np.ndarray) -> np.ndarray:
 
 def signed(size: np.ndarray, covariance: np.ndarray) -> np.ndarray:
     """Signs for |c_i|: a verifier that opposes the others, weighted by size, is worse than chance; most are better."""
-    others = covariance - np.diag(np.diag(covariance))
+    off_diagonal = covariance - np.diag(np.diag(covariance))
     sign = np.ones(len(size))
     for _ in range(10):
-        sign = np.where(others @ (sign * size) < 0, -1.0, 1.0)
+        sign = np.where(off_diagonal @ (sign * size) < 0, -1.0, 1.0)
     return size * (sign if (sign * size).sum() >= 0 else -sign)

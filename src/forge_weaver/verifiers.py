@@ -21,7 +21,7 @@ from forge.rewards.panel import Panel
 from forge.rewards.reward import report_missing
 from forge.rewards.verifier import Scores
 
-from .aggregator import AGGREGATOR, Aggregator, load, restored
+from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
 from .binned import Online
 from .means import Majority
 from .table import ScoreTable
@@ -29,7 +29,7 @@ from .table import ScoreTable
 VERIFIERS = "verifiers.yaml"
 DISTILLED = "distilled.json"
 Form = Literal["probability", "logit", "threshold"]
-CLIP = 4.0
+CLIP = 4.0  # nats, odds of 55 to 1: beyond them the ensemble's calibration is not tested
 
 
 def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Aggregator) -> None:
@@ -37,6 +37,7 @@ def save_ensemble(folder: str | Path, verifiers: VerifiersConfig, aggregator: Ag
     this user may read them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # Permissions before content.
     (folder / VERIFIERS).touch(0o600)
     (folder / VERIFIERS).chmod(0o600)
     (folder / VERIFIERS).write_text(yaml.safe_dump(to_dict(verifiers), sort_keys=False))
@@ -56,7 +57,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     values = read_yaml(file) or {}
     warn_of_code(file, values)
     if isinstance(values, dict):  # migrate keys of earlier versions
-        plugins = [{"use": "forge_weaver:Distilled", **one} for one in values.pop("distilled", None) or ()]
+        plugins = [{"use": "forge_weaver:Distilled", **settings} for settings in values.pop("distilled", None) or ()]
         if (code := values.pop("code", None)) is not None:
             plugins.append({"use": "forge_sandbox:CodeVerifier", **code})
         if plugins:
@@ -81,8 +82,8 @@ class Ensemble:
             unless another rejects the response.
         decide: sufficient verifiers: the probability is 0 if one scores below 1/2, else 1 if any gave a score. A veto
             takes precedence; without a score of these the ensemble's probability holds.
-        follow: update the aggregator after every so many scored groups (0: never). Each replica of a service learns
-            from the groups that it scores.
+        follow: number of scored groups after which the aggregator is updated (0: never). Each replica of a service
+            learns from the groups that it scores.
 
     Raises:
         ValueError: an unknown form, numbers out of range, or a setting that the form does not use.
@@ -107,6 +108,7 @@ class Ensemble:
         for name, value, used in (("threshold", threshold, "threshold"), ("clip", clip, "logit")):
             if value is not None and form != used:
                 raise ValueError(f"{name} is only used if form is {used}")
+        # Ranges last: a setting that does not apply is the clearer error.
         self.form: Form = form
         self.threshold, self.clip = (0.5 if threshold is None else threshold), (CLIP if clip is None else clip)
         if not 0 < self.threshold <= 1 or self.clip <= 0 or follow < 0:
@@ -124,10 +126,10 @@ class Ensemble:
 
     @classmethod
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
-        """From a panel and a fitted aggregator in memory. ValueError: the panel lacks some of the verifiers."""
-        made = cls("", **settings)
-        made._open(panel, aggregator)
-        return made
+        """An ensemble of a panel and a fitted aggregator in memory. ValueError: the panel lacks a verifier."""
+        ensemble = cls("", **settings)
+        ensemble._open(panel, aggregator)
+        return ensemble
 
     @property
     def files(self) -> list[str]:
@@ -137,6 +139,7 @@ class Ensemble:
     def check(self) -> None:
         """ValueError, FileNotFoundError: the folder has no ensemble, or one that is unsupported as a reward."""
         verifiers, aggregator = load_ensemble(self.path)
+        # Aggregators that a policy's samples do not have the data for.
         if isinstance(aggregator, Majority):
             raise ValueError(f"{self.path}: majority needs answers, which a reward lacks: use answer_frequency")
         if getattr(aggregator, "one_right", False):
@@ -147,8 +150,8 @@ class Ensemble:
         if self.learns and not isinstance(aggregator, Online):
             raise ValueError(f"follow needs an ensemble of method online: this is {aggregator.report.method}")
         names = verifiers.names
-        for key, wanted in (("path", aggregator.verifiers), ("veto", self._veto), ("decide", self._decide)):
-            if missing := [name for name in wanted if name not in names]:
+        for key, needed in (("path", aggregator.verifiers), ("veto", self._veto), ("decide", self._decide)):
+            if missing := [name for name in needed if name not in names]:
                 raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
 
     def setup(self) -> None:
@@ -163,8 +166,9 @@ class Ensemble:
         if missing := [name for name in needed if name not in panel.names]:
             raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
         self.panel, self.aggregator = panel, aggregator
+        # The columns of each role in the panel's scores.
         groups = (aggregator.verifiers, self._veto, self._decide)
-        self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in one] for one in groups)
+        self._columns, self._vetoing, self._deciding = ([panel.names.index(name) for name in names] for names in groups)
 
     @property
     def progress(self) -> float:
@@ -179,6 +183,7 @@ class Ensemble:
             raise RuntimeError("the ensemble is not open: call setup()")
         scores = await self.panel.score(prompt, responses, target)
         report_missing(self.panel, scores, self._logged)
+        # All forms of one probability; the clip bounds what a single verifier's certainty can do.
         p = self.probabilities(scores)
         with np.errstate(divide="ignore"):
             logits = np.clip(np.log(p) - np.log1p(-p), -self.clip, self.clip)
@@ -186,7 +191,7 @@ class Ensemble:
         values = np.where(np.isnan(p), np.nan, values)
         if self.learns:
             await self._learn(scores.values[:, self._columns])
-        first = {i: why for (i, _), why in reversed(scores.reasons.items())}
+        first = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
         unscored = map(int, np.flatnonzero(np.isnan(p)))
         return Scores(values[:, None], {(i, 0): f"no verifier scored it: {first.get(i)}" for i in unscored})
 
@@ -194,6 +199,7 @@ class Ensemble:
         """[responses] after `veto` and `decide`; NaN without any score, or if the score of a veto is missing."""
         p = self.aggregator.predict_proba(self._table([scores.values[:, self._columns]]))[0]
         decided, vetoes = scores.values[:, self._deciding], scores.values[:, self._vetoing]
+        # In order of precedence, the last one wins: sufficient, missing, vetoed.
         p = np.where((decided >= 0.5).any(1), 1.0, p)
         p = np.where(np.isnan(vetoes).any(1), np.nan, p)
         return np.where((decided < 0.5).any(1) | (vetoes < 0.5).any(1), 0.0, p)
@@ -203,17 +209,18 @@ class Ensemble:
         if self.panel is not None:
             await self.panel.close()
 
-    async def state_dict(self) -> dict[str, Any]:
+    async def state_dict(self) -> Json:
         """The aggregator, and scored groups that await the next update."""
         async with self._learning:
             return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
+    async def load_state_dict(self, state: Json) -> None:
         """Restore. ValueError: the state of another ensemble."""
+        # Only the state of an equal ensemble fits the columns.
         learned = restored(state["aggregator"])
         if not self.learns or type(learned) is not type(self.aggregator):
-            here = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
-            raise ValueError(f"{type(learned).__name__} that follows was saved, and this is {here}")
+            expected = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
+            raise ValueError(f"{type(learned).__name__} that follows was saved, and this is {expected}")
         if learned.verifiers != self.aggregator.verifiers:
             raise ValueError(
                 f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "
@@ -235,6 +242,7 @@ class Ensemble:
 
     def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """A padded table from scores [responses, verifiers] of each group."""
+        # Groups of different sizes are padded with absent responses.
         widest = max(len(group) for group in groups)
         present = np.array([[i < len(group) for i in range(widest)] for group in groups])
         scores = np.full((*present.shape, len(self.aggregator.verifiers)), np.nan)
@@ -286,7 +294,7 @@ class Distilled:
         return self
 
     @property
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> str:
         """Changes with the model, for caches of scores."""
         return self.model.fingerprint
 

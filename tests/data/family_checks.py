@@ -335,7 +335,7 @@ def branches(family: Family) -> str:
         ):
             talk.append(message)
             assert tokenizer.decode(prompt) == form.render(talk, add_generation_prompt=True)
-            talk.append(dialogue.said(dialogue.read(ids)))
+            talk.append(dialogue.turn_message(dialogue.read(ids)))
         return len(episode.branches)
 
     for seed in range(20):

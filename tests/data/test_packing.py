@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from forge.actors import Trainer
-from forge.data.packing import Aggregation, pack, pack_tensors, split
+from forge.algorithms.base import Aggregation
+from forge.data.packing import pack, pack_tensors, split
 from forge.losses import (
     DPOLoss,
     DrGRPOLoss,

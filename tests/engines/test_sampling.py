@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge.engines import EmbeddedEngine
-from forge.engines.batch import draw, keep_top, uniforms
+from forge.engines.sampling import draw, keep_top, uniforms
 from forge.types import Sampling
 
 from .conftest import VOCAB, Make, logits_of

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from forge.engines import EmbeddedEngine
-from forge.engines.batch import uniforms
+from forge.engines.sampling import uniforms
 from forge.types import Completion, Sampling
 
 from .conftest import EOS, VOCAB, Make, check_by_hand, check_shape, error_of, random_model

@@ -72,7 +72,7 @@ def test_bins_and_verdicts():
     np.testing.assert_allclose(np.bincount(to_bins(many, bin_edges(many, 8))[0]), 125, atol=1)
     cuts = thresholds(x, accept=0.25)
     np.testing.assert_array_equal(verdicts(x, cuts), [[0, 0], [0, 1], [0, 0], [1, NAN]])
-    np.testing.assert_array_equal(thresholds(x, accept=0.25, at=2.5), [2.5, 0.5])
+    np.testing.assert_array_equal(thresholds(x, accept=0.25, threshold=2.5), [2.5, 0.5])
 
 
 def test_family_means_leave_out_what_is_missing():

@@ -17,7 +17,7 @@ import pytest
 
 from forge.cli import main
 from forge.models import build_small_model, check_family, open_tokenizer, resolve_model
-from forge.models.files import DEEPEST, LARGEST, check_gguf, try_tokenizer
+from forge.models.files import MAX_BYTES, MAX_DEPTH, check_gguf, try_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CALLS = ("from_pretrained", "from_config", "load_dataset")
@@ -79,7 +79,7 @@ MALFORMED = {
     "deep": nested(100_000),
     "deep_for_python": nested(900),
     "deep_mapping": '{"a":' * 100_000,
-    "just_too_deep": nested(DEEPEST),
+    "just_too_deep": nested(MAX_DEPTH),
     "nan": '{"model_type": "qwen3", "rms_norm_eps": NaN}',
     "nan_below": '{"model_type": "qwen3", "rope_parameters": {"factor": [NaN]}}',
     "digits": '{"model_type": "qwen3", "vocab_size": ' + "1" * 5000 + "}",
@@ -93,7 +93,7 @@ MALFORMED = {
     "bytes": b'{"model_type": "\xff"}',
     "utf16": '{"model_type": "qwen3"}'.encode("utf-16"),
     "nul": b"\0" * 1000,
-    "large": b" " * (LARGEST + 1),
+    "large": b" " * (MAX_BYTES + 1),
 }
 
 

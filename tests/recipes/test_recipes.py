@@ -319,7 +319,7 @@ EXTRAS = [
         ["--reward.functions", '[{use: "forge_weaver:Ensemble", path: x}]'],
         *("sklearn", "forge_weaver needs scipy and scikit-learn: pip install scipy scikit-learn"),
     ),
-    (["--generator.engine", "vllm"], "vllm", "make an environment of its own and install 'vllm=="),
+    (["--generator.engine", "vllm"], "vllm", "make a separate environment and install 'vllm=="),
     (["--trainer.backend", "titan"], "torchtitan", "needs TorchTitan 0.3.0: pip install torchtitan==0.3.0"),
     (["--environment", "forge_envs.mcp:StdioTools"], "mcp", "MCP tools need the mcp package: pip install 'mcp<2'"),
     (

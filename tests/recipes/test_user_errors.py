@@ -254,7 +254,7 @@ def test_data_that_block_say_where(caplog: pytest.LogCaptureFixture):
 
 
 def test_a_reward_that_sleeps_is_named_with_its_prompt(caplog: pytest.LogCaptureFixture, monkeypatch):
-    monkeypatch.setattr("forge.rewards.reward.SLOW", 0.05)
+    monkeypatch.setattr("forge.rewards.reward.REPORT_INTERVAL", 0.05)
     said = threading.Event()
     caplog.handler.addFilter(lambda record: said.set() or True)
 

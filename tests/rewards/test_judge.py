@@ -126,7 +126,7 @@ def test_log_probabilities(endpoint):
     assert asked.items() <= server.bodies[0].items()
     spaced, _ = server.judged(["2"], scoring="logprob", endpoint=endpoint, yes=" Yes", no=" No")
     assert spaced.values.item() == found.values[0, 0]
-    assert judge.cost.untold == 3
+    assert judge.cost.unreported == 3
 
 
 async def hang(body):

@@ -110,7 +110,7 @@ class Reader:
 
     def __init__(self):
         self.read, self.go_on = [], threading.Event()
-        self.batcher = Batcher(self.compute, "reader", most=16)
+        self.batcher = Batcher(self.compute, "reader", max_items=16)
 
     def compute(self, texts, wanted):
         for number, text in enumerate(texts):
@@ -220,7 +220,7 @@ def test_reading_a_fingerprint_costs_no_calls_time_and_is_done_once():
 
 
 def test_a_fingerprint_that_cannot_be_read_costs_the_cache_alone(caplog, monkeypatch):
-    monkeypatch.setattr("forge.rewards.cache.READING", 1.0)
+    monkeypatch.setattr("forge.rewards.cache.FINGERPRINT_TIMEOUT", 1.0)
     release = threading.Event()
     odd = [
         Secretive("key", lambda: {}["weights"]),
@@ -323,7 +323,7 @@ def test_a_cache_forgets_what_was_not_used_for_longest():
             await cache.get(["a"])
         return await cache.get(list("abc"))
 
-    cache = Cache(most=2)
+    cache = Cache(max_entries=2)
     assert asyncio.run(fill(cache)) == {"a": (1.0,), "c": (1.0,)}
     assert len(cache) == 2
 
@@ -348,7 +348,7 @@ def test_processes_share_a_file(tmp_path):
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
-    found = asyncio.run(Cache(path, most=1).get([str(i) for i in range(2000)]))
+    found = asyncio.run(Cache(path, max_entries=1).get([str(i) for i in range(2000)]))
     assert found == {str(i): (i / 7,) for i in range(100)}
     verifier = Counting()
     for _ in range(2):

@@ -231,7 +231,7 @@ def test_positions_that_begin_after_the_one_of_padding(tmp_path):
     RobertaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     verifier = RewardModel(tmp_path)
-    assert verifier.of.max_tokens == 32
+    assert verifier.model.max_tokens == 32
     fits = "a" * (32 - len(verifier.tokens(PROMPT, "")))
     found = scored(verifier, responses=[fits, fits + "a"])
     assert np.isfinite(found.values[0, 0])
@@ -259,7 +259,7 @@ def test_a_text_that_cannot_be_read_costs_nobody_else_the_score(reward_model):
 
 def test_special_tokens_that_a_response_spells_are_text(reward_model):
     verifier = RewardModel(reward_model)
-    tokenizer = verifier.of.tokenizer
+    tokenizer = verifier.model.tokenizer
     tokens = verifier.tokens("ab", f"zzz{tokenizer.eos_token}cba{tokenizer.pad_token}")
     assert tokens.count(tokenizer.eos_token_id) == 1
     assert tokens[-1] == tokenizer.eos_token_id
@@ -270,8 +270,8 @@ def test_special_tokens_that_a_response_spells_are_text(reward_model):
 
 def test_calls_that_come_together_share_batches(reward_model, monkeypatch):
     verifier, sizes = RewardModel(reward_model), []
-    stream = verifier.of.stream
-    monkeypatch.setattr(verifier.of, "stream", lambda rows, *how: sizes.append(len(rows)) or stream(rows, *how))
+    stream = verifier.model.stream
+    monkeypatch.setattr(verifier.model, "stream", lambda rows, *how: sizes.append(len(rows)) or stream(rows, *how))
 
     async def many():
         alone = await verifier.score(PROMPT, ["abc"])

@@ -131,7 +131,7 @@ def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
     config.check_sources()
     panel = config.panel()
     assert panel.names == ("small", "fast") == (*config.names,)
-    assert panel.verifiers[1].model.of.model.dtype == torch.bfloat16
+    assert panel.verifiers[1].model.model.model.dtype == torch.bfloat16
     found = asyncio.run(panel.score("p", ["a"]))
     assert not found.reasons
     asyncio.run(panel.close())

@@ -24,7 +24,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from forge.data.packing import Aggregation, pack
+from forge.algorithms.base import Aggregation
+from forge.data.packing import pack
 from forge.models.tokenizer import character_tokenizer
 from forge.training.distributed import Ranks, join
 from forge.training.settings import OptimizerSettings

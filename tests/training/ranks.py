@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge.actors import Trainer
-from forge.data.packing import Aggregation
+from forge.algorithms.base import Aggregation
 from forge.losses import GRPOLoss
 from forge.runtime.controller import ActorContext
 from forge.training import checkpoint

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from forge.actors import Trainer
 from forge.algorithms import ALGORITHMS, Algorithm, ValueLoss, load_algorithm
-from forge.data.packing import Aggregation, pack
+from forge.algorithms.base import Aggregation
+from forge.data.packing import pack
 from forge.losses import Correction, DrGRPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
 from forge.training import credit
 from forge.training.policy import Policy, TokenScores, TokenValues

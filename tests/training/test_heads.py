@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from forge.actors import Trainer
 from forge.training import checkpoint
-from forge.training.policy import Head, ScalarModel, load
+from forge.training.build import load
+from forge.training.policy import Head, ScalarModel
 from tests.actors.respawn import started
 from tests.training.cases import (
     VOCAB,

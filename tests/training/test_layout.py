@@ -17,8 +17,8 @@ from forge.recipes.prepare import check_model
 from forge.recipes.schema import TrainerConfig, TrainingConfig
 from forge.training import checkpoint
 from forge.training.attention import repeats
-from forge.training.distributed import Group, Ranks, join, leave
-from forge.training.policy import build as build_model
+from forge.training.build import build as build_model
+from forge.training.distributed import RankGroup, Ranks, join, leave
 from forge.training.settings import Parallelism
 from forge.training.trainer import move
 from tests.training.cases import example, largest_difference, make_trainer, weights_of, write_model
@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_divided(model: Path):
     with pytest.raises(ValueError, match="intermediate_size = 47"):
         Parallelism(tensor_parallel_degree=2).check(SimpleNamespace(**four | {"intermediate_size": 47}))
     with pytest.raises(ValueError, match="num_key_value_heads = 2"):
-        build_model(model, "policy", Ranks(0, 4, CPU, None, tensor=Group(0, 4)))
+        build_model(model, "policy", Ranks(0, 4, CPU, None, tensor=RankGroup(0, 4)))
     for changes, message in (
         ({"model_type": "mamba"}, "mamba models are not supported; use llama, qwen2, qwen3"),
         ({"attention_bias": True}, "a bias of o_proj or down_proj is not supported"),

@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[Place, Check, type[Exception], str]] = {
         "DeviceMix",
     ),
     "indices of the engine": (
-        in_place_of(batch.Batch, "_index", lambda _: lambda self, rows: torch.tensor(rows)),
+        in_place_of(batch.RunningBatch, "_index", lambda _: lambda self, rows: torch.tensor(rows)),
         decode_waits,
         AssertionError,
         "index on the CPU",

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.algorithms import load_algorithm
-from forge.data.packing import Aggregation, pack
+from forge.algorithms.base import Aggregation
+from forge.data.packing import pack
 from forge.training import credit
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode, Group

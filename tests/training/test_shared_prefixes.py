@@ -79,7 +79,7 @@ def test_every_sequence_is_the_path_to_its_last_run(trees, saved: int):
             path = [*range(starts[run], starts[run + 1]), *path]
             assert tree.parents[run] < run
             run = tree.parents[run]
-        assert path == tree.place[first : first + len(row)].tolist()
+        assert path == tree.index[first : first + len(row)].tolist()
         assert batch.tokens[tree.source[path]].tolist() == row
         assert tree.positions[path].tolist() == list(range(len(row)))
         first += len(row)
@@ -138,7 +138,7 @@ def test_a_prefix_is_shared_where_the_recorded_experts_agree():
     batch.experts = np.zeros((12, 2, 2), np.uint8)
     batch.experts[6, 1] = 3
     tree = find_prefixes(prefix_ids(batch), batch.lengths, 1)
-    assert tree.place.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 2, 6]
+    assert tree.index.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 2, 6]
     assert prefix_ids(batch_of([[5, 6]])).tolist() == [5, 6]
 
 

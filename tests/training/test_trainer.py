@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from forge.data.packing import pack
 from forge.losses import GRPOLoss, ReinforceLoss, SFTLoss, SimpleGRPOLoss
+from forge.training.build import resolve_dtype
 from forge.training.distributed import join
-from forge.training.policy import resolve_dtype
 from forge.types import Batch
 from tests.training.cases import episodes, example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS, SeedFormLoss, five_steps
@@ -197,17 +197,19 @@ def test_training_never_counts_what_stands_on_context_tokens(model: Path):
 
 
 def test_a_cpu_without_bfloat16_computes_in_float32_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    caplog.set_level("INFO")
     # Stands for the older processor that the test machine may not be.
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert resolve_dtype("bfloat16", CPU) == torch.float32
-    assert "no bfloat16 arithmetic; computing in float32" in capsys.readouterr().out
+    assert "no bfloat16 arithmetic; computing in float32" in caplog.text
 
 
-def test_bfloat16_trains_float32_weights_close_to_float32(model: Path, capsys: pytest.CaptureFixture[str]):
+def test_bfloat16_trains_float32_weights_close_to_float32(model: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
     half, full = make_trainer(model, dtype="bfloat16"), make_trainer(model)
-    assert ("no bfloat16" in capsys.readouterr().out) == (not torch.cpu._is_avx512_bf16_supported())
+    assert ("no bfloat16" in caplog.text) == (not torch.cpu._is_avx512_bf16_supported())
     for seed in range(3):
         losses = [trainer.train_step(example(seed), SFTLoss())["loss"] for trainer in (half, full)]
         assert losses[0] == pytest.approx(losses[1], rel=0.02)

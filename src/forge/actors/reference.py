@@ -54,8 +54,8 @@ class ReferenceModel(ForgeActor):
         import torch
 
         from ..runtime.cluster.rendezvous import process_store
+        from ..training.build import build, resolve_dtype, round_products
         from ..training.distributed import join
-        from ..training.policy import build, resolve_dtype, round_products
 
         context = self.context
         if context.world_size == 1:
@@ -83,7 +83,8 @@ class ReferenceModel(ForgeActor):
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
-        from ..training.policy import precision, reshard
+        from ..training.build import precision
+        from ..training.fsdp import reshard
         from ..training.step import score
 
         with phase("reference") if self.context.rank == 0 else nullcontext():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..data.packing import Aggregation, pack, pack_tensors
+from ..data.packing import pack, pack_tensors
 from ..models.flops import forward_flops
 from ..observability import phase
 from ..runtime.controller import ForgeActor, Service, endpoint
@@ -24,6 +24,7 @@ from .staleness import Staleness
 from .store_ref import StoreRef, connect, controller_store
 
 if TYPE_CHECKING:
+    from ..algorithms.base import Aggregation
     from ..training.checkpoint import Background
 
 JOURNAL = "trainer.journal"

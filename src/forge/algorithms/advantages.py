@@ -31,6 +31,7 @@ def group_relative(
     Raises:
         ValueError: fewer than two rewards, as a group of one has no baseline; or a reward that is not finite.
     """
+    # Rewards that differ by rounding alone are equal.
     centred = _centred(rewards)
     if not normalize:
         return centred
@@ -73,7 +74,7 @@ def _centred(rewards: Sequence[float]) -> list[float]:
 
 
 def _mean(rewards: Sequence[float]) -> float:
-    """Of equal rewards that reward itself, without rounding: they have no advantage over one another."""
+    """The mean; of equal rewards without rounding, so that they have no advantage over one another."""
     if not all(map(math.isfinite, rewards)):
         raise ValueError(f"rewards must be finite, got {list(rewards)}: an unscored episode has the reward None")
     return min(max(math.fsum(rewards) / len(rewards), min(rewards)), max(rewards))

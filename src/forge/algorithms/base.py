@@ -1,4 +1,4 @@
-"""What an algorithm is: the loss of every token, the advantages it is weighted by, and how its batch is made."""
+"""The interface of algorithms: the loss of every token, its advantages, and how its batch is made."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Algorithm:
         needs_critic: advantages are GAE over a critic's values, with `discount` and `trace`.
         needs_teacher: the reference model must be a model other than the start.
         on_policy: every sample is treated as the current policy's own.
-        dynamic_sampling: at most so many prompts without signal are replaced for each prompt of a batch.
+        dynamic_sampling: maximum number of prompts without signal that are replaced for each prompt of a batch.
 
     Raises:
         ValueError: a setting out of its range.
@@ -109,7 +109,8 @@ class Algorithm:
         return -ratio * advantages
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Where a bound removed or reduced the gradient: bool, of the shape of both. None: there are no bounds."""
+        """Mask of the tokens whose gradient a bound removed or reduced: bool, of the shape of both. None: the loss has
+        no bounds."""
         return None
 
     def __call__(
@@ -131,13 +132,16 @@ class Algorithm:
         Raises:
             ValueError: `beta` without `ref_logprobs`, or `entropy_coef` without `entropy`.
         """
-        logprobs, advantages = where_trained(logprobs, weights), where_trained(advantages, weights)
+        # Whatever stands at tokens that are not trained, NaN included, must not reach the gradient.
+        logprobs = where_trained(logprobs, weights)
+        advantages = where_trained(advantages, weights)
         behaviour = where_trained(behaviour_logprobs, weights)
         old = self._old(logprobs, behaviour, proximal_logprobs, weights)
         per_token = self.token_loss(self.ratio(logprobs, old, weights, sequences), logprobs, advantages)
         if self.correction is not None:
-            apart = self.correction.ratio(old, behaviour, weights, sequences)
-            per_token = per_token * self.correction.bounded(apart)
+            importance = self.correction.ratio(old, behaviour, weights, sequences)
+            per_token = per_token * self.correction.bounded(importance)
+        # Two further terms, each with its weight.
         if self.beta and self.kl_in == "loss":
             if ref_logprobs is None:
                 raise ValueError("beta > 0 needs ref_logprobs: start a reference model, or set grpo.beta to 0")
@@ -162,11 +166,11 @@ class Algorithm:
         `correction_fraction`: a bound of the correction changed the importance weight."""
         old = self._old(logprobs, behaviour_logprobs, proximal_logprobs, weights)
         clipped = self.clipped(self.ratio(logprobs, old, weights, sequences), advantages)
-        found = {} if clipped is None else {"clip_fraction": clipped.float()}
+        metrics = {} if clipped is None else {"clip_fraction": clipped.float()}
         if self.correction is not None:
-            apart = self.correction.ratio(old, behaviour_logprobs, weights, sequences)
-            found["correction_fraction"] = (self.correction.bounded(apart) != apart).float()
-        return found
+            importance = self.correction.ratio(old, behaviour_logprobs, weights, sequences)
+            metrics["correction_fraction"] = (self.correction.bounded(importance) != importance).float()
+        return metrics
 
     def _old(self, logprobs: Tensor, behaviour: Tensor, proximal: Tensor | None, weights: Tensor) -> Tensor:
         if self.correction is None:
@@ -191,6 +195,7 @@ class OwnLoss(Algorithm):
 
     def __post_init__(self) -> None:
         call = getattr(self.function, "forward", self.function)
+        # `beta` is a setting, an attribute of a module, or the default of a parameter.
         parameters = inspect.signature(call).parameters
         default = getattr(self.function, "beta", parameters["beta"].default if "beta" in parameters else None)
         beta = self.settings.get("beta", default)

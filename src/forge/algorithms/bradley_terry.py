@@ -47,10 +47,12 @@ class BradleyTerryLoss:
                 sequence.
         """
         scores = where_trained(values, weights)
+        # Sums over a sequence would add up several scores.
         if (sequence_sums((weights != 0).float(), sequences) > 1).any():
             raise ValueError("a sequence has several trained tokens: a score is read at one, its last (as_scores)")
         chosen, rejected = pairs(scores, sequences)
         loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
+        # The empty sum keeps the graph connected in a micro-batch without pairs.
         weight = torch.stack(pairs(weights, sequences)).sum(0)
         return weighted_sum(loss, weight) + 0.0 * scores.sum()
 

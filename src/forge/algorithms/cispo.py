@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from .advantages import Std, check_std, group_relative
-from .base import Algorithm
+from .clipped import GroupRelative
 from .terms import weighted_gradient
 
 
 @dataclass(eq=False)
-class CISPO(Algorithm):
+class CISPO(GroupRelative):
     """Clipped importance-sampling policy optimisation (MiniMax 2025, MiniMax-M1, eq. 4).
 
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
@@ -26,34 +24,25 @@ class CISPO(Algorithm):
     Args:
         clip_low: the weight is at least 1 - clip_low; 1 is no lower bound, as in the paper.
         clip_high: the weight is at most 1 + clip_high.
-        normalize, std, std_epsilon: as of `GRPO`.
+        normalize, std, std_epsilon: as in `GRPO`.
     """
 
     clip_low: float = 1.0
     clip_high: float = 4.0
-    _: KW_ONLY
-    normalize: bool = True
-    std: Std = "sample"
-    std_epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_std(self.std, self.std_epsilon)
+        # Unlike a clipped surrogate's, the lower bound may be 0: no bound.
         if not (0 <= self.clip_low <= 1 and 0 <= self.clip_high < math.inf):
             raise ValueError(
                 "clip_low must be in [0, 1], and clip_high at least 0 and finite, got "
                 f"{self.clip_low} and {self.clip_high}"
             )
 
-    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
-        `normalize` is false."""
-        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
-
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi."""
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high, 1.0 - self.clip_low)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the importance weight is bounded; the gradient stays."""
+        """Mask of the tokens whose importance weight is bounded; the gradient stays."""
         return (ratio > 1.0 + self.clip_high) | (ratio < 1.0 - self.clip_low)

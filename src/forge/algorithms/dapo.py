@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from torch import Tensor
-
-from .advantages import Std, check_std, group_relative
-from .base import Algorithm
-from .terms import beyond_clip, check_clip, clipped_surrogate
+from .clipped import Clipped, GroupRelative
 
 
 @dataclass(eq=False)
-class DAPO(Algorithm):
+class DAPO(Clipped, GroupRelative):
     """Decoupled clip and dynamic sampling (Yu et al. 2025, eq. 8), with the dual clip of its reference code.
 
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
@@ -24,8 +19,8 @@ class DAPO(Algorithm):
     that come near the length limit lose reward (`grpo.overlong_buffer`, section 3.4).
 
     Args:
-        clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as of `GRPO`.
-        dynamic_sampling: at most so many prompts are replaced for each prompt of a batch; 0: off.
+        clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as in `GRPO`.
+        dynamic_sampling: maximum number of prompts that are replaced for each prompt of a batch; 0: off.
     """
 
     clip_low: float = 0.2
@@ -33,26 +28,8 @@ class DAPO(Algorithm):
     _: KW_ONLY
     dual_clip: float | None = 10.0
     dynamic_sampling: int = 10
-    normalize: bool = True
-    std: Std = "sample"
-    std_epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
-        check_std(self.std, self.std_epsilon)
         if self.dynamic_sampling < 0:
             raise ValueError(f"dynamic_sampling must be at least 0, got {self.dynamic_sampling}")
-
-    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
-        `normalize` is false."""
-        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
-
-    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
-        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
-        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

@@ -52,7 +52,7 @@ class Distill(Algorithm):
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_high)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the importance weight is bounded."""
+        """Mask of the tokens whose importance weight is bounded."""
         return ratio > 1.0 + self.clip_high
 
     def __call__(  # type: ignore[override]
@@ -66,6 +66,7 @@ class Distill(Algorithm):
         sequences: Tensor | None = None,
     ) -> Tensor:
         """All tensors of one shape; `ref_logprobs` are the teacher's. Returns a scalar."""
+        # Each token's advantage follows from the two models: the batch's is not read.
         advantages = where_trained(log_ratio(ref_logprobs, logprobs.detach()), weights)
         return super().__call__(
             logprobs,
@@ -87,7 +88,7 @@ class Distill(Algorithm):
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Per token, as every policy's, and `reverse_kl`: the student's log-probability less the teacher's (k1)."""
+        """Metrics of `Algorithm`, and per token `reverse_kl`: the student's log-probability less the teacher's (k1)."""
         reward = log_ratio(ref_logprobs, logprobs)
-        found = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
-        return found | {"reverse_kl": -reward}
+        metrics = super().metrics(logprobs, behaviour_logprobs, reward, weights, proximal_logprobs, sequences)
+        return metrics | {"reverse_kl": -reward}

@@ -54,6 +54,7 @@ class DPOLoss:
             ValueError: an odd number of sequences, or packed tokens without `sequences`.
         """
         chosen, rejected = self._rewards(logprobs, ref_logprobs, weights, sequences)
+        # Both labels, in the shares that smoothing assumes.
         margin = chosen - rejected
         smooth = self.label_smoothing
         loss = -(1.0 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)

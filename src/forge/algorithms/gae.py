@@ -23,7 +23,7 @@ def gae(
 
     Args:
         rewards: [batch, seq], the reward that followed each token.
-        values: [batch, seq], what the critic said before each token.
+        values: [batch, seq], the critic's value before each token.
         mask: [batch, seq], nonzero on tokens that the policy wrote.
         discount: gamma.
         trace: lambda; 1 is the return minus the value, 0 one step ahead.
@@ -31,22 +31,24 @@ def gae(
     Returns:
         (advantages [batch, seq], returns [batch, seq]), 0 where `mask` is 0.
     """
-    own = mask.bool()
-    rewards, values = (torch.where(own, x, torch.zeros_like(x)) for x in (rewards, values))
+    trained = mask.bool()
+    rewards, values = (torch.where(trained, x, torch.zeros_like(x)) for x in (rewards, values))
     advantages = torch.zeros_like(values)
-    after = next_value = torch.zeros_like(values[:, 0])
+    # From the last token to the first; tokens that the policy did not write pass both on unchanged.
+    next_advantage = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + discount * next_value - values[:, t]
-        advantage = delta + discount * trace * after
-        advantages[:, t] = torch.where(own[:, t], advantage, torch.zeros_like(advantage))
-        after = torch.where(own[:, t], advantage, after)
-        next_value = torch.where(own[:, t], values[:, t], next_value)
-    return advantages, torch.where(own, advantages + values, torch.zeros_like(values))
+        advantage = delta + discount * trace * next_advantage
+        advantages[:, t] = torch.where(trained[:, t], advantage, torch.zeros_like(advantage))
+        next_advantage = torch.where(trained[:, t], advantage, next_advantage)
+        next_value = torch.where(trained[:, t], values[:, t], next_value)
+    return advantages, torch.where(trained, advantages + values, torch.zeros_like(values))
 
 
 def whiten(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1); 0 where the values
     differ by rounding alone."""
+    # Equal values up to rounding have no spread to divide by.
     wide = values.double()
     if len(values) < 2 or wide.std() <= ROUNDING * wide.abs().max():
         return torch.zeros_like(values)
@@ -59,5 +61,5 @@ def padded(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def packed(values: Tensor, counts: list[int]) -> Tensor:
-    """The way back from `padded`: [tokens]."""
+    """The inverse of `padded`: [tokens]."""
     return torch.cat([row[:count] for row, count in zip(values, counts, strict=True)])

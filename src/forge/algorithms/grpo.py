@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .advantages import Std, check_std, group_relative
-from .base import Aggregation, Algorithm
-from .terms import beyond_clip, check_clip, clipped_surrogate, kl_k3, sequence_mean_weights, weighted_sum, where_trained
+from .base import Aggregation
+from .clipped import Clipped, GroupRelative
+from .terms import kl_k3, sequence_mean_weights, weighted_sum, where_trained
 
 
 @dataclass(eq=False)
-class GRPO(Algorithm):
+class GRPO(Clipped, GroupRelative):
     """Group-relative policy optimisation (Shao et al. 2024, DeepSeekMath, eq. 3).
 
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
@@ -31,32 +30,6 @@ class GRPO(Algorithm):
         std: "sample" divides by n - 1, "population" by n.
         std_epsilon: added to the deviation.
     """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    _: KW_ONLY
-    dual_clip: float | None = None
-    normalize: bool = True
-    std: Std = "sample"
-    std_epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
-        check_std(self.std, self.std_epsilon)
-
-    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
-        `normalize` is false."""
-        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
-
-    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
-        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
-        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
 
 class SimpleGRPOLoss(nn.Module):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from .advantages import Std, check_std, group_relative
-from .base import Aggregation, Algorithm
+from .base import Aggregation
+from .clipped import Clipped, GroupRelative
 from .terms import (
-    beyond_clip,
-    check_clip,
-    clipped_surrogate,
     log_ratio,
     over_tokens,
     sequence_means,
@@ -22,7 +18,7 @@ from .terms import (
 
 
 @dataclass(eq=False)
-class GSPO(Algorithm):
+class GSPO(Clipped, GroupRelative):
     """Group sequence policy optimisation (Zheng et al. 2025, eq. 5 and 7; per token as in eq. 14).
 
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
@@ -39,40 +35,18 @@ class GSPO(Algorithm):
     policy, splitting changes no gradient.
 
     Args:
-        clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as of `GRPO`.
+        clip_low, clip_high, dual_clip, normalize, std, std_epsilon: as in `GRPO`.
     """
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    _: KW_ONLY
-    dual_clip: float | None = None
-    normalize: bool = True
-    std: Std = "sample"
-    std_epsilon: float = 1e-4
 
     aggregation: ClassVar[Aggregation] = "sequence_mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
-        check_std(self.std, self.std_epsilon)
-
-    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
-        `normalize` is false."""
-        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
         """(pi(y) / old(y))^(1 / |y|) of the whole sequence, with the gradient of each token's log-probability (eq. 7
         and 14)."""
+        # The value of the sequence's ratio, with the gradient of the token's log-probability.
         logs = where_trained(log_ratio(logprobs.detach(), old_logprobs), weights)
         of_sequence = over_tokens(sequence_means(logs, weights, sequences), logs, sequences)
         return (of_sequence + logprobs - logprobs.detach()).exp()
-
-    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
-        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
-        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

@@ -1,4 +1,4 @@
-"""Algorithms by name, and losses of one's own as algorithms."""
+"""Algorithms by name, and user-defined losses as algorithms."""
 
 from __future__ import annotations
 
@@ -51,39 +51,44 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     Raises:
         ValueError: nothing of this name; an unknown setting, or a value out of its range.
     """
-    where = f"algorithm {algorithm}" if isinstance(algorithm, str) else "algorithm"
+    subject = f"algorithm {algorithm}" if isinstance(algorithm, str) else "algorithm"
+    # A name of this library, or a path to an object elsewhere.
     if isinstance(algorithm, str) and algorithm not in ALGORITHMS and ":" not in algorithm:
-        near = difflib.get_close_matches(algorithm, ALGORITHMS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ALGORITHMS)}"
+        similar = difflib.get_close_matches(algorithm, ALGORITHMS, n=1, cutoff=0.5)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(ALGORITHMS)}"
         raise ValueError(f"unknown algorithm {algorithm!r}: {hint}; your own is written package.module:Name")
-    found: Any = algorithm
+    target: Any = algorithm
     if isinstance(algorithm, str):
-        found = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
-    if not callable(found):
+        target = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
+    if not callable(target):
         raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
-    if inspect.isclass(found):
-        settable = [*vars(found).get("__dataclass_fields__", settings)]
+    # A class is constructed with the settings, all of which it must have.
+    if inspect.isclass(target):
+        settable = [*vars(target).get("__dataclass_fields__", settings)]
         if unknown := [name for name in settings if name not in settable]:
-            raise ValueError(f"{where} has no setting {unknown[0]!r}{_hint(unknown[0], [*settable, *known])}")
-        found, settings = construct(found, settings, "grpo", known), {}
-    if isinstance(found, Algorithm):
+            raise ValueError(f"{subject} has no setting {unknown[0]!r}{_hint(unknown[0], [*settable, *known])}")
+        target = construct(target, settings, "grpo", known)
+        settings = {}
+    if isinstance(target, Algorithm):
         if settings:
-            raise ValueError(f"{where} is an object and has its settings: leave out {', '.join(settings)}")
-        return found
-    call = getattr(found, "forward", found)
+            raise ValueError(f"{subject} is an object and has its settings: leave out {', '.join(settings)}")
+        return target
+    # A function: parameters that are not tensors of a batch are its settings.
+    call = getattr(target, "forward", target)
     if not callable(call):
-        raise ValueError(f"{where} cannot be called with the tensors of a batch: write a function or an Algorithm")
-    parameters = inspect.signature(call).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    own = [p for p in named if p.name not in TENSORS]
-    if unknown := [name for name in settings if name not in {p.name for p in own}]:
-        known = ", ".join(p.name for p in own) or "none"
-        raise ValueError(f"{where} has no setting {unknown[0]!r}: it has {known}")
-    if missing := [p.name for p in own if p.default is p.empty and p.name not in settings]:
-        raise ValueError(f"{where} needs {missing[0]!r}, which is not a tensor of a batch: set it under grpo")
-    if len(own) == len(named):
-        raise ValueError(f"{where} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
-    return OwnLoss(found, settings)
+        raise ValueError(f"{subject} cannot be called with the tensors of a batch: write a function or an Algorithm")
+    parameters = [
+        p for p in inspect.signature(call).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    arguments = [p for p in parameters if p.name not in TENSORS]
+    if unknown := [name for name in settings if name not in {p.name for p in arguments}]:
+        names = ", ".join(p.name for p in arguments) or "none"
+        raise ValueError(f"{subject} has no setting {unknown[0]!r}: it has {names}")
+    if missing := [p.name for p in arguments if p.default is p.empty and p.name not in settings]:
+        raise ValueError(f"{subject} needs {missing[0]!r}, which is not a tensor of a batch: set it under grpo")
+    if len(arguments) == len(parameters):
+        raise ValueError(f"{subject} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
+    return OwnLoss(target, settings)
 
 
 def setting_names(algorithm: Any) -> frozenset[str]:
@@ -102,6 +107,7 @@ def setting_names(algorithm: Any) -> frozenset[str]:
 
 def _hint(name: str, settable: list[str]) -> str:
     """The end of the error about an unknown setting: the algorithms that have it, or the nearest name."""
+    # A setting of other algorithms is rarely a typing error.
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
     if not owners:
         return nearest(name, settable)

@@ -10,12 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .base import Algorithm
-from .terms import Estimator, beyond_clip, check_clip, clipped_surrogate, weighted_sum, where_trained
+from .clipped import Clipped
+from .terms import Estimator, weighted_sum, where_trained
 
 
 @dataclass(eq=False)
-class PPO(Algorithm):
+class PPO(Clipped):
     """Proximal policy optimisation (Schulman et al. 2017, eq. 7), the policy's part.
 
         A = whiten(GAE over the critic's values)
@@ -24,16 +24,13 @@ class PPO(Algorithm):
     The KL to the reference, if there is one, is in the reward of each token (Ziegler et al. 2019; Ouyang et al. 2022).
 
     Args:
-        clip_low, clip_high, dual_clip: as of `GRPO`.
+        clip_low, clip_high, dual_clip: as in `GRPO`.
         discount, trace: gamma and lambda of `gae.gae`.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     _: KW_ONLY
     discount: float = 1.0
     trace: float = 0.95
-    dual_clip: float | None = None
     kl: Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
 
@@ -43,21 +40,12 @@ class PPO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
         if not 0 <= self.discount <= 1 or not 0 <= self.trace <= 1:
             raise ValueError(f"discount and trace must be in [0, 1], got {self.discount} and {self.trace}")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """The rewards themselves: `credit.assign` makes advantages of them with the critic's values."""
         return [list(group) for group in rewards]
-
-    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
-        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
-        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
 
 @dataclass(eq=False)
@@ -83,6 +71,7 @@ class ValueLoss:
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
         """All tensors of one shape, [batch, seq] or packed [tokens]. Returns a scalar."""
         values, old, returns = (where_trained(x, weights) for x in (values, old_values, returns))
+        # A value that moved too far has the larger of the two errors, and no gradient.
         error = (values - returns) ** 2
         if self.clip is not None:
             error = torch.maximum(error, (old + (values - old).clamp(-self.clip, self.clip) - returns) ** 2)

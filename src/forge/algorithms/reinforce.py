@@ -49,12 +49,13 @@ class Reinforce(Algorithm):
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """-A * log pi; with `clip_ratio` weighted by min(ratio, 1 + clip_ratio), without a gradient through it."""
+        # Without a bound every sample counts as on-policy: no ratio is taken.
         if self.clip_ratio is None:
             return -(advantages * logprobs)
         return -weighted_gradient(ratio, logprobs, advantages, 1.0 + self.clip_ratio)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Where the importance weight is bounded; None without `clip_ratio`."""
+        """Mask of the tokens whose importance weight is bounded; None without `clip_ratio`."""
         return None if self.clip_ratio is None else ratio > 1.0 + self.clip_ratio
 
     def __call__(  # type: ignore[override]

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from .advantages import against_batch
-from .base import Algorithm
-from .terms import Estimator, beyond_clip, check_clip, clipped_surrogate
+from .clipped import Clipped
+from .terms import Estimator
 
 
 @dataclass(eq=False)
-class ReinforcePlusPlus(Algorithm):
+class ReinforcePlusPlus(Clipped):
     """REINFORCE++ (Hu et al. 2025), with and without a group baseline.
 
         A_t = whiten(r - baseline - beta * sum from t on of log(pi / ref))  over all tokens of the batch
@@ -24,39 +22,28 @@ class ReinforcePlusPlus(Algorithm):
     is PPO's. A prompt needs only one sample.
 
     Args:
-        clip_low, clip_high, dual_clip: as of `GRPO`.
+        clip_low, clip_high, dual_clip: as in `GRPO`.
         group_baseline: subtract the mean of a prompt's samples from its rewards first (the paper's
             REINFORCE++-baseline, which then has its KL in the loss by k2).
         kl, kl_in: None is what the paper has with and without the baseline.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     _: KW_ONLY
     group_baseline: bool = False
-    dual_clip: float | None = None
     kl: Estimator | None = None  # type: ignore[assignment]
     kl_in: Literal["loss", "reward"] | None = None  # type: ignore[assignment]
 
     whiten: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        # The paper's choice, before the settings are checked.
         self.kl = self.kl or ("k2" if self.group_baseline else "k1")
         self.kl_in = self.kl_in or ("loss" if self.group_baseline else "reward")
         self.within_group = self.group_baseline
         super().__post_init__()
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """Rewards, minus the mean of the group where `group_baseline` is set; whitened over the batch later."""
         if not self.group_baseline:
             return [list(group) for group in rewards]
         return [advantage for group in rewards for advantage in against_batch([group])]
-
-    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
-        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
-        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

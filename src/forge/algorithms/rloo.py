@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from .advantages import leave_one_out
-from .base import Aggregation, Algorithm
+from .base import Aggregation
+from .clipped import Clipped
 from .terms import (
     BOUND,
-    beyond_clip,
-    check_clip,
-    clipped_surrogate,
     log_ratio,
     over_tokens,
     sequence_sums,
@@ -23,7 +21,7 @@ from .terms import (
 
 
 @dataclass(eq=False)
-class RLOO(Algorithm):
+class RLOO(Clipped):
     """REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to basics", eq. 7), clipped for samples that are not fresh.
 
         A_i = r_i - mean of the prompt's other rewards
@@ -33,26 +31,20 @@ class RLOO(Algorithm):
     A completion is one action: where pi is the old policy the gradient is that of `-A * sum of log pi`, the mean over
     sequences of sums over tokens. KL and entropy are means over a sequence's tokens, as in the other losses.
 
-    Each branch of an episode is an action of its own: R is over its tokens, and its sum over tokens weighs as much as
+    Each branch of an episode is a separate action: R is over its tokens, and its sum over tokens weighs as much as
     that of an episode without branches. Where pi is the old policy, splitting an episode changes no gradient.
 
     Args:
         clip_low, clip_high: of the sequence's ratio. A product over tokens leaves the bounds sooner the longer it is:
             raise them for long answers, and watch `clip_fraction`.
-        dual_clip: as of `GRPO`.
+        dual_clip: as in `GRPO`.
     """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    _: KW_ONLY
-    dual_clip: float | None = None
 
     aggregation: ClassVar[Aggregation] = "sequence_mean"
     fixed_aggregation: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
         if self.kl_in == "reward":
             # The KL of a whole sequence would have to be known before the leave-one-out.
             raise ValueError("RLOO has its KL in the loss: leave kl_in out")
@@ -63,6 +55,7 @@ class RLOO(Algorithm):
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
         """pi(y) / old(y) of the whole sequence, for each of its tokens."""
+        # The sum of logarithms is bounded once more: a long sequence's product overflows.
         logs = where_trained(log_ratio(logprobs, old_logprobs), weights)
         return over_tokens(sequence_sums(logs, sequences).clamp(-BOUND, BOUND), logs, sequences).exp()
 
@@ -78,17 +71,10 @@ class RLOO(Algorithm):
         sequences: Tensor | None = None,
         branch_shares: Tensor | None = None,
     ) -> Tensor:
-        """As of `Algorithm`; of a branch, whose weights add up to its share of the episode, the sum is not a share."""
+        """See `Algorithm`. A branch's weights add up to its share of the episode, by which its sum over tokens is
+        divided."""
         if branch_shares is not None:
             advantages = advantages / branch_shares
         return super().__call__(
             logprobs, behaviour_logprobs, advantages, weights, ref_logprobs, entropy, proximal_logprobs, sequences
         )
-
-    def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), bounded by `dual_clip` where A < 0."""
-        return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the clip removes the gradient."""
-        return beyond_clip(ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .advantages import Std, check_std, group_relative
-from .base import Aggregation, Algorithm
+from .base import Aggregation
+from .clipped import GroupRelative
 
 
 @dataclass(eq=False)
-class SAPO(Algorithm):
+class SAPO(GroupRelative):
     """Soft adaptive policy optimisation (Gao et al. 2025, eq. 5 and 6).
 
         A_i = (r_i - mean(r)) / (std(r) + std_epsilon)  over the rewards r of a prompt's samples
@@ -26,31 +25,22 @@ class SAPO(Algorithm):
 
     Args:
         tau_positive, tau_negative: temperatures of the gate, above 0.
-        normalize, std, std_epsilon: as of `GRPO`.
+        normalize, std, std_epsilon: as in `GRPO`.
     """
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
-    _: KW_ONLY
-    normalize: bool = True
-    std: Std = "sample"
-    std_epsilon: float = 1e-4
 
     aggregation: ClassVar[Aggregation] = "sequence_mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_std(self.std, self.std_epsilon)
         if not (0 < self.tau_positive < math.inf and 0 < self.tau_negative < math.inf):
             taus = f"{self.tau_positive} and {self.tau_negative}"
             raise ValueError(f"tau_positive and tau_negative must be above 0 and finite, got {taus}")
 
-    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """A_i = (r_i - mean of the group) / (standard deviation + `std_epsilon`), without the division where
-        `normalize` is false."""
-        return [group_relative(group, self.normalize, self.std_epsilon, self.std) for group in rewards]
-
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A; tau depends on the sign of A."""
+        # `where` of two Python numbers is float32, whatever the dtype of the ratio is.
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
         return -(4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 
-# Beyond this a logarithm of a ratio is cut off: no ratio overflows, and its gradient is 0 there.
+# Beyond this a logarithm of a ratio is cut off: exp(20) = 5e8 and its square fit into float32, and the gradient is 0.
 BOUND = 20.0
 
 
@@ -56,7 +56,8 @@ def clipped_surrogate(
 def beyond_clip(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Where `clipped_surrogate` has no gradient; bool, of the shape of `ratio`."""
+    """Mask of the tokens without gradient in `clipped_surrogate`; bool, of the shape of `ratio`."""
+    # The minimum takes the clipped term only where it is the smaller one: above for A > 0, below for A < 0.
     high = (ratio > 1.0 + clip_high) & (advantages > 0)
     low = (ratio < 1.0 - clip_low) & (advantages < 0)
     return high | low if dual_clip is None else high | low | ((ratio > dual_clip) & (advantages < 0))
@@ -87,6 +88,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     `exp(d) - 1 - d` with `d = ref - logp` (Schulman 2020, "Approximating KL divergence", k3).
     """
+    # expm1: exp(d) - 1 would lose the digits of a small KL.
     d = log_ratio(ref_logprobs, logprobs)
     return torch.expm1(d) - d
 
@@ -117,15 +119,16 @@ def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
         ValueError: packed values without `sequences`.
     """
     if sequences is not None:
+        # Packed tokens; a sequence without tokens has the sum 0.
         count = int(sequences.max()) + 1 if sequences.numel() else 0
         return values.new_zeros(count).index_add(0, sequences, values)
     if values.dim() != 2:
-        raise ValueError(f"tokens of shape {tuple(values.shape)} need `sequences`: which token is of which sequence")
+        raise ValueError(f"tokens of shape {tuple(values.shape)} need `sequences`: the sequence of each token")
     return values.sum(-1)
 
 
 def over_tokens(values: Tensor, like: Tensor, sequences: Tensor | None) -> Tensor:
-    """One value a sequence, [sequences], for each of its tokens: of the shape of `like`."""
+    """Repeat one value of each sequence, [sequences], for its tokens, in the shape of `like`."""
     return values[sequences] if sequences is not None else values[:, None].expand_as(like)
 
 
@@ -148,7 +151,7 @@ def pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def in_order(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the preferred one is ahead, 0 where it is behind; a tie is half right. All [pairs]."""
+    """1 where the preferred answer scores higher, 0 where lower, 0.5 at a tie. All [pairs]."""
     return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
 
 

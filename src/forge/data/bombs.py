@@ -1,4 +1,4 @@
-"""Tables from elsewhere that are small as files and enormous as rows."""
+"""Checks of tables that are small as files and enormous as rows (decompression bombs)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow
 
-LEAST = 1 << 30  # bytes of rows that any file may have
+MIN_ROW_BYTES = 1 << 30  # bytes of rows that any file may have, however small it is
 RATIO = 200  # bytes of rows for one of the file; text is compressed to a fifth, rarely to a fiftieth
 ROW = 64  # bytes that a row takes at least
-WHOLE = 1 << 28  # bytes of a file that is read for its size; of a larger one, what it says of itself is taken
-AT_ONCE = 4096  # rows
+MAX_READ = 1 << 28  # bytes of a file that is read for its size; of a larger one, what it says of itself is taken
+BATCH_ROWS = 4096  # rows
 RECORDS, DICTIONARY = 3, 2  # kinds of messages of Arrow
 ROWS, COMPRESSION = 0, 3  # places of fields in a table of records
 
@@ -29,29 +29,30 @@ def check_parquet(path: Path) -> None:
     import pyarrow.parquet as parquet
 
     size = path.stat().st_size
-    most = max(LEAST, RATIO * size)
+    limit = max(MIN_ROW_BYTES, RATIO * size)
     try:
+        # What the file states of itself, with at least ROW bytes a row.
         with parquet.ParquetFile(path) as file:
-            about, columns = file.metadata, file.metadata.num_columns
+            metadata, columns = file.metadata, file.metadata.num_columns
             parts = [
-                about.row_group(group).column(column)
-                for group in range(about.num_row_groups)
+                metadata.row_group(group).column(column)
+                for group in range(metadata.num_row_groups)
                 for column in range(columns)
             ]
-            stated = max(sum(part.total_uncompressed_size for part in parts), ROW * about.num_rows)
+            stated = max(sum(part.total_uncompressed_size for part in parts), ROW * metadata.num_rows)
             texts = sorted({part.path_in_schema for part in parts if part.physical_type == "BYTE_ARRAY"})
-        if stated <= most and size <= WHOLE:
+        if stated <= limit and size <= MAX_READ:
             stated = 0
             # A text that is repeated is stored once: as a dictionary it takes no memory until it is made a row.
             with parquet.ParquetFile(path, read_dictionary=texts) as file:
-                for batch in file.iter_batches(AT_ONCE):
+                for batch in file.iter_batches(BATCH_ROWS):
                     stated += ROW * len(batch) + sum(map(_size, batch.columns))
-                    if stated > most:
+                    if stated > limit:
                         break
     except (pa.ArrowException, OSError, OverflowError, MemoryError) as error:
         raise ValueError(f"{path} is not a parquet file: {' '.join(str(error).split())}") from error
-    if stated > most:
-        raise ValueError(f"{path} has {size} bytes, and its rows would take more than {most >> 30} GB: it is rejected")
+    if stated > limit:
+        raise ValueError(f"{path} has {size} bytes, and its rows would take more than {limit >> 30} GB: it is rejected")
 
 
 def check_arrow(folder: Path) -> None:
@@ -63,6 +64,7 @@ def check_arrow(folder: Path) -> None:
     """
     import pyarrow as pa
 
+    # Headers only: no column is read.
     for path in sorted(folder.rglob("*.arrow")):
         if not path.is_file():
             raise ValueError(f"{path} is no regular file")
@@ -76,9 +78,9 @@ def check_arrow(folder: Path) -> None:
                         raise ValueError(f"{path} has compressed columns: write it without compression")
             except (struct.error, IndexError, pa.ArrowException, OSError) as error:
                 raise ValueError(f"{path} is not an Arrow file: {' '.join(str(error).split())}") from error
-        most = max(LEAST, RATIO * path.stat().st_size)
-        if rows * ROW > most:
-            raise ValueError(f"{path} says to have {rows} rows, which would take more than {most >> 30} GB")
+        limit = max(MIN_ROW_BYTES, RATIO * path.stat().st_size)
+        if rows * ROW > limit:
+            raise ValueError(f"{path} says to have {rows} rows, which would take more than {limit >> 30} GB")
 
 
 def _size(array: Any) -> int:
@@ -86,12 +88,13 @@ def _size(array: Any) -> int:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    # A dictionary stores each value once; rows have it as often as it is used.
     if isinstance(array, pa.DictionaryArray):
         lengths: Any = pc.binary_length(array.dictionary)
         return int(pc.sum(pc.cast(lengths.take(array.indices), "int64")).as_py() or 0)
     if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray | pa.MapArray):
-        inner = array.keys.nbytes + _size(array.items) if isinstance(array, pa.MapArray) else _size(array.flatten())
-        return int(inner) + 8 * len(array)
+        size = array.keys.nbytes + _size(array.items) if isinstance(array, pa.MapArray) else _size(array.flatten())
+        return int(size) + 8 * len(array)
     if isinstance(array, pa.StructArray):
         return sum(map(_size, array.flatten()))
     return int(array.nbytes)
@@ -117,6 +120,7 @@ def _read_header(message: pyarrow.Message) -> tuple[int, bool]:
     if not kind or not header or data[kind] not in (RECORDS, DICTIONARY):
         return 0, False
     table = _pointer(data, header)
+    # The records of a dictionary are within its message.
     if data[kind] == DICTIONARY:
         inner = _field(data, table, 1)
         if not inner:
@@ -127,16 +131,16 @@ def _read_header(message: pyarrow.Message) -> tuple[int, bool]:
     return max(0, rows), bool(_field(data, table, COMPRESSION))
 
 
-def _pointer(data: bytes, at: int) -> int:
-    """Where the offset at a place of a flatbuffer leads."""
-    return at + int(struct.unpack_from("<I", data, at)[0])
+def _pointer(data: bytes, position: int) -> int:
+    """The position that the offset at a position of a flatbuffer points to."""
+    return position + int(struct.unpack_from("<I", data, position)[0])
 
 
 def _field(data: bytes, table: int, index: int) -> int:
-    """Where a table of a flatbuffer has a field; 0: nowhere."""
-    places = table - struct.unpack_from("<i", data, table)[0]
-    (size,) = struct.unpack_from("<H", data, places)
+    """The position of a field in a table of a flatbuffer; 0: the table lacks it."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, vtable)
     if 4 + 2 * index >= size:
         return 0
-    (offset,) = struct.unpack_from("<H", data, places + 4 + 2 * index)
+    (offset,) = struct.unpack_from("<H", data, vtable + 4 + 2 * index)
     return table + offset if offset else 0

@@ -9,22 +9,21 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..models.template_limits import limit_templates
 from ..system.files import read_text
 from .files import Row, check_values
 from .special_tokens import SpecialTokens
-from .turns import Rewritten, Turns, Writer, thought_of
+from .turns import Message, Rewritten, Span, Turns, Writer, thought_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-Span = tuple[int, int]
+A = TypeVar("A")
 TrainOn = Literal["assistant", "last"]
 Thoughts = Literal["keep", "template"]
 
@@ -35,7 +34,8 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def messages(row: Row, field: str) -> list[Message]:
-    """The conversation in a field of a row, as {role, content} or {from, value}; other keys of a message stay.
+    """The conversation in a field of a row, written as {role, content} or {from, value}, as {role, content}; other keys
+    of a message stay.
 
     Raises:
         ValueError: no such field, not a list of messages, an unknown role, content that is not text, or values that are
@@ -47,21 +47,21 @@ def messages(row: Row, field: str) -> list[Message]:
         raise ValueError(f"field {field!r} must be a list of messages, got {str(row[field])[:60]!r}")
     conversation = []
     for number, entry in enumerate(row[field], 1):
-        where = f"{field}, message {number}"
+        location = f"{field}, message {number}"
         if not isinstance(entry, Mapping):
-            raise ValueError(f"{where} must be a message {{role, content}}, not {type(entry).__name__}")
+            raise ValueError(f"{location} must be a message {{role, content}}, not {type(entry).__name__}")
         # Columnar files give every message the keys of all others, as None.
         message = {name: value for name, value in entry.items() if value is not None}
-        check_values(message, where)
+        check_values(message, location)
         if "from" in message and "role" not in message:
             role = message.pop("from")
             message = {"role": _ALIASES.get(role, role), "content": message.pop("value", None), **message}
         if message.get("role") not in ROLES:
-            raise ValueError(f"{where} has the role {message.get('role')!r}: use {', '.join(ROLES)}")
+            raise ValueError(f"{location} has the role {message.get('role')!r}: use {', '.join(ROLES)}")
         if message.get("content") is None and message.get("tool_calls"):
             message["content"] = ""
         if not isinstance(message.get("content"), str):
-            raise ValueError(f"{where} must have text as its content, not {type(message.get('content')).__name__}")
+            raise ValueError(f"{location} must have text as its content, not {type(message.get('content')).__name__}")
         conversation.append(message)
     return conversation
 
@@ -73,9 +73,9 @@ class ChatFormat:
         tokenizer: for `encode` a fast one, which knows the characters of its tokens.
         template: True is the tokenizer's chat template; else the text of a jinja template, or a file with it.
         options: further arguments of the template, such as enable_thinking.
-        thoughts: of earlier turns, which many templates leave out once later messages follow. "keep": each turn stays
-            as it was when it was the last, so that all are trained (`forge.data.turns`); "template": what the template
-            makes of them, an error in `encode` where it trains such turns.
+        thoughts: those of earlier turns, which many templates omit once later messages follow. "keep": each turn stays
+            as it was when it was the last, so that all are trained (`forge.data.turns`); "template": as the template
+            writes them, an error in `encode` where it trains such turns.
 
     Attributes:
         turns: where turns end (`forge.data.turns.Turns`).
@@ -93,7 +93,8 @@ class ChatFormat:
     ) -> None:
         limit_templates()
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
-        self._own = not isinstance(template, str)
+        # A text with braces is a template, another one the path of its file.
+        self._own_template = not isinstance(template, str)
         if isinstance(template, str):
             if "{" not in template:
                 file = Path(template).expanduser()
@@ -111,12 +112,12 @@ class ChatFormat:
         self._begin()
 
     def _begin(self) -> None:
-        if self._own:
+        if self._own_template:
             self.template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
         self.writer = Writer(self.template, self._render)
         self.turns = Turns(self.render, self.writer, self._special)
 
-    def with_tools(self, tools: Any) -> ChatFormat:
+    def with_tools(self, tools: object) -> ChatFormat:
         """The format of a conversation that offers these tools, a list of schemas in OpenAI's format or its JSON text;
         without tools it is this one. ValueError: they are neither."""
         if isinstance(tools, str):
@@ -130,6 +131,7 @@ class ChatFormat:
             raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
         check_values(tools, "tools")
         _ = self._backend  # shared by all
+        # A copy of this format: only what depends on the tools is made again.
         offering = copy.copy(self)
         offering.options = {**self.options, "tools": tools}
         offering._begin()
@@ -170,28 +172,31 @@ class ChatFormat:
         text = self.render(conversation)
         encoding = self._backend.encode(text, add_special_tokens=False)
         tokens, offsets = encoding.ids, encoding.offsets
+        # The template marks what the assistant writes, or it follows from the texts before and after each turn.
         if _MARK.search(self.template):
             if turns != [len(conversation) - 1]:
                 self.turns.check_ends()
             start = len(self._context(conversation, turns[0], text)) if turns[0] else 0
             spans = [(max(start, begin), end) for begin, end in self._marked(conversation) if end > start]
         else:
+            # Each turn ends where generation would stop: at a special token, if one follows its text.
             closers = {end for token, (_, end) in zip(tokens, offsets, strict=True) if token in self._special.ids}
-            changed: Rewritten | None = None
+            rewritten: Rewritten | None = None
             try:
                 spans = [self._answer(conversation, turn, text, closers) for turn in turns]
             except Rewritten as error:
-                changed = error
-            if self.thoughts == "keep" and (changed or any(thought_of(conversation[i])[0] not in text for i in turns)):
+                rewritten = error
+            omitted = any(thought_of(conversation[i])[0] not in text for i in turns)
+            if self.thoughts == "keep" and (rewritten or omitted):
                 try:
-                    text, found = self.turns.kept(conversation)
+                    text, turn_spans = self.turns.kept(conversation)
                 except Rewritten as error:
-                    raise changed or error from None
-                spans = [found[turn] for turn in turns]
+                    raise rewritten or error from None
+                spans = [turn_spans[turn] for turn in turns]
                 encoding = self._backend.encode(text, add_special_tokens=False)
                 tokens, offsets = encoding.ids, encoding.offsets
-            elif changed:
-                raise changed
+            elif rewritten:
+                raise rewritten
         return tokens, [any(begin < last and end > first for first, last in spans) for begin, end in offsets]
 
     @cached_property
@@ -204,7 +209,7 @@ class ChatFormat:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer with untrimmed offsets: some tokenizers leave spaces out of them."""
+        """The tokenizer with untrimmed offsets: some tokenizers exclude spaces from them."""
         from tokenizers import processors
 
         if not self.tokenizer.is_fast:
@@ -219,11 +224,11 @@ class ChatFormat:
         """The policy's prompt for this turn."""
         context = self.render(conversation[:turn], add_generation_prompt=True)
         if not text.startswith(context):
-            alone = (
+            last_turn_fault = (
                 "before an answer than with it: set chat_template to one whose generation prompt is how its answers "
                 "begin"
             )
-            remedy = _REWRITES if turn + 1 < len(conversation) else alone
+            remedy = _REWRITES if turn + 1 < len(conversation) else last_turn_fault
             raise Rewritten(f"message {turn + 1}: the chat template renders its context differently {remedy}")
         return context
 
@@ -242,9 +247,9 @@ class ChatFormat:
             )
         # Generation stops at a special token. Many templates add a line break after it, and some the header of the next
         # turn, which are not generated.
-        closer, rest = self.turns.ending(conversation, turn)
-        if closer and answer.endswith(closer + rest):
-            return len(context), len(upto) - len(rest)
+        closer, tail = self.turns.ending(conversation, turn)
+        if closer and answer.endswith(closer + tail):
+            return len(context), len(upto) - len(tail)
         closed = len(context) + len(answer.rstrip())
         return len(context), closed if closed in closers else len(upto)
 
@@ -254,14 +259,15 @@ class ChatFormat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}
-        _, spans = self._safely(
+        rendered: Any = self._safely(
             lambda: render_jinja_template(
                 [list(conversation)], chat_template=self.template, return_assistant_tokens_mask=True, **options
             )
         )
+        _, spans = rendered
         return [(begin, end) for begin, end in spans[0] if end > begin]
 
-    def _safely(self, call: Any) -> Any:
+    def _safely(self, call: Callable[[], A]) -> A:
         try:
             return call()
         except Exception as error:  # templates are programs and raise anything

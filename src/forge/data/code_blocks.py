@@ -52,7 +52,7 @@ def _replaces(block: CodeBlock, program: CodeBlock) -> bool:
 
 
 def _stands_alone(code: str) -> bool:
-    """Whether code defines or prints something, with names that are its own or built in."""
+    """Whether code defines or prints something, with names that it defines or that are built in."""
     try:
         nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -60,10 +60,12 @@ def _stands_alone(code: str) -> bool:
     definitions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     names = [n for n in nodes if isinstance(n, ast.Name)]
-    known = set(dir(builtins)) | {definition.name for definition in definitions}
-    known |= {(alias.asname or alias.name).partition(".")[0] for statement in imports for alias in statement.names}
-    known |= {name.id for name in names if not isinstance(name.ctx, ast.Load)}
-    known |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-    known |= {n.name for n in nodes if isinstance(n, ast.ExceptHandler) and n.name}
+    # Names that the code binds: definitions, imports, assignments, parameters, exceptions.
+    defined = set(dir(builtins)) | {definition.name for definition in definitions}
+    defined |= {(alias.asname or alias.name).partition(".")[0] for statement in imports for alias in statement.names}
+    defined |= {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    defined |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    defined |= {n.name for n in nodes if isinstance(n, ast.ExceptHandler) and n.name}
+    # A star import may define any name.
     prints = any(name.id == "print" for name in names)
-    return bool(definitions or imports or prints) and ("*" in known or all(name.id in known for name in names))
+    return bool(definitions or imports or prints) and ("*" in defined or all(name.id in defined for name in names))

@@ -11,7 +11,7 @@ from .files import Rows
 
 
 class RowsConfig(Section):
-    """Where rows come from and how prompts are made of them."""
+    """The origin of rows, and the prompts that are made of them."""
 
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 
@@ -24,13 +24,13 @@ class RowsConfig(Section):
     """Instead of a path or task, a list of datasets: each has a `weight` and the keys of this section in which it
     differs; they are interleaved so that each is always within one item of its share."""
     difficulty: int | list[int] = 5
-    """Of a task: a length, a number of digits or of steps, or `[low, high]`."""
+    """Difficulty of a task: a length, a number of digits or of steps, or `[low, high]`."""
     split: str = "train"
-    """Of a folder or hub id."""
+    """Split of a folder or hub id."""
     subset: str | None = None
     """The configuration of a hub dataset that has several."""
     streaming: bool = False
-    """Read rows as they are needed; shuffles within blocks of 1000. An unusable row is left out, logged
+    """Read rows as they are needed; shuffles within blocks of 1000. An unusable row is skipped, logged
     and counted in `data/skipped`; in stored data it is an error before the run starts."""
     shuffle: bool = True
     """A new order each epoch, by seed."""
@@ -39,50 +39,52 @@ class RowsConfig(Section):
     prompt_template: str = "{question}"
     """Text with `{question}` or any column in braces."""
     choices_field: str | list[str] | None = None
-    """Of multiple choice: the column with the list of options, or the columns of the options, which are shuffled by
+    """For multiple choice: the column with the list of options, or the columns of the options, which are shuffled by
     the question. `{choices}` in the template stands for them, one a line, lettered from A; the target is the letter. A
     list's target is a letter, a position from 0 or an option, that of columns an option."""
     chat_template: bool | str = False
     """True renders through the tokenizer's chat template; a text with braces, or a file, is a template of its own."""
     system_prompt: str | None = None
-    """The system message before it."""
+    """The system message before the prompt."""
     chat_options: dict[str, Any] | None = None
     """Further arguments of the chat template, such as enable_thinking."""
 
     def _check(self) -> None:
+        # One origin of rows; each of several sources is checked as a separate section.
         if [self.path, self.task, self.sources].count(None) != 2:
             raise ValueError("dataset needs either a path (file, folder or hub id), a task, or sources")
         for number, source in enumerate(self.sources or ()):
-            where = f"dataset.sources[{number}]"
+            location = f"dataset.sources[{number}]"
             if "sources" in source:
-                raise ValueError(f"{where}: nested sources are not supported: list them at the top level")
-            build(type(self), {name: value for name, value in source.items() if name != "weight"}, where)
+                raise ValueError(f"{location}: nested sources are not supported: list them at the top level")
+            build(type(self), {name: value for name, value in source.items() if name != "weight"}, location)
             weight = source.get("weight", 1.0)
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-                raise ValueError(f"{where}.weight must be a number above 0, got {weight!r}")
+                raise ValueError(f"{location}.weight must be a number above 0, got {weight!r}")
 
-    def bound(self, key: str, most: int, message: str) -> None:
+    def bound(self, key: str, limit: int, message: str) -> None:
         """Set `key` to `most` if it is None. ConfigError with `message`: it is larger, here or in a source."""
+        # Null becomes the limit; a source may only lower it.
         if getattr(self, key) is None:
-            setattr(self, key, most)
+            setattr(self, key, limit)
         lengths = (getattr(self, key), *(source.get(key) or 0 for source in self.sources or ()))
-        if max(lengths) > most:
+        if max(lengths) > limit:
             raise ConfigError(message)
 
-    def within(self, key: str, most: int) -> Self:
+    def within(self, key: str, limit: int) -> Self:
         """A copy of which `key` is at most `most`, here and in every source."""
         sources = self.sources and [
-            {**source, key: min(source[key], most)} if source.get(key) else source for source in self.sources
+            {**source, key: min(source[key], limit)} if source.get(key) else source for source in self.sources
         ]
         length = getattr(self, key)
-        return self.model_copy(update={key: most if length is None else min(length, most), "sources": sources})
+        return self.model_copy(update={key: limit if length is None else min(length, limit), "sources": sources})
 
     @property
     def files(self) -> list[str]:
         """Paths and chat templates, which may be local files."""
-        every = [{"path": self.path, "chat_template": self.chat_template}, *(self.sources or ())]
-        named = [source.get(key) for key in ("path", "chat_template") for source in every]
-        return [name for name in named if isinstance(name, str)]
+        sections = [{"path": self.path, "chat_template": self.chat_template}, *(self.sources or ())]
+        values = [source.get(key) for key in ("path", "chat_template") for source in sections]
+        return [name for name in values if isinstance(name, str)]
 
     @property
     def procedural(self) -> bool:
@@ -98,7 +100,7 @@ class DatasetConfig(RowsConfig):
     kind = "prompts"
 
     target_field: str | None = "answer"
-    """Column of the target; null: none."""
+    """Column of the target; null: prompts have no target."""
     target_pattern: str | None = None
     """Regular expression; its group 1, searched in the target, is the target."""
     max_prompt_tokens: PositiveInt | None = None
@@ -121,7 +123,7 @@ class SupervisedConfig(RowsConfig):
     text_field: str | None = None
     """Column of plain text, all of which is trained."""
     train_on: Literal["assistant", "last"] = "assistant"
-    """Of a conversation, all turns of the assistant, or the last."""
+    """The trained turns of a conversation: all of the assistant, or the last."""
     thoughts: Literal["keep", "template"] = "keep"
     """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
     when it was the last; with `template` such a conversation is an error, except with `train_on: last`."""
@@ -150,7 +152,7 @@ class PreferencesConfig(RowsConfig):
     chosen_field: str = "chosen"
     """Column of the preferred answer; pairs of equal answers are skipped and counted."""
     rejected_field: str = "rejected"
-    """Column of the other."""
+    """Column of the rejected answer."""
     thoughts: Literal["keep", "template"] = "keep"
     """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
     when it was the last; with `template` such a conversation is an error."""
@@ -158,7 +160,7 @@ class PreferencesConfig(RowsConfig):
     """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining
     rows. Null: endless. Not for streamed rows, whose number is unknown."""
     max_tokens: PositiveInt | None = None
-    """Of the longer of a pair; null: half of `training.seq_len`, for both must fit, or what the model takes if that is
-    less."""
+    """Maximum tokens of the longer of a pair; null: half of `training.seq_len`, for both must fit, or the model's limit
+    if that is less."""
     too_long: Literal["skip", "error"] = "skip"
     """Longer pairs are skipped and counted, or an error."""

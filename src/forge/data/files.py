@@ -64,29 +64,29 @@ def from_columns(row: Row) -> Row:
     return {name: _present(value) for name, value in row.items()}
 
 
-def _present(value: Any) -> Any:
+def _present(value: object) -> object:
     if isinstance(value, dict):
         return {name: _present(item) for name, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value
 
 
-def check_values(value: Any, where: str) -> None:
+def check_values(value: object, location: str) -> None:
     """ValueError: something in a value, however deep, is a missing number (nan, inf) or half a character (a lone
     surrogate), which no tokenizer reads."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{where} holds half a character, {value[error.start]!a}: repair the text") from None
+            raise ValueError(f"{location} holds half a character, {value[error.start]!a}: repair the text") from None
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} is {value}: fill in the missing value, or leave the row out")
+        raise ValueError(f"{location} is {value}: fill in the missing value, or leave the row out")
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            check_values(str(name), where)
-            check_values(item, f"{where}.{name}")
+            check_values(str(name), location)
+            check_values(item, f"{location}.{name}")
     elif isinstance(value, list | tuple):
         for item in value:
-            check_values(item, where)
+            check_values(item, location)
 
 
 def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Sequence[Row]:
@@ -99,109 +99,113 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     """
     if isinstance(path, Rows):
         return list(path)
-    place = _local(path)
+    file = _local(path)
+    # Folders and hub ids are read by `datasets`, files by this module.
     rows: Sequence[Row]
-    if place is None or place.is_dir():
-        rows = StoredColumns(_load(path, place, split=split, subset=subset, streaming=False))
-    elif place.suffix == ".parquet":
+    if file is None or file.is_dir():
+        rows = StoredColumns(_load(path, file, split=split, subset=subset, streaming=False))
+    elif file.suffix == ".parquet":
         _datasets("a parquet file")
         import pyarrow.parquet as parquet
 
-        check_parquet(place)
+        check_parquet(file)
         try:
-            rows = list(map(from_columns, parquet.read_table(place).to_pylist()))
+            rows = list(map(from_columns, parquet.read_table(file).to_pylist()))
         except (ValueError, OSError) as error:
-            raise ValueError(f"{place} is not a parquet file: {error}") from error
+            raise ValueError(f"{file} is not a parquet file: {error}") from error
     else:
-        rows = _read_json(place)
+        rows = _read_json(file)
     if not len(rows):
         raise ValueError(f"{path} is empty: it has no rows")
     return rows
 
 
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
-    """As `open_rows`, but rows are read, and their errors raised, as they are needed."""
-    place = _local(path)
-    if place is None or place.is_dir():
-        return _load(path, place, split=split, subset=subset, streaming=True)
-    if place.suffix == ".parquet":
+    """`open_rows` as a stream: rows are read, and their errors raised, when they are needed."""
+    file = _local(path)
+    if file is None or file.is_dir():
+        return _load(path, file, split=split, subset=subset, streaming=True)
+    if file.suffix == ".parquet":
         _datasets("a parquet file")
-        check_parquet(place)
-    builder, encoding = _BUILDERS[place.suffix], {"encoding": "utf-8-sig"} if place.suffix != ".parquet" else {}
+        check_parquet(file)
+    builder, encoding = _BUILDERS[file.suffix], {"encoding": "utf-8-sig"} if file.suffix != ".parquet" else {}
     datasets = _datasets("streaming")
     return datasets.load_dataset(
-        builder, data_files=str(place), split="train", streaming=True, trust_remote_code=False, **encoding
+        builder, data_files=str(file), split="train", streaming=True, trust_remote_code=False, **encoding
     )
 
 
 def _local(path: str) -> Path | None:
     """The file or folder of a path, or None if it is a hub id."""
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return place
-    if place.is_file():
-        if place.suffix not in _BUILDERS:
-            raise ValueError(f"{place} has the unknown extension {place.suffix!r}: use {', '.join(_BUILDERS)}")
-        return place
-    if place.exists():
-        raise ValueError(f"{place} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
-    if place.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
-        siblings = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
-        near = difflib.get_close_matches(place.name, siblings, n=1)
-        hint = f"; did you mean {place.parent / near[0]}?" if near else ""
-        raise FileNotFoundError(f"no such file: {place} (in {Path.cwd()}){hint}")
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return file
+    if file.is_file():
+        if file.suffix not in _BUILDERS:
+            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: use {', '.join(_BUILDERS)}")
+        return file
+    # A misspelt path must not be taken for a hub id.
+    if file.exists():
+        raise ValueError(f"{file} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
+    if file.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
+        siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        similar = difflib.get_close_matches(file.name, siblings, n=1)
+        hint = f"; did you mean {file.parent / similar[0]}?" if similar else ""
+        raise FileNotFoundError(f"no such file: {file} (in {Path.cwd()}){hint}")
     return None
 
 
-def _read_json(place: Path) -> list[Row]:
+def _read_json(file: Path) -> list[Row]:
     """The rows of a .jsonl file, one object a line, or of a .json file, a list of objects."""
-    if place.suffix == ".jsonl":
+    if file.suffix == ".jsonl":
         numbered: list[tuple[str, Any]] = []
-        with place.open(encoding="utf-8-sig") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             try:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         numbered.append((f"line {number}", json.loads(line)))
             except UnicodeDecodeError:
-                read_text(place)  # names the line, which buffering hides here
+                read_text(file)  # names the line, which buffering hides here
                 raise
             except RecursionError:
-                raise ValueError(f"{place}, line {number}: it is nested too deeply") from None
+                raise ValueError(f"{file}, line {number}: it is nested too deeply") from None
             except ValueError as error:  # also of a number with thousands of digits
-                raise ValueError(f"{place}, line {number}: not JSON: {error}") from error
+                raise ValueError(f"{file}, line {number}: not JSON: {error}") from error
     else:
-        text = read_text(place)
+        # A .json file is one list, all of which is read at once.
+        text = read_text(file)
         try:
             listed = json.loads(text)
         except RecursionError:
-            raise ValueError(f"{place} is nested too deeply") from None
+            raise ValueError(f"{file} is nested too deeply") from None
         except ValueError as error:
-            raise ValueError(f"{place}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
+            raise ValueError(f"{file}: not JSON: {error} (one object a line belongs in a .jsonl file)") from error
         if not isinstance(listed, list):
-            raise ValueError(f"{place} must hold a list of objects, not {type(listed).__name__}")
+            raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
         numbered = [(f"row {number}", row) for number, row in enumerate(listed, 1)]
-    for where, row in numbered:
+    # A row is an object in either form.
+    for location, row in numbered:
         if not isinstance(row, dict):
-            raise ValueError(f"{place}, {where}: a row must be an object, not {type(row).__name__}")
+            raise ValueError(f"{file}, {location}: a row must be an object, not {type(row).__name__}")
     return [row for _, row in numbered]
 
 
-def _datasets(what: str) -> Any:
+def _datasets(subject: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{what} needs the datasets package: pip install datasets") from error
+        raise ImportError(f"{subject} needs the datasets package: pip install datasets") from error
     return datasets
 
 
-def _load(path: str, place: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
+def _load(path: str, folder: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
     datasets = _datasets(
-        f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not place else path
+        f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not folder else path
     )
-    if place and ((place / "state.json").exists() or (place / "dataset_dict.json").exists()):
-        check_arrow(place)
+    if folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
+        check_arrow(folder)
         try:
-            saved = datasets.load_from_disk(str(place))
+            saved = datasets.load_from_disk(str(folder))
         except Exception as error:  # of a damaged file it raises any
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"cannot load the dataset {path!r}: {reason}") from error
@@ -210,9 +214,10 @@ def _load(path: str, place: Path | None, *, split: str, subset: str | None, stre
                 raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
-    for file in sorted(place.rglob("*.parquet")) if place else ():
-        check_parquet(file)
-    source = str(place) if place else path
+    for data_file in sorted(folder.rglob("*.parquet")) if folder else ():
+        check_parquet(data_file)
+    # Data files or a hub id; an unreachable hub is the most frequent error.
+    source = str(folder) if folder else path
     try:
         if subset is None:
             # Some datasets require a configuration; "main" is the usual name of the default.
@@ -221,5 +226,5 @@ def _load(path: str, place: Path | None, *, split: str, subset: str | None, stre
         return datasets.load_dataset(source, subset, split=split, streaming=streaming, trust_remote_code=False)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
-        local = "" if place else ". If the hub cannot be reached, give a local .jsonl or .parquet file"
+        local = "" if folder else ". If the hub cannot be reached, give a local .jsonl or .parquet file"
         raise type(error)(f"cannot load the dataset {path!r}: {reason}{local}") from error

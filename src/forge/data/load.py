@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from ..types import Sample
 from .preferences import PreferenceDataset
 from .prompts import PromptDataset
+from .sources import Position
 from .stream import RowStream
 from .supervised import SupervisedDataset
 
@@ -37,14 +38,15 @@ class Mixture(Generic[T]):
     """
 
     def __init__(self, sources: Sequence[RowStream[T, Any]], weights: Sequence[float] | None = None) -> None:
-        given = [1.0] * len(sources) if weights is None else list(weights)
-        if not sources or len(given) != len(sources):
-            raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(given)}")
-        for number, weight in enumerate(given, 1):
+        numbers = [1.0] * len(sources) if weights is None else list(weights)
+        if not sources or len(numbers) != len(sources):
+            raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(numbers)}")
+        for number, weight in enumerate(numbers, 1):
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
                 raise ValueError(f"source {number}: weight must be a finite number above 0, got {weight!r}")
-        total = sum(Fraction(str(weight)) for weight in given)
-        self.sources, self.shares = list(sources), [Fraction(str(weight)) / total for weight in given]
+        # Exact shares: floating-point ones would drift from the schedule over a long run.
+        total = sum(Fraction(str(weight)) for weight in numbers)
+        self.sources, self.shares = list(sources), [Fraction(str(weight)) / total for weight in numbers]
         self.counts = [0] * len(sources)
 
     @property
@@ -59,15 +61,15 @@ class Mixture(Generic[T]):
 
     @property
     def size(self) -> int | None:
-        """How many items there are until the source that is next has ended; None: endless, or unknown."""
+        """Number of items until the next source in turn has ended; None: endless, or unknown."""
         counts, sizes = [0] * len(self.sources), [source.size for source in self.sources]
         if all(size is None for size in sizes):
             return None
-        while counts[chosen := self._next_source(counts)] != sizes[chosen]:
-            counts[chosen] += 1
+        while counts[next_source := self._next_source(counts)] != sizes[next_source]:
+            counts[next_source] += 1
         return sum(counts)
 
-    def has(self, item: Any) -> bool:
+    def has(self, item: object) -> bool:
         """Whether an item is one of a source's."""
         return any(source.has(item) for source in self.sources)
 
@@ -75,9 +77,9 @@ class Mixture(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        chosen = self._next_source(self.counts)
-        item = _numbered(next(self.sources[chosen]), self.served)
-        self.counts[chosen] += 1
+        source = self._next_source(self.counts)
+        item = _numbered(next(self.sources[source]), self.served)
+        self.counts[source] += 1
         return item
 
     def held_out(self, n: int) -> list[T]:
@@ -86,14 +88,14 @@ class Mixture(Generic[T]):
         for _ in range(n):
             order.append(self._next_source(counts))
             counts[order[-1]] += 1
-        held = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
-        return [_numbered(next(held[chosen]), index) for index, chosen in enumerate(order)]
+        streams = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
+        return [_numbered(next(streams[number]), index) for index, number in enumerate(order)]
 
     def targets(self) -> Iterator[str]:
-        """Of all sources that have targets."""
+        """The targets of all sources that have some."""
         return chain.from_iterable(source.targets() for source in self.sources if isinstance(source, PromptDataset))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Position:
         """The position in all sources, as plain JSON."""
         return {
             "shares": [str(share) for share in self.shares],
@@ -101,7 +103,7 @@ class Mixture(Generic[T]):
             "sources": [source.state_dict() for source in self.sources],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Position) -> None:
         """Resume where `state_dict` was called. ValueError: the sources or weights differ."""
         was, now = state.get("shares"), [str(share) for share in self.shares]
         if was != now:
@@ -111,7 +113,7 @@ class Mixture(Generic[T]):
         self.counts = list(state["counts"])
 
     def _next_source(self, counts: Sequence[int]) -> int:
-        """Of the sources that are not too far ahead of their share, the one with the earliest deadline."""
+        """The source with the earliest deadline among those that are not too far ahead of their share."""
         slack = Fraction(1, max(2, 2 * len(counts) - 2))
         now = sum(counts) + 1
         ready = [i for i, share in enumerate(self.shares) if share * now - counts[i] >= slack]
@@ -148,16 +150,17 @@ def load_data(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
-    made: Any = KINDS[kind]
+    dataset_class: Any = KINDS[kind]
     if sources is None:
-        return made(tokenizer=tokenizer, **settings)
+        return dataset_class(tokenizer=tokenizer, **settings)
     if settings.get("path") is not None or settings.get("task") is not None:
         raise ValueError("with sources, path and task belong to each of them")
+    # Each source's settings override the common ones; its errors name it.
     opened: list[Any] = []
     for number, source in enumerate(sources, 1):
-        own = {name: value for name, value in {**settings, **source}.items() if name != "weight"}
+        source_settings = {name: value for name, value in {**settings, **source}.items() if name != "weight"}
         try:
-            opened.append(made(tokenizer=tokenizer, **own))
+            opened.append(dataset_class(tokenizer=tokenizer, **source_settings))
         except (ValueError, TypeError) as error:
             raise ValueError(f"source {number}: {error}") from error
         except (FileNotFoundError, ImportError) as error:

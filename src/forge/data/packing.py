@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..types import UNKNOWN_EXPERT, Batch, Episode
 from .prefixes import PrefixTree, find_prefixes, prefix_ids
 
-Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
+if TYPE_CHECKING:
+    from ..algorithms.base import Aggregation
 
 
 def pack(
     episodes: Sequence[Episode], *, aggregation: Aggregation = "token_mean", horizon: int | None = None, unit: int = 1
 ) -> Batch:
-    """Lay scored episodes back to back, the earlier branches of each before its end.
+    """Pack scored episodes back to back, the earlier branches of each before its last.
 
     Args:
-        episodes: their branches need not be listed; those that are listed as well are laid once, with their episode. A
-            branch without an advantage has its episode's.
+        episodes: their branches need not be listed; those that are listed as well are packed once, with their episode.
+            A branch without an advantage has its episode's.
         aggregation: how tokens share the loss. `token_mean`: every trained token counts the same. `sequence_mean`:
             every episode counts the same, the tokens of all its branches share its part equally. `fixed_horizon`: every
             token counts 1 / (episodes * `horizon`), however long its episode is (Liu et al. 2025, Dr.GRPO). An
@@ -37,34 +38,37 @@ def pack(
     """
     if not episodes:
         raise ValueError("cannot pack an empty list of episodes")
-    earlier = {id(branch) for episode in episodes for branch in episode.branches}
-    wholes = [episode for episode in episodes if id(episode) not in earlier]
+    branches = {id(branch) for episode in episodes for branch in episode.branches}
+    episodes = [episode for episode in episodes if id(episode) not in branches]
+    # One row for each branch, with the episode that it belongs to.
     rows: list[Episode] = []
     advantages: list[float] = []
-    for number, whole in enumerate(wholes):
-        for row in (*whole.branches, whole):
-            advantage = whole.advantage if row.advantage is None else row.advantage
+    for number, episode in enumerate(episodes):
+        for row in (*episode.branches, episode):
+            advantage = episode.advantage if row.advantage is None else row.advantage
             if advantage is None:
                 raise ValueError(f"episode {number} has no advantage: compute advantages before packing")
             if row.mask[0]:
                 raise ValueError(f"episode {number} has no context before its first trained token")
             rows.append(row)
             advantages.append(advantage)
-    of_row = np.repeat(np.arange(len(wholes)), [len(whole.branches) + 1 for whole in wholes])
+    row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])
     if len(rows) % unit:
         raise ValueError(f"{len(rows)} episodes cannot be packed in units of {unit}")
+    # Shares of the loss, which an episode's branches divide.
     counts = np.array([sum(row.mask) for row in rows])
-    in_episode = np.bincount(of_row, counts)
-    share = _shares(wholes, in_episode, aggregation, horizon)[of_row]
-    branched = len(rows) > len(wholes)
+    episode_counts = np.bincount(row_episodes, counts)
+    share = _shares(episodes, episode_counts, aggregation, horizon)[row_episodes]
+    branched = len(rows) > len(episodes)
 
     def flat(columns: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
 
+    # Columns of all rows, one after the other; NaN where the sampler of a trained token is unknown.
     mask = flat((row.mask for row in rows), np.bool_)
     lengths = np.array([len(row.tokens) for row in rows])
     logprobs = (
-        [math.nan if own else 0.0 for own in row.mask] if row.logprobs is None else row.logprobs for row in rows
+        [math.nan if trained else 0.0 for trained in row.mask] if row.logprobs is None else row.logprobs for row in rows
     )
     return Batch(
         tokens=flat((row.tokens for row in rows), np.int64),
@@ -74,10 +78,10 @@ def pack(
         versions=flat((row.versions for row in rows), np.int64),
         advantages=np.repeat(np.array(advantages, np.float32), lengths) * mask,
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
-        rewards=_rewards(wholes),
+        rewards=_rewards(episodes),
         experts=_experts(rows),
-        episodes=of_row if branched else None,
-        branch_shares=(counts / np.maximum(1, in_episode[of_row])).astype(np.float32) if branched else None,
+        episodes=row_episodes if branched else None,
+        branch_shares=(counts / np.maximum(1, episode_counts[row_episodes])).astype(np.float32) if branched else None,
         origins=frozenset().union(*(row.origins for row in rows)),
         unit=unit,
     )
@@ -95,7 +99,7 @@ def pack_tensors(
     rows count as sequences of loss 0.
 
     Args:
-        aggregation, horizon, unit: as of `pack`.
+        aggregation, horizon, unit: as in `pack`.
         inputs: "tokens" [rows, prompt + response], and optionally "mask" of that shape, 0 where a row is padded
             (prompts of different lengths are padded on the left).
         targets: "response" [rows, response], the end of "tokens"; "padding_mask" of that shape, 1 where a token is
@@ -109,17 +113,18 @@ def pack_tensors(
         raise ValueError(f"train_step needs as many inputs as targets, got {len(inputs)} and {len(targets)}")
     episodes: list[Episode] = []
     columns: dict[str, list[np.ndarray]] = {"advantages": [], "ref_logprobs": [], "behaviour_logprobs": []}
-    for number, (given, wanted) in enumerate(zip(inputs, targets, strict=True)):
-        for where, found, needed, optional in (
-            ("inputs", given, {"tokens"}, {"mask"}),
-            ("targets", wanted, {"response", "advantages", "padding_mask"}, {"ref_logprobs", "behaviour_logprobs"}),
+    for number, (source, target) in enumerate(zip(inputs, targets, strict=True)):
+        for name, tensors, needed, optional in (
+            ("inputs", source, {"tokens"}, {"mask"}),
+            ("targets", target, {"response", "advantages", "padding_mask"}, {"ref_logprobs", "behaviour_logprobs"}),
         ):
-            if wrong := (needed - found.keys()) or (found.keys() - needed - optional):
-                what = "needs" if needed - found.keys() else "has an unknown key"
-                raise ValueError(f"{where}[{number}] {what} {min(wrong)!r}")
-        tokens, response = np.asarray(given["tokens"]), np.asarray(wanted["response"])
-        present = np.asarray(given.get("mask", np.ones_like(tokens))).astype(bool)
-        trained = np.asarray(wanted["padding_mask"]).astype(bool)
+            if keys := (needed - tensors.keys()) or (tensors.keys() - needed - optional):
+                fault = "needs" if needed - tensors.keys() else "has an unknown key"
+                raise ValueError(f"{name}[{number}] {fault} {min(keys)!r}")
+        tokens = np.asarray(source["tokens"])
+        response = np.asarray(target["response"])
+        present = np.asarray(source.get("mask", np.ones_like(tokens))).astype(bool)
+        trained = np.asarray(target["padding_mask"]).astype(bool)
         if tokens.ndim != 2 or present.shape != tokens.shape or response.shape != trained.shape:
             raise ValueError(
                 f"batch {number}: tokens {tokens.shape} and mask {present.shape} must be [rows, length], response "
@@ -128,18 +133,20 @@ def pack_tensors(
         start = tokens.shape[1] - response.shape[1]
         if start < 1 or len(tokens) != len(response) or (tokens[:, start:] != response)[trained].any():
             raise ValueError(f"targets[{number}]['response'] is not the end of inputs[{number}]['tokens']")
-        present[:, start:] &= np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)  # nothing after the last one
+        # Padding goes, and so does all that comes after a row's last trained token.
+        present[:, start:] &= np.flip(np.maximum.accumulate(np.flip(trained, 1), 1), 1)
         for row in np.flatnonzero(trained.any(1)):
             mask = np.concatenate([np.zeros(start, bool), trained[row]])
             episodes.append(Episode.given(tokens[row, present[row]].tolist(), mask[present[row]].tolist()))
         for name, rows in columns.items():
-            if name in wanted:
-                wide = np.zeros(tokens.shape, np.float32)
-                wide[:, start:] = np.where(trained, np.asarray(wanted[name], np.float32), 0.0)
-                rows.append(wide[trained.any(1)][present[trained.any(1)]])
+            if name in target:
+                padded = np.zeros(tokens.shape, np.float32)
+                padded[:, start:] = np.where(trained, np.asarray(target[name], np.float32), 0.0)
+                rows.append(padded[trained.any(1)][present[trained.any(1)]])
     batch = pack(episodes, aggregation=aggregation, horizon=horizon, unit=unit)
     if aggregation != "token_mean":
-        batch.weights *= np.float32(len(episodes) / sum(len(wanted["response"]) for wanted in targets))
+        # Rows without a trained token are not packed, and count in the mean.
+        batch.weights *= np.float32(len(episodes) / sum(len(target["response"]) for target in targets))
     for name, rows in columns.items():
         if rows and len(rows) < len(inputs):
             raise ValueError(f"some of the targets have {name!r}, and some have not")
@@ -161,8 +168,8 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
 
     Args:
         ranks: number of data-parallel ranks.
-        max_tokens: most tokens of one micro-batch, those of a shared prompt counted once.
-        at_least: least number of micro-batches a rank.
+        max_tokens: maximum tokens of one micro-batch, those of a shared prompt counted once.
+        at_least: minimum number of micro-batches a rank.
 
     Raises:
         ValueError: a unit is longer than `max_tokens`.
@@ -170,20 +177,22 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
     lengths = batch.lengths.reshape(-1, batch.unit).sum(1)
     longest = int(lengths.max())
     if longest > max_tokens:
-        what = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
-        raise ValueError(f"{what} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
+        subject = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
+        raise ValueError(f"{subject} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
+    # Units by the run that their first sequence begins with: those of one prompt.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
     by_prompt: dict[int, list[int]] = {}
     for unit in range(len(lengths)):
         by_prompt.setdefault(tree.root(unit * batch.unit), []).append(unit)
-    together = list(by_prompt.values())
+    # As few micro-batches as the units fit into.
     per_rank = max(at_least, math.ceil(len(tree.source) / (ranks * max_tokens)))
-    while (bins := _place(batch, tree, together, ranks * per_rank, max_tokens)) is None:
+    while (bins := _fill_bins(batch, tree, list(by_prompt.values()), ranks * per_rank, max_tokens)) is None:
         per_rank += 1
     micro_batches = []
     for units in bins:
-        chosen = np.array(sorted(units) or [int(lengths.argmin())])
-        micro_batch = batch.select((chosen[:, None] * batch.unit + np.arange(batch.unit)).ravel())
+        selected = np.array(sorted(units) or [int(lengths.argmin())])
+        micro_batch = batch.select((selected[:, None] * batch.unit + np.arange(batch.unit)).ravel())
+        # The rank of an empty one takes part in the collectives with a unit that is not trained.
         if not units:
             micro_batch.mask = np.zeros_like(micro_batch.mask)
             micro_batch.weights = np.zeros_like(micro_batch.weights)
@@ -195,6 +204,7 @@ def _shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, h
     """[episodes]: the share of the loss of each token of an episode, which has `counts` trained tokens."""
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
+    # In float64: shares of thousands of tokens add up to 1.
     weights = np.array([episode.weight for episode in episodes], np.float64)
     if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
         raise ValueError("episode weights must be finite and at least 0, and one of them above 0")
@@ -217,13 +227,13 @@ def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
         if len(rewards) < len(branches):
             return None
         # The reward of a branch is what was still to come when it began: the next one has a part of it.
-        for branch, left in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
+        for branch, remaining in zip(branches, -np.diff([*rewards, 0.0]), strict=True):
             row = np.zeros(len(branch.tokens), np.float32)
             for end, reward in (*((turn.end, turn.reward) for turn in branch.turns), *branch.steps):
                 row[end - 1] += reward
-                left -= reward
+                remaining -= reward
             if any(branch.mask):
-                row[max(i for i, own in enumerate(branch.mask) if own)] += left
+                row[max(i for i, trained in enumerate(branch.mask) if trained)] += remaining
             rows.append(row)
     return np.concatenate(rows)
 
@@ -242,27 +252,29 @@ def _experts(episodes: Sequence[Episode]) -> np.ndarray | None:
     return np.concatenate(rows)
 
 
-def _place(
-    batch: Batch, tree: PrefixTree, together: list[list[int]], places: int, max_tokens: int
+def _fill_bins(
+    batch: Batch, tree: PrefixTree, by_prompt: list[list[int]], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Greedy longest-first bin packing: the units of each place; None if they do not fit. Units that share a prompt are
-    halved until they are no more than a place's fair share."""
+    """Greedy longest-first bin packing: the units of `count` bins; None if they do not fit. Units that share a prompt
+    are halved until they are no more than a bin's fair share."""
 
     def cost(units: list[int]) -> int:
         return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
 
-    most = min(max_tokens, math.ceil(len(tree.source) / places))
+    fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
+    # Halve the units of a prompt until they fit, so that its tokens are repeated as rarely as possible.
     pieces: list[tuple[int, list[int]]] = []
-    todo = together[::-1]
-    while todo:
-        units = todo.pop()
+    pending = by_prompt[::-1]
+    while pending:
+        units = pending.pop()
         tokens = cost(units)
-        if tokens > most and len(units) > 1:
-            todo += [units[len(units) // 2 :], units[: len(units) // 2]]
+        if tokens > fair_share and len(units) > 1:
+            pending += [units[len(units) // 2 :], units[: len(units) // 2]]
         else:
             pieces.append((tokens, units))
-    bins: list[list[int]] = [[] for _ in range(places)]
-    load = [0] * places
+    # The longest first, each into the lightest bin.
+    bins: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
     for tokens, units in sorted(pieces, key=lambda piece: -piece[0]):
         lightest = load.index(min(load))
         load[lightest] += tokens

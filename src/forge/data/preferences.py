@@ -8,7 +8,7 @@ from typing import Any
 from ..types import Episode, Pair
 from .chat import ChatFormat, Message, messages
 from .config import PreferencesConfig
-from .files import Row
+from .files import Row, Rows
 from .prompts import QUESTION_FIELDS, PromptFormat, plain
 from .sources import load_task
 from .stream import RowStream
@@ -39,46 +39,51 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
     SECTION, NOUN = PreferencesConfig, "pair"
 
-    def __init__(self, path: Any = None, *, as_scores: bool = False, **settings: Any) -> None:
+    def __init__(self, path: str | Rows | None = None, *, as_scores: bool = False, **settings: Any) -> None:
         super().__init__(path, **settings)
-        how, self._as_scores = self.settings, as_scores
-        self._fields = (how.chosen_field, how.rejected_field)
-        self._given = differing(how)
-        self._made_by = None if how.task is None else load_task(how.task)
-        if self._made_by is not None and self._fields != ("chosen", "rejected"):
+        section = self.settings
+        self._as_scores = as_scores
+        self._fields = (section.chosen_field, section.rejected_field)
+        self._set_fields = differing(section)
+        self._task = None if section.task is None else load_task(section.task)
+        if self._task is not None and self._fields != ("chosen", "rejected"):
             raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
-        if self._made_by is not None and not hasattr(self._made_by, "wrong"):
-            raise ValueError(f"task {how.task!r} has no wrong(answer, rng), which makes the rejected answers")
+        if self._task is not None and not hasattr(self._task, "wrong"):
+            raise ValueError(f"task {section.task!r} has no wrong(answer, rng), which makes the rejected answers")
         self.check()
 
     def begin(self, row: Row) -> None:
         """Choose how pairs become tokens, from the first row. ValueError: its fields do not fit the settings."""
-        how = self.settings
+        section = self.settings
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        self._prompt_field = self._given.get("prompt_field") or next((n for n in QUESTION_FIELDS if n in row), None)
-        if self._made_by is None and isinstance(row.get(self._fields[0]), list):
-            check_effects(self._given, ("chat_template", "chat_options", "prompt_field"), "conversations")
-            template, options = self._given.get("chat_template", True), self._given.get("chat_options")
-            self._chat = ChatFormat(self.tokenizer, template, options, how.thoughts)
-        elif how.thoughts != "keep":
-            check_effects({"thoughts": how.thoughts}, (), "no conversations")
-        elif self._prompt_field is not None or "prompt_template" in self._given:
+        self._prompt_field = self._set_fields.get("prompt_field") or next(
+            (n for n in QUESTION_FIELDS if n in row), None
+        )
+        # Conversations, a prompt with two texts, or two texts; a setting without effect on the form is an error.
+        if self._task is None and isinstance(row.get(self._fields[0]), list):
+            check_effects(self._set_fields, ("chat_template", "chat_options", "prompt_field"), "conversations")
+            template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
+            self._chat = ChatFormat(self.tokenizer, template, options, section.thoughts)
+        elif section.thoughts != "keep":
+            check_effects({"thoughts": section.thoughts}, (), "no conversations")
+        elif self._prompt_field is not None or "prompt_template" in self._set_fields:
             names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in names})
         else:
-            check_effects(self._given, (), "texts without a prompt")
+            check_effects(self._set_fields, (), "texts without a prompt")
 
     def make(self, number: int, row: Row, index: int) -> Pair | None:
         """The pair of a row; None if it is skipped: too long, or both answers equal."""
-        if (task := self._made_by) is not None:
+        if (task := self._task) is not None:
             wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
-        both = [closed(*marked) for marked in self._encode(row) or ()]
-        if not both or both[0][0] == both[1][0]:
+        # Equal in text or in tokens: nothing to prefer.
+        answers = [closed(*marked) for marked in self._encode(row) or ()]
+        if not answers or answers[0][0] == answers[1][0]:
             self.leave_out(f"alike in {' and '.join(self._fields)}")
             return None
-        chosen, rejected = both
+        chosen, rejected = answers
         if not self.fits(max(len(chosen[0]), len(rejected[0]))):
             return None
         masks = [[False] * (len(m) - 1) + [True] if self._as_scores else m for _, m in (chosen, rejected)]
@@ -92,20 +97,20 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
                 return None
             return self._chat.encode(chosen, since=since), self._chat.encode(rejected, since=since)
         prompt = self._format.render(row)[0] if self._format is not None else ""
-        one, other = (plain(row, name) for name in self._fields)
-        if one == other:
+        chosen_text, rejected_text = (plain(row, name) for name in self._fields)
+        if chosen_text == rejected_text:
             return None
         if self._format is not None:
-            return self._format.answered(prompt, one), self._format.answered(prompt, other)
-        first, second = document(one, self.tokenizer), document(other, self.tokenizer)
+            return self._format.answered(prompt, chosen_text), self._format.answered(prompt, rejected_text)
+        first, second = document(chosen_text, self.tokenizer), document(rejected_text, self.tokenizer)
         if first == second:
             return None
         # Both end with eos, so they differ before the end of the shorter one.
         shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
         if not shared:
             raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
-        one_mask, other_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
-        return (first, one_mask), (second, other_mask)
+        first_mask, second_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
+        return (first, first_mask), (second, second_mask)
 
     def _conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
         """Both conversations, and the number of messages that they begin with in common."""
@@ -122,20 +127,21 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
     def _conversation(self, row: Row, name: str) -> list[Message]:
         """The whole conversation; an answer alone follows the prompt. ValueError: it begins with another prompt."""
-        found, field = messages(row, name), self._prompt_field
-        alone = found[0]["role"] == "assistant"
-        if field is None or not (alone or "prompt_field" in self._given):
-            return found
+        conversation, field = messages(row, name), self._prompt_field
+        answer_only = conversation[0]["role"] == "assistant"
+        if field is None or not (answer_only or "prompt_field" in self._set_fields):
+            return conversation
+        # The prompt may be text or messages, with a system message or without.
         listed = isinstance(row.get(field), list)
         prompt = messages(row, field) if listed else [{"role": "user", "content": plain(row, field)}]
-        if alone:
-            return [*prompt, *found]
-        first = next((i for i, message in enumerate(found) if message["role"] not in _SYSTEM), 0)
+        if answer_only:
+            return [*prompt, *conversation]
+        first = next((i for i, message in enumerate(conversation) if message["role"] not in _SYSTEM), 0)
         start = 0 if prompt[0]["role"] in _SYSTEM else first
-        begun = [(m["role"], m["content"].strip()) for m in found[start : start + len(prompt)]]
-        if begun != [(m["role"], m["content"].strip()) for m in prompt]:
+        beginning = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
+        if beginning != [(m["role"], m["content"].strip()) for m in prompt]:
             raise ValueError(f"{name} does not begin with what field {field!r} holds: leave prompt_field out")
-        return found
+        return conversation
 
 
 _SYSTEM = ("system", "developer")

@@ -14,23 +14,35 @@ import numpy as np
 
 from ..types import Batch
 
-SAVED = 24  # tokens that a run of its own must save: below, smaller attention calls cost more than the tokens
+# Tokens that a separate run must save: below, the additional and smaller attention calls cost more than the tokens.
+SAVED = 24
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
     """The runs of a batch, every parent before its children.
 
-    source: [computed], the token of the batch that each computed token is.
-    place: [tokens], the computed token of each token of the batch.
+    source: [computed], the index in the batch of each computed token.
+    index: [tokens], the index in `source` of each token of the batch.
     positions: [computed], positions in the sequence.
     lengths, parents: [runs], of runs that lie back to back in `source`; the parent of a run without a prefix is -1.
-    last: [sequences], the run that each sequence ends with; it is that run and its ancestors.
-    saved: as of `find_prefixes`.
+    last: [sequences], the run that each sequence ends with; a sequence is its last run and the run's ancestors.
+    saved: as in `find_prefixes`.
     """
 
+    # Four sequences, 17 tokens, are four runs, 9 tokens:
+    #
+    #     sequence 0: P P P P a        run 0: P P P P    parent -1
+    #     sequence 1: P P P P b c      run 1: a          parent  0
+    #     sequence 2: P P P P          run 2: b c        parent  0
+    #     sequence 3: Q Q              run 3: Q Q        parent -1
+    #
+    #     source     11 12 13 14 4 9 10 15 16    one `P P P P`, that of sequence 2: 0 to 3 and 5 to 8 are not computed
+    #     positions   0  1  2  3 4 4  5  0  1
+    #     last        1  2  0  3                 the run that each sequence ends with
+
     source: np.ndarray
-    place: np.ndarray
+    index: np.ndarray
     positions: np.ndarray
     lengths: list[int]
     parents: list[int]
@@ -38,8 +50,8 @@ class PrefixTree:
     saved: int
 
     def cost(self, sequences: Iterable[int]) -> int:
-        """Most tokens that a model computes for some of the sequences by themselves: a run that saves too little among
-        them is repeated."""
+        """Maximum tokens that a model computes for these sequences alone: a run that saves too little among them is
+        repeated."""
         users: dict[int, int] = {}
         for sequence in sequences:
             run = self.last[sequence]
@@ -65,7 +77,7 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     Args:
         tokens: [tokens] ids.
         lengths: [sequences].
-        saved: least number of tokens that each shared run must save.
+        saved: minimum number of tokens that each shared run must save.
     """
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -75,41 +87,45 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     order = sorted(range(len(rows)), key=keys.__getitem__)
     common = np.array([_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
     runs: list[tuple[list[int], int, int, int]] = []  # its sequences, first and last position, parent
-    # (first and last of neighbours in `order`, tokens of theirs that are in a run, the run that ends there)
-    todo = [(0, len(order), 0, -1)]
-    while todo:
-        low, high, done, parent = todo.pop()
+    # Intervals of `order`, with the tokens of theirs that are in a run already, and the run that ends there. Each
+    # becomes a run of its common tokens, if that saves enough, and is divided where its sequences first differ.
+    intervals = [(0, len(order), 0, -1)]
+    while intervals:
+        low, high, covered, parent = intervals.pop()
         depth = int(common[low : high - 1].min()) if high - low > 1 else int(lengths[order[low]])
-        if depth > done and (high - low == 1 or (depth - done) * (high - low - 1) >= saved):
-            runs.append((order[low:high], done, depth, parent))
-            parent, done = len(runs) - 1, depth
+        if depth > covered and (high - low == 1 or (depth - covered) * (high - low - 1) >= saved):
+            runs.append((order[low:high], covered, depth, parent))
+            parent = len(runs) - 1
+            covered = depth
         if high - low > 1:
             cuts = [low, *(low + 1 + np.flatnonzero(common[low : high - 1] == depth)).tolist(), high]
-            todo += [(a, b, done, parent) for a, b in itertools.pairwise(cuts)]
-    # In the order of the batch: without a shared run they are its sequences as they are. A parent was found first.
+            intervals += [(a, b, covered, parent) for a, b in itertools.pairwise(cuts)]
+    # In the order of the batch: without a shared run they are its sequences as they are. Parents still come first.
     ranking = sorted(range(len(runs)), key=lambda run: (min(runs[run][0]), run))
     rank = {run: i for i, run in enumerate(ranking)}
-    place, pieces, computed = np.empty(len(tokens), np.int64), [], 0
+    index = np.empty(len(tokens), np.int64)
+    pieces = []
+    computed = 0
     for sequences, begin, end, _ in (runs[run] for run in ranking):
         pieces.append(np.arange(begin, end) + starts[sequences[0]])
         for sequence in sequences:
-            place[starts[sequence] + begin : starts[sequence] + end] = np.arange(computed, computed + end - begin)
+            index[starts[sequence] + begin : starts[sequence] + end] = np.arange(computed, computed + end - begin)
         computed += end - begin
     source = np.concatenate(pieces)
-    run_of = np.repeat(np.arange(len(ranking)), [len(piece) for piece in pieces])
+    token_runs = np.repeat(np.arange(len(ranking)), [len(piece) for piece in pieces])
     return PrefixTree(
         source,
-        place,
+        index,
         positions=source - np.repeat(starts, lengths)[source],
         lengths=[runs[run][2] - runs[run][1] for run in ranking],
         parents=[-1 if runs[run][3] < 0 else rank[runs[run][3]] for run in ranking],
-        last=run_of[place[ends - 1]].tolist(),
+        last=token_runs[index[ends - 1]].tolist(),
         saved=saved,
     )
 
 
 def prefix_ids(batch: Batch) -> np.ndarray:
-    """What has to be equal in sequences that share a prefix, [tokens] ids: the tokens, and their recorded experts."""
+    """Ids [tokens] that are equal where sequences share a prefix: tokens, combined with their recorded experts."""
     if batch.experts is None:
         return batch.tokens
     columns = [batch.tokens.astype("<i8")[:, None].view(np.uint8), batch.experts.reshape(len(batch.tokens), -1)]

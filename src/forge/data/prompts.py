@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..types import Prompt, Sample
 from .chat import ChatFormat, Message
 from .config import DatasetConfig, RowsConfig
-from .files import Row, check_values
+from .files import Row, Rows, check_values
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -85,18 +85,19 @@ class PromptFormat:
         """The row's field for every name in the template. ValueError: one is missing; lists the existing ones."""
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        wanted = {name: question if name == "question" else name for name in self._names() - {"choices"}}
+        template_fields = {name: question if name == "question" else name for name in self._names() - {"choices"}}
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
-        needed = [*([self.prompt_field] if self.prompt_field else []), *wanted.values(), *options, self.target_field]
+        needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
                 hint = "; set target_field to null for prompts without a target" if name == self.target_field else ""
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
-        return wanted
+        return template_fields
 
-    def render(self, row: Mapping[str, Any]) -> tuple[str, str]:
+    def render(self, row: Row) -> tuple[str, str]:
         """The user's text and the target of a row. ValueError: a missing or empty field, or no match."""
-        values = {name: plain(row, behind) for name, behind in self.fields(row).items()}
+        # The question from its template, with lettered options if there are any.
+        values = {name: plain(row, column) for name, column in self.fields(row).items()}
         options = self._options(row)
         values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         text = self.prompt_template.format(**values)
@@ -104,19 +105,21 @@ class PromptFormat:
             raise ValueError("the prompt is empty")
         if self.target_field is None:
             return text, ""
+        # The target, or the part that the pattern selects; of options the letter.
         target = plain(row, self.target_field)
         if self.target_pattern is not None:
-            found = re.search(self.target_pattern, target)
-            if found is None or found[1] is None:
+            match = re.search(self.target_pattern, target)
+            if match is None or match[1] is None:
                 raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
-            target = found[1].strip()
+            target = match[1].strip()
         if not target.strip():
             raise ValueError(f"field {self.target_field!r}, the target, is empty")
         return text, self._letter(row[self.target_field], target, options) if options else target
 
-    def _options(self, row: Mapping[str, Any]) -> list[str]:
+    def _options(self, row: Row) -> list[str]:
         """The options of multiple choice in the order of their letters; empty without `choices_field`. ValueError: two
         are equal, or one is empty."""
+        # One letter must be right: equal or empty options would make it two.
         options = self._listed(row)
         if len(set(options)) < len(options) or not all(options):
             raise ValueError(
@@ -124,7 +127,7 @@ class PromptFormat:
             )
         return options
 
-    def _listed(self, row: Mapping[str, Any]) -> list[str]:
+    def _listed(self, row: Row) -> list[str]:
         if self.choices_field is None:
             return []
         if isinstance(self.choices_field, str):
@@ -158,6 +161,7 @@ class PromptFormat:
         if self.chat is not None:
             text = self.chat.render(self.conversation(text), add_generation_prompt=True)
             return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Without a chat template: a text, begun as the tokenizer begins texts.
         ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
         # Some tokenizers end every text with eos, which a prompt must not have.
         return text, ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
@@ -181,13 +185,13 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     SECTION, NOUN, LIMIT = DatasetConfig, "prompt", "max_prompt_tokens"
 
-    def __init__(self, path: Any = None, **settings: Any) -> None:
+    def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
         super().__init__(path, **settings)
         self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
         self.check()
 
     def targets(self) -> Iterator[str]:
-        """Those of `rows`, without bad rows of a stream."""
+        """The targets of `rows`, without bad rows of a stream."""
         for row in self.rows():
             with suppress(ValueError):
                 yield self._format.render(row)[1]
@@ -202,14 +206,15 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end answers to prompts of these settings: those that end a turn in their chat templates. Empty
     without one, where eos alone ends an answer."""
-    found: dict[int, None] = {}
+    ids: dict[int, None] = {}
+    # Each source may have another template, with other tokens at the end of a turn.
     for source in settings.sources or [{}]:
         template = source.get("chat_template", settings.chat_template)
         if template:
             options = source.get("chat_options", settings.chat_options)
             with suppress(ValueError):  # it renders prompts only
-                found |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
-    return tuple(found)
+                ids |= dict.fromkeys(ChatFormat(tokenizer, template, options).stop_ids)
+    return tuple(ids)
 
 
 def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -227,7 +232,7 @@ def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
-def plain(row: Mapping[str, Any], name: str) -> str:
+def plain(row: Row, name: str) -> str:
     """A field of a row as text. ValueError: it is missing, or neither text nor a number."""
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")

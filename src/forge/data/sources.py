@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 Numbered = tuple[int, Row]
+Position = dict[str, Any]  # plain JSON, for a checkpoint
 
 
 class StoredRows:
     """Rows with random access; (seed, epoch) determines the order of an epoch."""
 
     def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
-        self.rows, self._shuffle, self._seed = rows, shuffle, seed
+        self.rows = rows
+        self._shuffle = shuffle
+        self._seed = seed
         self.load({"epoch": 0, "position": 0})
 
     def read(self) -> Numbered | None:
@@ -33,6 +36,7 @@ class StoredRows:
         if self._position == len(self._order):
             self.load({"epoch": self.epoch + 1, "position": 0})
             return None
+        # Numbers count from 1, as lines of a file.
         index = self._order[self._position]
         self._position += 1
         return index + 1, self.rows[index]
@@ -41,13 +45,14 @@ class StoredRows:
         """All rows in order, with their numbers from 1."""
         return enumerate(self.rows, 1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Position:
         """The position, for a checkpoint."""
         return {"epoch": self.epoch, "position": self._position}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Position) -> None:
         """Continue at a position; the order of an epoch follows from its seed."""
-        self.epoch, self._position = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self._position = state["position"]
         self._order: Sequence[int] = range(len(self.rows))
         if self._shuffle:
             self._order = list(self._order)
@@ -61,20 +66,30 @@ class StreamedRows:
     read again from the state at its start.
     """
 
-    def __init__(self, opened: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000) -> None:
-        self._opened, self._shuffle, self._seed, self._size = opened, shuffle, seed, block
+    def __init__(
+        self, open_dataset: Callable[[], IterableDataset], *, shuffle: bool, seed: int, block: int = 1000
+    ) -> None:
+        self._open_dataset = open_dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        self._size = block
         self._open(0, 0, None)
 
-    def _open(self, epoch: int, number: int, start: dict[str, Any] | None) -> None:
-        self.epoch, self._number = epoch, number
-        self._stream = self._opened()
+    def _open(self, epoch: int, number: int, start: Position | None) -> None:
+        self.epoch = epoch
+        self._number = number
+        # Read on from the state at the block's start: the rows before it are not read again.
+        self._stream = self._open_dataset()
         if start is not None:
             self._stream.load_state_dict(start)
         self._rows = iter(self._stream)
-        self._start, self._block, self._offset = start, self._fill(), 0
+        self._start = start
+        self._block = self._fill()
+        self._offset = 0
 
     def _fill(self) -> list[Numbered]:
         rows = map(from_columns, itertools.islice(self._rows, self._size))
+        # The order follows from seed, epoch and block alone.
         block = list(enumerate(rows, self._number * self._size + 1))
         if self._shuffle:
             Random(f"{self._seed}/{self.epoch}/{self._number}").shuffle(block)
@@ -85,7 +100,8 @@ class StreamedRows:
         if self._offset == len(self._block):
             self._start = self._stream.state_dict()
             self._number += 1
-            self._block, self._offset = self._fill(), 0
+            self._block = self._fill()
+            self._offset = 0
             if not self._block:
                 self._open(self.epoch + 1, 0, None)
                 return None
@@ -94,13 +110,13 @@ class StreamedRows:
 
     def scan(self) -> Iterator[Numbered]:
         """All rows in order, with their numbers from 1."""
-        return enumerate(map(from_columns, self._opened()), 1)
+        return enumerate(map(from_columns, self._open_dataset()), 1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Position:
         """The position, for a checkpoint: the block and the offset in it."""
         return {"epoch": self.epoch, "block": self._number, "start": self._start, "offset": self._offset}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Position) -> None:
         """Continue at a position, without reading the rows before its block."""
         self._open(state["epoch"], state["block"], state["start"])
         self._offset = state["offset"]
@@ -141,10 +157,10 @@ def load_task(name: str) -> Task:
     """The task `package.module:Name`. ValueError: it does not exist or is not a task."""
     if name in _MOVED:
         raise ValueError(f"task {name!r} is now {_MOVED[name]!r}")
-    found = resolve(name, "task")
-    if missing := [method for method in ("name", "row", "take") if not hasattr(found, method)]:
+    plugin = resolve(name, "task")
+    if missing := [method for method in ("name", "row", "take") if not hasattr(plugin, method)]:
         raise ValueError(f"task {name!r} has no {', '.join(missing)}, see forge.data.sources.Task")
-    return construct(found, {}, f"task {name}") if isinstance(found, type) else found
+    return construct(plugin, {}, f"task {name}") if isinstance(plugin, type) else plugin
 
 
 class TaskRows:
@@ -153,13 +169,16 @@ class TaskRows:
     epoch = 0
 
     def __init__(self, task: str, *, split: str, seed: int, difficulty: int | Sequence[int]) -> None:
-        self.task, self.seed, self.difficulty = load_task(task), seed, difficulty
-        self._split, self._index = split, 0
-        self._row(0)
+        self.task = load_task(task)
+        self.seed = seed
+        self.difficulty = difficulty
+        self._split = split
+        self._index = 0
+        self._row(0)  # an invalid split or difficulty is an error here
 
     def _row(self, index: int) -> Numbered:
-        drawn = self.task.row(index, split=self._split, seed=self.seed, difficulty=self.difficulty)
-        return index + 1, _as_dict(drawn)
+        row = self.task.row(index, split=self._split, seed=self.seed, difficulty=self.difficulty)
+        return index + 1, _as_dict(row)
 
     def read(self) -> Numbered | None:
         """The next row with its number; never None."""
@@ -174,11 +193,11 @@ class TaskRows:
         """`n` distinct questions of the test split."""
         return enumerate(map(_as_dict, self.task.take(n, seed=self.seed, difficulty=self.difficulty)), 1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Position:
         """The position, for a checkpoint."""
         return {"index": self._index}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Position) -> None:
         """Continue at a position."""
         self._index = state["index"]
 

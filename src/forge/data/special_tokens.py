@@ -1,4 +1,4 @@
-"""Special tokens that somebody writes as text: in responses, tool results and requests they must stay text.
+"""Special tokens that are written as text: in responses, tool results and requests they must stay text.
 
 A tokenizer turns the text of a special token into that token, which ends a turn or begins one of another role. A space
 after its first character prevents that. It changes the text, but of such texts only, and works in any template.
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 # What other models' special tokens look like: <|im_end|>, </s>, <start_of_turn>, [/INST], <<SYS>>.
 _LIKE_SPECIAL = re.compile(r"<(?=[|｜/!<]*[A-Za-z_｜|][^<>\n]{0,64}>)|\[(?=/?[A-Z][A-Z_]{2,32}\])")
 _CONTROL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
-_PASSES = 8
+_PASSES = 8  # a space may make another special token of the text around it; bounds a vocabulary in which that recurs
 
 
 def whole(text: str) -> str:
-    """Without lone surrogates, which JSON can hold and which have no tokens: each becomes "?"."""
+    """The text with "?" for lone surrogates, which JSON can hold and which have no tokens."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -34,14 +34,16 @@ class SpecialTokens:
         # all_special_tokens lacks some special tokens of some tokenizers.
         added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids: set[int] = {*tokenizer.all_special_ids, *added}
-        texts = {*tokenizer.all_special_tokens, *map(str, added.values())}
-        words = sorted((re.escape(text) for text in texts if len(text) > 1), key=len, reverse=True)
+        special = {*tokenizer.all_special_tokens, *map(str, added.values())}
+        # Longer ones first, so that none is matched as the beginning of another.
+        words = sorted((re.escape(text) for text in special if len(text) > 1), key=len, reverse=True)
         # The tokenizer finds those that are `normalized` in the normalized text, which is often in lower case.
         case = re.IGNORECASE if any(token.normalized for token in added.values()) else 0
         self._special = re.compile("|".join(words) or r"(?!)", case)
         # DeepSeek's tokens of roles are not marked as special, and begin a turn all the same.
-        more = {str(token) for token in tokenizer.added_tokens_decoder.values() if _CONTROL.fullmatch(str(token))}
-        words = sorted({*words, *map(re.escape, more)}, key=len, reverse=True)
+        texts = map(str, tokenizer.added_tokens_decoder.values())
+        control_tokens = {text for text in texts if _CONTROL.fullmatch(text)}
+        words = sorted({*words, *map(re.escape, control_tokens)}, key=len, reverse=True)
         self._pattern = re.compile("|".join(words) or r"(?!)", case)
 
     def find(self, text: str) -> tuple[re.Match[str], str] | None:
@@ -55,22 +57,22 @@ class SpecialTokens:
         return first, text[first.start() : end]
 
     def inert(self, text: str) -> str:
-        """The text with a space in each special token, so that none is one."""
+        """The text with a space in each special token, so that it is plain text."""
         for _ in range(_PASSES):  # a rest may be another one
-            text, count = self._pattern.subn(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            text, count = self._pattern.subn(lambda match: f"{match[0][0]} {match[0][1:]}", text)
             if not count:
                 break
         return text
 
     def inert_values(self, value: Any) -> Any:
-        """As `inert`, of all texts in a JSON value, such as a message, which may hold lone surrogates."""
+        """`inert` for all texts in a JSON value, such as a message, which may hold lone surrogates."""
         if isinstance(value, str):
             return self.inert(whole(value))
         if isinstance(value, dict):
-            return {name: self.inert_values(each) for name, each in value.items()}
-        return [self.inert_values(each) for each in value] if isinstance(value, list) else value
+            return {name: self.inert_values(item) for name, item in value.items()}
+        return [self.inert_values(item) for item in value] if isinstance(value, list) else value
 
 
 def inert_anywhere(text: str) -> str:
-    """As `SpecialTokens.inert` for a model whose tokenizer is unknown: whatever looks like a special token."""
-    return _LIKE_SPECIAL.sub(lambda found: f"{found[0]} ", whole(text))
+    """`SpecialTokens.inert` for a model whose tokenizer is unknown: whatever looks like a special token."""
+    return _LIKE_SPECIAL.sub(lambda match: f"{match[0]} ", whole(text))

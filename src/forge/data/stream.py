@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar
 from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
-from .sources import StoredRows, StreamedRows, TaskRows
+from .sources import Position, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
-_PROBE = 1000
+_PROBE = 1000  # rows of a stream that are read until one is usable; so many bad ones in a row are no accident
 _CHECKED = 20_000  # stored rows that are made before a run: 3 s for prompts, 130 s for conversations of six messages
-_NAMED = 10  # invalid rows that are logged one by one
+_LOGGED = 10  # invalid rows that are logged one by one
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RowStream(ABC, Generic[T, C]):
 
     Attributes:
         epochs: as given.
-        size: how many items all epochs have; None: endless, or unknown.
+        size: number of items of all epochs; None: endless, or unknown.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: one line; rows count from 1.
@@ -68,43 +68,54 @@ class RowStream(ABC, Generic[T, C]):
         checked: bool = False,
         **settings: Any,
     ) -> None:
+        # Sections are strict: a list, as in YAML.
         if isinstance(settings.get("difficulty"), tuple):
             settings["difficulty"] = list(settings["difficulty"])
-        self.settings = how = self.SECTION(path=path, **settings)
-        if how.sources is not None:
+        self.settings = section = self.SECTION(path=path, **settings)
+        if section.sources is not None:
             raise ValueError("several sources are a Mixture: open them with load_data")
-        if epochs is not None and (epochs < 1 or how.task is not None):
+        if epochs is not None and (epochs < 1 or section.task is not None):
             raise ValueError(
                 f"epochs must be at least 1, got {epochs}" if epochs < 1 else "a task is endless: unset epochs"
             )
         self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
-        self._limit: int | None = how[self.LIMIT]
-        self._too_long: str = how["too_long"]
-        self._name = how.task or (path if isinstance(path, str) else "dataset")
+        self._limit: int | None = section[self.LIMIT]
+        self._too_long: str = section["too_long"]
+        self._name = section.task or (path if isinstance(path, str) else "dataset")
         self._source: StoredRows | StreamedRows | TaskRows
-        self._identity: dict[str, Any] = {"task": how.task, "split": how.split, "seed": seed, "shuffle": how.shuffle}
-        if how.task is not None:
-            self._source = TaskRows(how.task, split=how.split, seed=seed, difficulty=how.difficulty)
-            self._identity["difficulty"] = how.difficulty
-        elif how.streaming and isinstance(path, str):
+        # Decides about the rows and their order: a saved position fits no other.
+        self._identity: Position = {
+            "task": section.task,
+            "split": section.split,
+            "seed": seed,
+            "shuffle": section.shuffle,
+        }
+        # A task is endless, a stream is read as needed, stored rows have random access.
+        if section.task is not None:
+            self._source = TaskRows(section.task, split=section.split, seed=seed, difficulty=section.difficulty)
+            self._identity["difficulty"] = section.difficulty
+        elif section.streaming and isinstance(path, str):
             self._source = StreamedRows(
-                lambda: open_stream(path, split=how.split, subset=how.subset), shuffle=how.shuffle, seed=seed
+                lambda: open_stream(path, split=section.split, subset=section.subset),
+                shuffle=section.shuffle,
+                seed=seed,
             )
         else:
             assert path is not None
-            rows = open_rows(path, split=how.split, subset=how.subset)
-            self._source = StoredRows(rows, shuffle=how.shuffle, seed=seed)
+            rows = open_rows(path, split=section.split, subset=section.subset)
+            self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
             self._identity["rows"] = len(rows)
         self.served = 0
         self.skipped = 0
         self.size: int | None = None
         self._checked = checked
-        self._bad, self._named = 0, 0  # invalid rows since the last item, and in all
+        self._bad = 0  # invalid rows since the last item
+        self._logged = 0
         self._reasons: list[str] = []
         self._items: set[int] = set()  # digests of those that were checked
 
     def begin(self, row: Row) -> None:
-        """Decide by the first stored row; called before `make`."""
+        """Choose the form of rows by the first stored one; called before `make`."""
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
@@ -120,6 +131,7 @@ class RowStream(ABC, Generic[T, C]):
         return self
 
     def __next__(self) -> T:
+        # Rows until one makes an item; None of a source ends an epoch.
         while self.epochs is None or self.epoch < self.epochs:
             numbered = self._source.read()
             if numbered is None:
@@ -137,37 +149,38 @@ class RowStream(ABC, Generic[T, C]):
         raise StopIteration
 
     def _leave_out_bad(self, error: BadRow) -> None:
-        """BadRow: so many rows in a row are bad that the data or the settings are wrong."""
+        """Count and log a bad row. BadRow: so many in a row that the data or the settings are wrong."""
         self._bad += 1
-        self._named += 1
+        self._logged += 1
         if self._bad >= _PROBE:
             raise error
-        if self._named <= _NAMED:
-            log.warning("left out: %s%s", error, "; further ones are only counted" if self._named == _NAMED else "")
+        if self._logged <= _LOGGED:
+            log.warning("left out: %s%s", error, "; further ones are only counted" if self._logged == _LOGGED else "")
 
     def held_out(self, n: int) -> list[T]:
         """A list for evaluation, the same at every call: the first n rows of the split in stored order, or n distinct
         questions of a task's test split. ValueError: there are fewer that fit."""
+        # Tasks have a test split; of stored rows and streams the first ones are held out.
         source = self._source
         rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
-        found: list[T] = []
-        while len(found) < n and (numbered := next(rows, None)) is not None:
-            item = self._made(*numbered, index=len(found))
+        items: list[T] = []
+        while len(items) < n and (numbered := next(rows, None)) is not None:
+            item = self._made(*numbered, index=len(items))
             if item is not None:
-                found.append(item)
-        if len(found) < n:
+                items.append(item)
+        if len(items) < n:
             raise ValueError(
-                f"{self._name}: {n} samples asked for, but only {len(found)} {self.NOUN}s are there"
+                f"{self._name}: {n} samples asked for, but only {len(items)} {self.NOUN}s are there"
                 + (f" that are not {' or '.join(self._reasons)}" if self._reasons else "")
             )
-        return found
+        return items
 
     def rows(self) -> Iterator[Row]:
         """All stored rows in order; of streams and tasks the first 1000."""
         rows = self._source.scan()
         return (row for _, row in (rows if isinstance(self._source, StoredRows) else islice(rows, _PROBE)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Position:
         """The position, as plain JSON."""
         return {
             "identity": self._identity,
@@ -176,17 +189,21 @@ class RowStream(ABC, Generic[T, C]):
             "skipped": self.skipped,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Position) -> None:
         """Resume where `state_dict` was called. ValueError: the data or the order differ."""
         for name in {**self._identity, **state["identity"]}:
-            was, now = state["identity"].get(name), self._identity.get(name)
-            if was != now:
-                raise ValueError(f"{self._name}: the saved position does not fit: {name} was {was!r} and is {now!r}")
+            saved = state["identity"].get(name)
+            current = self._identity.get(name)
+            if saved != current:
+                raise ValueError(
+                    f"{self._name}: the saved position does not fit: {name} was {saved!r} and is {current!r}"
+                )
         self._source.load(state["source"])
-        self.served, self.skipped = state["served"], state["skipped"]
+        self.served = state["served"]
+        self.skipped = state["skipped"]
 
     def fits(self, tokens: int) -> bool:
-        """Whether an item of so many tokens is kept; ValueError if it is not and `too_long` is "error"."""
+        """Whether an item with this number of tokens is kept; ValueError if it is not and `too_long` is "error"."""
         if self._limit is None or tokens <= self._limit:
             return True
         if self._too_long == "error":
@@ -218,8 +235,12 @@ class RowStream(ABC, Generic[T, C]):
             self.begin(row)
         if self._checked:
             return
+        # All rows where the number of items matters or a long one is an error; else enough to find a wrong setting.
         stored = isinstance(self._source, StoredRows)
-        rows, items, left_out, unknown = 0, 0, list[int](), list[tuple[int, str]]()
+        rows = 0
+        items = 0
+        left_out = list[int]()
+        unknown = list[tuple[int, str]]()
         fault: BadRow | None = None
         enough: float = _PROBE // 10
         if stored:
@@ -243,6 +264,7 @@ class RowStream(ABC, Generic[T, C]):
             self._items.add(hash(content_of(item)))
             if letters := self._unknown(item, row):
                 unknown.append((number, letters))
+        # Nothing to train on is an error; less than there seemed to be is a warning.
         if not rows:
             raise ValueError(f"{self._name} is empty: it has no rows")
         reasons = " or ".join(self._reasons)
@@ -259,12 +281,13 @@ class RowStream(ABC, Generic[T, C]):
         if stored and self.epochs is not None:
             self.size = items * self.epochs
 
-    def has(self, item: Any) -> bool:
+    def has(self, item: object) -> bool:
         """Whether an item is one of those that were checked."""
         return hash(content_of(item)) in self._items
 
     def _unknown(self, item: T, row: Row) -> str:
         """The characters of a row for which the tokenizer has no token; "" where it has all."""
+        # Some tokenizers use eos or bos as the unknown token, which says nothing.
         unknown = self.tokenizer.unk_token_id
         if unknown is None or unknown in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id):
             return ""
@@ -272,6 +295,7 @@ class RowStream(ABC, Generic[T, C]):
         read = [*content_of(item), *(self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)]
         if not any(unknown in tokens for tokens in read):
             return ""
+        # Character by character, to name those that are missing.
         letters = {letter for text in [*texts, *_texts(row)] for letter in text}
         encoded = {letter: self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters}
         return ", ".join(repr(letter) for letter in sorted(letters) if unknown in encoded[letter])[:80]
@@ -284,7 +308,7 @@ def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(episode.tokens) for episode in (item if isinstance(item, Pair) else [item]))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """All texts in a row."""
     if isinstance(value, str):
         yield value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..types import Episode, Prompt, Sample
 from .chat import MESSAGE_FIELDS, ChatFormat, messages
 from .config import RowsConfig, SupervisedConfig
-from .files import Row
+from .files import Row, Rows
 from .prompts import PROMPT_FIELDS, PromptFormat, plain, with_one_bos
 from .stream import RowStream
 
@@ -34,36 +34,39 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
 
     SECTION = SupervisedConfig
 
-    def __init__(self, path: Any = None, **settings: Any) -> None:
+    def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
         super().__init__(path, **settings)
-        how = self.settings
+        section = self.settings
         if self._too_long == "truncate" and self._limit is None:
             raise ValueError("too_long: truncate needs max_tokens")
-        self._text_field, self._messages_field = how.text_field, how.messages_field
-        self._chosen = differing(how)
+        self._text_field, self._messages_field = section.text_field, section.messages_field
+        self._set_fields = differing(section)
         self.check()
 
     def begin(self, row: Row) -> None:
         """Choose the format from the first row: conversation, prompt with answer, or text."""
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
-        given = {**self._chosen, **{n: self.settings[n] for n, usual in _TURNS.items() if self.settings[n] != usual}}
-        if self._messages_field is None and self._text_field is None and "prompt_field" not in self._chosen:
+        of_turns = {n: self.settings[n] for n, default in _TURNS.items() if self.settings[n] != default}
+        set_fields = {**self._set_fields, **of_turns}
+        if self._messages_field is None and self._text_field is None and "prompt_field" not in self._set_fields:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
+        # One form for all rows; a setting without effect on it is an error.
         if self._text_field is not None:
-            check_effects(given, (), "plain text")
+            check_effects(set_fields, (), "plain text")
         elif self._messages_field is not None:
-            check_effects(given, ("chat_template", "chat_options", *_TURNS), "conversations")
-            template, options = self._chosen.get("chat_template", True), self._chosen.get("chat_options")
+            check_effects(set_fields, ("chat_template", "chat_options", *_TURNS), "conversations")
+            template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
             self._chat = ChatFormat(self.tokenizer, template, options, self.settings.thoughts)
         else:
-            check_effects(given, PROMPT_FIELDS, "prompts with answers")
+            check_effects(set_fields, PROMPT_FIELDS, "prompts with answers")
             if self.settings.target_field is None:
                 raise ValueError("target_field must name the field of the answer that is to be learnt")
             self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
         """The episode of a row, with a mask of the trained tokens; None if it is skipped."""
+        # Also a row of weight 0 must be valid.
         weight = self._weight(row)
         tokens, mask = closed(*self._encode(row))
         if weight == 0:
@@ -105,6 +108,7 @@ def closed(tokens: list[int], mask: list[bool]) -> Marked:
         raise ValueError("it holds nothing to learn")
     if mask[0]:
         raise ValueError("nothing precedes the first token that is to be learnt")
+    # Tokens after the last trained one cost time and train nothing.
     end = len(mask) - mask[::-1].index(True)
     return tokens[:end], mask[:end]
 
@@ -125,15 +129,15 @@ def differing(settings: RowsConfig) -> dict[str, Any]:
     return {n: settings[n] for n in PROMPT_FIELDS if n in fields and settings[n] != fields[n].default}
 
 
-def check_effects(given: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
+def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
     """ValueError: a setting has no effect on rows of this form."""
-    if idle := [name for name in given if name not in used]:
+    if idle := [name for name in settings if name not in used]:
         raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: leave it out")
 
 
 def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:
-    """For evaluation: of each episode the last trained span as the target, without special tokens, and the tokens
-    before it as the prompt.
+    """Samples for evaluation: the last trained span of each episode as the target, without special tokens, and the
+    tokens before it as the prompt.
 
     Args:
         tokenizer: Hugging Face folder or hub id.

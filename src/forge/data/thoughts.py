@@ -1,4 +1,4 @@
-"""What a response says after its thoughts, for rewards, verifiers and environments alike."""
+"""The answer of a response after its thoughts, for rewards, verifiers and environments alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-MARKERS = 16  # that are tried as a thought's end: an answer of 20,000 would be read as often
+MARKERS = 16  # markers that are tried as a thought's end: an answer of 20,000 would be read as often
 _NAMES = r"(?:think|thinking|thought|thoughts|reasoning|seed:think)"
 # Qwen, DeepSeek and others; Seed-OSS; Magistral; Kimi; gpt-oss, whose answer is its message to the channel "final".
 _OPENING = re.compile(rf"<{_NAMES}>|\[THINK\]|◁think▷|<\|channel\|>\s*(?:analysis|commentary)[^<]*<\|message\|>")
@@ -56,7 +56,7 @@ def _without_ending(answer: str) -> str:
 
 
 def after_thoughts(text: str) -> str:
-    """As `without_thoughts`, with the white space that begins a block of code."""
+    """`without_thoughts`, with the white space that begins a block of code."""
     answer = without_thoughts(text)
     start = text.rfind(answer) if answer else len(text)
     line = text.rfind("\n", 0, start) + 1

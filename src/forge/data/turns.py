@@ -37,10 +37,10 @@ def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
     for name in THOUGHTS:
         if isinstance(message.get(name), str):
             return message[name].strip("\n"), message["content"] or ""
-    thought, closed, rest = (message["content"] or "").partition("</think>")
-    if not closed:
+    thought, closing, content = (message["content"] or "").partition("</think>")
+    if not closing:
         return "", message["content"] or ""
-    return thought.strip().removeprefix("<think>").strip("\n"), rest.lstrip("\n")
+    return thought.strip().removeprefix("<think>").strip("\n"), content.lstrip("\n")
 
 
 class Writer:
@@ -53,31 +53,35 @@ class Writer:
 
     def __init__(self, source: str, render: Render) -> None:
         self._render = render
-        self._named = [n for n in THOUGHTS if re.search(rf"""\.{n}\b|["']{n}["']""", source)]
+        self._fields = [n for n in THOUGHTS if re.search(rf"""\.{n}\b|["']{n}["']""", source)]
         self._splits = "</think>" in source
         self._forms: dict[tuple[bool, bool], bool | None] = {}
 
     def message(self, message: Message) -> Message:
         """ValueError: the template has no place for the tool calls of the message, or not beside its text."""
         calls = message.get("tool_calls")
-        given = [name for name in THOUGHTS if isinstance(message.get(name), str)]
-        inside = self._named and not self._splits and "</think>" in (message["content"] or "")
-        if message["role"] != "assistant" or not (calls or given or inside):
+        thought_fields = [name for name in THOUGHTS if isinstance(message.get(name), str)]
+        has_inline_thought = self._fields and not self._splits and "</think>" in (message["content"] or "")
+        if message["role"] != "assistant" or not (calls or thought_fields or has_inline_thought):
             return message
+        # The thought goes into the template's field for it, or between tags into the content.
         message = dict(message)
-        if given or inside:
+        if thought_fields or has_inline_thought:
             thought, content = thought_of(message)
-            for name in given:
+            for name in thought_fields:
                 del message[name]
-            if self._named:
-                message |= {self._named[0]: thought, "content": content}
+            if self._fields:
+                message |= {self._fields[0]: thought, "content": content}
             else:
                 message["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
         if calls:
+            # Calls in the form that this template writes: arguments as an object, or as JSON text.
             as_text = self.form(bool(message["content"]), len(calls) > 1)
             if as_text is None:
-                what = "tool calls" if self.form() is None else f"{len(calls)} tool calls beside the text of a message"
-                raise ValueError(f"the chat template has no place for {what}: take one that writes them")
+                subject = (
+                    "tool calls" if self.form() is None else f"{len(calls)} tool calls beside the text of a message"
+                )
+                raise ValueError(f"the chat template has no place for {subject}: take one that writes them")
             message["tool_calls"] = [_call(call, as_text) for call in calls]
         return message
 
@@ -92,9 +96,9 @@ class Writer:
     def _writes(self, as_text: bool, with_text: bool, several: bool) -> bool:
         names = ["qzname", "qzother"][: 1 + several]
         calls = [_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in names]
-        said = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
+        answer = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
         try:
-            text = self._render([{"role": "user", "content": "ask"}, said])
+            text = self._render([{"role": "user", "content": "ask"}, answer])
         except ValueError:
             return False
         twice = '\\"qzkey' in text  # JSON within JSON
@@ -121,14 +125,14 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
             arguments = json.loads(arguments)
     elif as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    rest = {name: value for name, value in call.items() if name not in ("name", "arguments")}
-    return {"id": "call00000", "type": "function", **rest, "function": {**function, "arguments": arguments}}
+    extra = {name: value for name, value in call.items() if name not in ("name", "arguments")}
+    return {"id": "call00000", "type": "function", **extra, "function": {**function, "arguments": arguments}}
 
 
 def after_mark(text: str, mark: str = MARK) -> str:
     """The text after the only mark. Rewritten: it is gone."""
-    _, found, after = text.rpartition(mark)
-    if not found:
+    _, present, after = text.rpartition(mark)
+    if not present:
         raise Rewritten("the chat template leaves out or changes what the assistant wrote")
     return after
 
@@ -147,14 +151,14 @@ class Turns:
 
     @cached_property
     def plain_tail(self) -> str:
-        """What the template writes after a last turn of text. ValueError: it renders no such turn."""
+        """The template's text after a last turn of text. ValueError: it renders no such turn."""
         return self.tail([{"role": "user", "content": "ask"}, {"role": "assistant", "content": ""}], 1)
 
     @cached_property
     def closer(self) -> str:
         """The special token that ends a turn of text; "" if none does."""
-        found = self._special.find(self.plain_tail)
-        return "" if found is None else found[0][0]
+        match = self._special.find(self.plain_tail)
+        return "" if match is None else match[0][0]
 
     @cached_property
     def closer_of_calls(self) -> str:
@@ -168,24 +172,25 @@ class Turns:
     def _closes_last_alone(self) -> bool:
         """Whether a turn that others follow ends without a special token, or with none but the one that begins a
         conversation, which the policy does not write."""
-        asked = {"role": "user", "content": MARK + "asked"}
-        said = {"role": "assistant", "content": MARK}
+        question = {"role": "user", "content": MARK + "asked"}
+        answer = {"role": "assistant", "content": MARK}
         try:
-            rest = self._render([asked])
-            between = self._render([asked, said, asked]).split(MARK)[2]
+            remaining = self._render([question])
+            # The text between two turns, and the special tokens that begin a conversation.
+            between = self._render([question, answer, question]).split(MARK)[2]
         except (ValueError, IndexError):  # IndexError: it leaves out what was said
             return False
         following = self._special.find(between)
         if not self.closer or following is None:
             return bool(self.closer)
         opening = ""
-        while (tokens := self._special.find(rest)) and not (opening and rest[: tokens[0].start()].strip()):
+        while (tokens := self._special.find(remaining)) and not (opening and remaining[: tokens[0].start()].strip()):
             opening += tokens[1]
-            rest = rest[tokens[0].start() + len(tokens[1]) :]
+            remaining = remaining[tokens[0].start() + len(tokens[1]) :]
         return self.closer not in following[1] and following[0][0] in opening
 
     def check_ends(self) -> None:
-        """Rewritten: of several turns the template ends the last alone."""
+        """Check that all turns are ended. Rewritten: the template ends only the last of several turns."""
         if self._closes_last_alone:
             raise Rewritten("the chat template ends an assistant's turn with a special token in the last message only")
 
@@ -194,10 +199,10 @@ class Turns:
 
         It is the one that ends a turn of text, or of a turn with tool calls the first special token.
         """
-        found = self._special.find(text)
-        if found is None:
+        match = self._special.find(text)
+        if match is None:
             return None
-        first, run = found
+        first, run = match
         # Calls may end in special tokens of their own, before the one that ends the turn.
         if self.closer not in run:
             return first.span()
@@ -205,21 +210,21 @@ class Turns:
         return start, start + len(self.closer)
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
-        """What the template writes after the words of a turn that is the last message."""
-        said = self._writer.marked(conversation[turn])
-        return after_mark(self._render([*conversation[:turn], said]))
+        """The template's text after the words of a turn that is the last message."""
+        marked = self._writer.marked(conversation[turn])
+        return after_mark(self._render([*conversation[:turn], marked]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
         """The token that ends a turn that is the last message, and the text that follows; "" if there is none."""
         tail = self.tail(conversation, turn)
-        found = self.end(tail)
-        return ("", "") if found is None else (tail[slice(*found)], tail[found[1] :])
+        span = self.end(tail)
+        return ("", "") if span is None else (tail[slice(*span)], tail[span[1] :])
 
-    def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], more: bool) -> str:
+    def between(self, conversation: Sequence[Message], turn: int, later: Sequence[Message], continued: bool) -> str:
         """The text from the token that ends a turn on, that token included, with later messages; `more`: up to the
         beginning of the next turn."""
-        said = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
-        return after_mark(self._render(said, add_generation_prompt=more))
+        messages = [*conversation[:turn], self._writer.marked(conversation[turn]), *later]
+        return after_mark(self._render(messages, add_generation_prompt=continued))
 
     def following(self, messages: Sequence[Message]) -> str:
         """The text from the token that ends a turn up to the next turn, for any turn that these messages follow.
@@ -231,15 +236,16 @@ class Turns:
         names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
         several = len(names) > 1 and self._writer.form(several=True) is not None
         calls = [{"function": {"name": name, "arguments": {}}} for name in names[: None if several else 1]]
-        asked: list[Message] = [{"role": "user", "content": "ask"}]
-        asked.append({"role": "assistant", "content": "", "tool_calls": calls})
-        context = self._render(asked[:1], add_generation_prompt=True)
-        said = [asked[0], self._writer.marked(asked[1]), *messages]
-        text = self._render(said, add_generation_prompt=True)
-        found = self.end(after := after_mark(text))
-        if found is None or not text.startswith(_OPENING.sub("", context)):
+        opening: list[Message] = [{"role": "user", "content": "ask"}]
+        opening.append({"role": "assistant", "content": "", "tool_calls": calls})
+        # Any turn with these calls stands for all: only its end and what follows matter.
+        context = self._render(opening[:1], add_generation_prompt=True)
+        conversation = [opening[0], self._writer.marked(opening[1]), *messages]
+        text = self._render(conversation, add_generation_prompt=True)
+        span = self.end(after := after_mark(text))
+        if span is None or not text.startswith(_OPENING.sub("", context)):
             raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
-        return after[found[0] :]
+        return after[span[0] :]
 
     def kept(self, conversation: Sequence[Message]) -> tuple[str, dict[int, Span]]:
         """The text of a conversation with all its thoughts, and the characters of each turn.
@@ -253,13 +259,15 @@ class Turns:
             raise ValueError("a conversation begins with a message that the assistant answers")
         if turns != [len(conversation) - 1]:
             self.check_ends()
+        # What the template writes before the first turn, between turns, and after the last one.
         pieces = [self._render(conversation[: turns[0]], add_generation_prompt=True)]
         for turn, following in zip(turns, [*turns[1:], len(conversation)], strict=True):
-            more = following < len(conversation)
-            piece = self.between(conversation, turn, conversation[turn + 1 : following], more)
+            continued = following < len(conversation)
+            piece = self.between(conversation, turn, conversation[turn + 1 : following], continued)
             if (end := self.end(piece)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
             pieces.append(piece[end[1] :])
+        # The same texts must stand in the whole conversation, or the template changes more than thoughts.
         self._compare(conversation, turns, pieces)
         text, spans = pieces[0], {}
         for turn, piece in zip(turns, pieces[1:], strict=True):
@@ -270,36 +278,38 @@ class Turns:
         return text, spans
 
     def _answer(self, conversation: Sequence[Message], turn: int) -> str:
-        """What the policy is to write in its turn, with the token that ends it."""
+        """The text that the policy writes in its turn, with the token that ends it."""
         context = self._render(conversation[:turn], add_generation_prompt=True)
-        whole, (closer, rest) = self._render(conversation[: turn + 1]), self.ending(conversation, turn)
-        if not closer or not whole.endswith(closer + rest):
+        rendered, (closer, suffix) = self._render(conversation[: turn + 1]), self.ending(conversation, turn)
+        if not closer or not rendered.endswith(closer + suffix):
             raise Rewritten(f"message {turn + 1}: the end of its turn depends on what it says")
-        words = whole[: len(whole) - len(closer + rest)]
+        # The words follow the generation prompt, or begin with a thought that the prompt opened.
+        words = rendered[: len(rendered) - len(closer + suffix)]
         thought, _ = thought_of(conversation[turn])
         if words.startswith(context):
             answer = words[len(context) :]
             if thought and thought.strip() not in answer:
                 answer = f"<think>\n{thought}\n</think>\n\n{answer}"
         elif opened := _OPENED.search(context):
-            begun = context[: opened.start()]
-            if not words.startswith(begun):
+            beginning = context[: opened.start()]
+            if not words.startswith(beginning):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
             thought += "\n" if thought else ""
-            answer = f"{thought}</think>\n\n{words[len(begun) :].removeprefix('</think>').lstrip()}"
+            answer = f"{thought}</think>\n\n{words[len(beginning) :].removeprefix('</think>').lstrip()}"
         else:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers begin")
         return answer + closer
 
     def _compare(self, conversation: Sequence[Message], turns: list[int], pieces: list[str]) -> None:
-        """Rewritten: what the whole conversation has between the turns are other texts than the pieces."""
+        """Compare the pieces with the texts between the turns of the whole conversation. Rewritten: they differ."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
-        said = [self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)]
-        rest = self._render(said)
+        marked = [self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)]
+        # The text of the whole conversation, piece by piece between its marks.
+        remaining = self._render(marked)
         for turn, piece in zip(turns, pieces, strict=False):
-            words, found, rest = rest.partition(marks[turn])
-            if not found or not words.startswith(_OPENING.sub("", piece)):
+            words, present, remaining = remaining.partition(marks[turn])
+            if not present or not words.startswith(_OPENING.sub("", piece)):
                 raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
-            if (end := self.end(rest)) is None:
+            if (end := self.end(remaining)) is None:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
-            rest = rest[end[1] :]
+            remaining = remaining[end[1] :]

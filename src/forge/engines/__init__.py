@@ -9,34 +9,39 @@ from .interface import Engine
 from .settings import EngineSettings
 
 if TYPE_CHECKING:
+    import torch
+
     from .engine import EmbeddedEngine
 
 __all__ = ["EmbeddedEngine", "Engine", "EngineSettings", "load_engine"]
 
 
-def load_engine(engine: str, model: str | Path, *, version: int = 0, device: Any = None, **settings: Any) -> Engine:
+def load_engine(
+    engine: str, model: str | Path, *, version: int = 0, device: str | torch.device | None = None, **settings: Any
+) -> Engine:
     """Start the engine of this name ("embedded" or "vllm") with a model folder.
 
     Args:
         version: of the weights in the folder.
-        device: of the embedded engine, by default a GPU if there is one.
+        device: for the embedded engine; by default a GPU if there is one.
         settings: fields of `EngineSettings`.
 
     Raises:
         ImportError: vLLM is not installed; says how to install it.
         ValueError, FileNotFoundError: an invalid setting, or as `EmbeddedEngine`.
     """
-    how = EngineSettings(engine=engine, **settings)  # type: ignore[arg-type]
-    if how.engine == "vllm":
+    options = EngineSettings(engine=engine, **settings)  # type: ignore[arg-type]
+    # Each engine is imported only where it runs: vLLM may not be installed, and torch takes seconds.
+    if options.engine == "vllm":
         from .vllm import VLLMEngine
 
-        return VLLMEngine(model, version=version, **how)
+        return VLLMEngine(model, version=version, **options)
     from .engine import EmbeddedEngine
 
-    return EmbeddedEngine(model, version=version, device=device, **how)
+    return EmbeddedEngine(model, version=version, device=device, **options)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Imported on first use: torch takes seconds.
     if name == "EmbeddedEngine":
         from .engine import EmbeddedEngine

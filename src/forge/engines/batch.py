@@ -11,94 +11,27 @@ alone, not on the rest of the batch.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
+from itertools import chain, islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import TOP_LOGPROBS, UNKNOWN_EXPERT, Completion, Sampling
+from ..types import UNKNOWN_EXPERT, Completion
 from .cache import WIDTH, rounded
 from .decoder import Decoder
-from .interface import Listener
 from .prefixes import TOKENS, Prefix, PrefixCache
+from .requests import Admission, EngineRequest, RunningSample, WeightSpan
+from .sampling import draw, keep_top, top_logprobs, uniforms
 from .weights import Weights
 
-WORTH_A_STEP = 64  # prompt tokens for which a prompt waits a step: another one that is being computed has them too
+# A prompt waits a step for another that is being computed if they share so many tokens more than the cache has: fewer
+# are computed faster than a step takes.
+MIN_SHARED_TOKENS = 64
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """A prompt with n samples to draw, each at most `limit` tokens long."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    limit: int
-    seed: int
-    stops: frozenset[int]
-    priority: int = 0
-    listener: Listener | None = None
-    future: Future[list[Completion]] = field(default_factory=Future)
-    admitted: int = 0
-    done: dict[int, Completion] = field(default_factory=dict)  # by sample
-    prefix: Prefix | None = None  # of the prompt, while samples wait for a row
-
-    @property
-    def most(self) -> int:
-        """The most positions that a sample can come to."""
-        return len(self.prompt) + self.limit
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A running or preempted sample.
-
-    `drawn` is its state when it last got a row: the i-th token since then is drawn in step `start + i` and recorded at
-    position `context + i`.
-    """
-
-    request: Request
-    sample: int
-    start: int
-    drawn: Completion
-    prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
-    top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
-
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt and the drawn tokens, which it continues."""
-        return [*self.request.prompt, *self.drawn.token_ids]
-
-    @property
-    def most(self) -> int:
-        """The most positions that it can come to."""
-        return self.request.most
-
-    @property
-    def context(self) -> int:
-        """Number of these in the cache: all but the last."""
-        return len(self.request.prompt) + len(self.drawn.token_ids) - 1
-
-
-class Fresh(NamedTuple):
-    """A prompt to compute but for the blocks that are `found`, and its rows."""
-
-    item: Request | Row
-    rows: list[int]
-    context: list[int]
-    found: list[Prefix]
-
-    @property
-    def start(self) -> int:
-        """Position of the first token that is not in the prefix cache."""
-        return TOKENS * len(self.found)
-
-
-class Batch:
+class RunningBatch:
     """Runs requests on a decoder with `rounded(slots, WIDTH)` rows.
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
@@ -106,17 +39,22 @@ class Batch:
     """
 
     def __init__(self, decoder: Decoder, slots: int, prefill_tokens: int, prefix_bytes: int = 0):
-        self.decoder, self.slots, self.prefill_tokens = decoder, slots, prefill_tokens
-        self.known = PrefixCache(prefix_bytes)
-        self.rows: list[Row] = []
-        self.holes: list[int] = []
-        self.cut: deque[Row] = deque()  # preempted, to be resumed before waiting requests
+        self.decoder = decoder
+        self.slots = slots
+        self.prefill_tokens = prefill_tokens
+        self.prefix_cache = PrefixCache(prefix_bytes)
+        self.rows: list[RunningSample] = []
+        self.free_rows: list[int] = []  # rows among these whose sample has ended
+        self.preempted: deque[RunningSample] = deque()  # resume before waiting requests
         self.steps = self.generated = self.prefilled = self.reused = 0
-        self._docked: tuple[Request | Row | None, int] = (None, 0)  # a long prompt in the dock, its tokens there
-        self._most = 0  # positions that a running row, or the prompt in the dock, can come to
-        # (first step, version, identity) of the weights, in order.
-        self._drew = [(0, decoder.weights.version, decoder.weights.identity)]
-        device, length, rows = decoder.device, decoder.cache.longest, rounded(slots, WIDTH)
+        # A long prompt in the cache's prefill row, and the number of its tokens there.
+        self._prefilling: tuple[EngineRequest | RunningSample | None, int] = (None, 0)
+        self._max_length = 0  # maximum positions of a running row, or of the prompt in the prefill row
+        self._weight_history = [WeightSpan(0, decoder.weights.version, decoder.weights.identity)]
+        # State of each row on the device, so that a step takes the same operations for any number of rows.
+        device = decoder.device
+        length = decoder.cache.longest
+        rows = rounded(slots, WIDTH)
         self.tokens, self.positions, self.ends, self.top_k = (
             torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)
         )
@@ -126,190 +64,244 @@ class Batch:
         # By position, like the cache: the uniform numbers, and the tokens drawn with them.
         self.uniform, self.logprobs = (torch.zeros(rows, length, device=device) for _ in range(2))
         self.drawn = torch.zeros(rows, length, dtype=torch.long, device=device)
+        # Properties of all rows that `step` needs; `admit` updates them.
+        self._max_offset = 0  # of a row's position from the number of steps
+        self._any_greedy = False
+        self._restricted: Tensor | None = None  # rows with top-k or top-p
+        self._streamed: list[int] = []  # rows with a listener
+        self._with_top: list[int] = []  # rows whose request wants top log-probabilities, and as an index
+        self._with_top_index: Tensor | None = None
 
     @property
     def running(self) -> int:
         """Number of unfinished rows."""
-        return len(self.rows) - len(self.holes)
+        return len(self.rows) - len(self.free_rows)
 
     @property
-    def serves(self) -> tuple[int, str]:
+    def current_weights(self) -> WeightSpan:
         """Version and identity of the weights in use."""
-        return self._drew[-1][1:]
+        return self._weight_history[-1]
 
-    def release(self, waiting: deque[Request]) -> None:
+    def release(self, waiting: deque[EngineRequest]) -> None:
         """Free weights, cache and computed prompts, when nothing runs; `switch` sets new weights."""
-        self.rows, self.holes = [], []
-        for request in waiting:
-            request.prefix = None
-        self.known.clear()
-        self._docked = (None, 0)
+        self._clear_rows()
+        self._drop_prefixes(waiting)
         self.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
         self.decoder.release()
 
-    def switch(self, weights: Weights, waiting: deque[Request], cut: bool = False) -> None:
-        """Use other weights from the next step on; computed prompts of waiting requests are dropped. With `cut`,
+    def switch(self, weights: Weights, waiting: deque[EngineRequest], preempt: bool = False) -> None:
+        """Use other weights from the next step on; computed prompts of waiting requests are dropped. With `preempt`,
         running rows are preempted to recompute their keys and values."""
-        if cut:
-            rows = [row for i, row in enumerate(self.rows) if i not in self.holes]
-            for i, row in enumerate(self.rows):
-                if i not in self.holes:
-                    drawn = self._so_far(i)
-                    drawn.experts = self._experts(i, drawn)
-                    row.drawn = drawn
-            self.cut.extendleft(sorted(rows, key=lambda row: row.start, reverse=True))
-            self.rows, self.holes = [], []
+        if preempt:
+            running = [i for i in range(len(self.rows)) if i not in self.free_rows]
+            for i in running:
+                completion = self._completion(i)
+                completion.experts = self._experts(i, completion)
+                self.rows[i].resumed = completion
+            # The ones that started first resume first.
+            rows = sorted((self.rows[i] for i in running), key=lambda row: row.start, reverse=True)
+            self.preempted.extendleft(rows)
+            self._clear_rows()
+        self._drop_prefixes(waiting)
+        self.decoder.weights = weights
+        # Spans that ended before the oldest row started are of no token that is still to be reported.
+        oldest = min((row.start for row in self.rows), default=self.steps)
+        recent = [span for span, end in self._spans() if end > oldest]
+        self._weight_history = [*recent, WeightSpan(self.steps, weights.version, weights.identity)]
+
+    def _clear_rows(self) -> None:
+        self.rows = []
+        self.free_rows = []
+
+    def _drop_prefixes(self, waiting: deque[EngineRequest]) -> None:
+        """Drop all computed prompts: the weights change."""
         for request in waiting:
             request.prefix = None
-        self.known.clear()
-        self._docked = (None, 0)
-        self.decoder.weights = weights
-        oldest = min((row.start for row in self.rows), default=self.steps)
-        later = [start for start, *_ in self._drew[1:]] + [self.steps]
-        kept = [entry for entry, until in zip(self._drew, later, strict=True) if until > oldest]
-        self._drew = [*kept, (self.steps, weights.version, weights.identity)]
+        self.prefix_cache.clear()
+        self._prefilling = (None, 0)
 
-    def drop(self, request: Request) -> None:
+    def _spans(self) -> list[tuple[WeightSpan, int]]:
+        """The weight history, each span with the step at which it ends."""
+        ends = [span.start for span in self._weight_history[1:]] + [self.steps]
+        return list(zip(self._weight_history, ends, strict=True))
+
+    def drop(self, request: EngineRequest) -> None:
         """Free the rows of a cancelled request."""
-        self.holes += [i for i, row in enumerate(self.rows) if row.request is request and i not in self.holes]
-        self.cut = deque(row for row in self.cut if row.request is not request)
+        rows = [i for i, row in enumerate(self.rows) if row.request is request and i not in self.free_rows]
+        self.free_rows += rows
+        self.preempted = deque(row for row in self.preempted if row.request is not request)
 
-    def admit(self, waiting: deque[Request]) -> None:
+    def admit(self, waiting: deque[EngineRequest]) -> None:
         """Assign free rows to preempted samples, then to `waiting` ones, in order; close the gaps between rows."""
-        compacted = self.decoder.cache.limit is not None and bool(self.holes)
+        compacted = self.decoder.cache.limit is not None and bool(self.free_rows)
         if compacted:
             self._compact()  # the cache may have fewer rows than before
-        self._most = max((row.most for row in self.rows), default=0)
-        self.holes.sort()
-        free = self.holes + list(range(len(self.rows), self.slots))
-        placed: dict[int, Row] = {}
-        fresh: list[Fresh] = []
-        stored: list[tuple[list[int], Prefix]] = []
-        coming = set[tuple[int, ...]]()  # beginnings that `fresh` prompts will store; others that share one wait a step
+        # A long prompt has its piece first; then samples get rows, as the plan says.
+        self._max_length = max((row.max_length for row in self.rows), default=0)
+        self.free_rows.sort()
+        free = self.free_rows + list(range(len(self.rows), self.slots))
         spent = 0
-        while len(placed) < len(free) and (self.cut or waiting):
-            item = self.cut[0] if self.cut else waiting[0]
-            room = self._room_for(item) - self.running - len(placed)
+        if free and (self.preempted or waiting):
+            spent = self._prefill_long(self.preempted[0] if self.preempted else waiting[0])
+        admissions = self._plan(waiting, free, spent)
+        if not admissions and not self.free_rows and not compacted:
+            return
+        if admissions:
+            self._place(admissions, waiting)
+        self._compact()
+        self._describe_rows()
+
+    def _prefill_long(self, item: EngineRequest | RunningSample) -> int:
+        """Compute a piece of the prompt whose turn it is if it is too long for one step; returns the piece's length."""
+        cache = self.decoder.cache
+        length = max(self._max_length, item.max_length)
+        if self._capacity(length) <= self.running and self._capacity(length) < cache.capacity(length):
+            # Longer sequences have ended: a shorter cache has more rows.
+            cache.resize(cache.padded_length(length), len(self.rows))
+        if self._capacity(length) <= self.running:
+            return 0
+        self._max_length = length
+        context = item.tokens[:-1]
+        if not context or item.prefix is not None:
+            return 0
+        blocks = self.prefix_cache.find(context)
+        if len(context) - TOKENS * len(blocks) <= self.prefill_tokens and self._prefilling[0] is not item:
+            return 0
+        return self._prefill_piece(item, context, blocks)
+
+    def _plan(self, waiting: deque[EngineRequest], free: list[int], spent: int) -> list[Admission]:
+        """Which samples get which of the `free` rows; `spent` prompt tokens were computed in this step already.
+
+        Changes nothing but the order in which the prefix cache drops blocks.
+        """
+        admissions: list[Admission] = []
+        pending = set[tuple[int, ...]]()  # beginnings that admitted prompts will store; others that share one wait
+        count = 0
+        longest = self._max_length
+        queue: chain[EngineRequest | RunningSample] = chain(self.preempted, waiting)
+        for item in queue:
+            longest = max(longest, item.max_length)
+            room = min(self._capacity(longest) - self.running, len(free)) - count
             if room <= 0:
                 break
-            self._most = max(self._most, item.most)
-            tokens = item.tokens if isinstance(item, Row) else item.prompt
-            context, found = list(tokens[:-1]), list[Prefix]()
+            context = item.tokens[:-1]
+            blocks = list[Prefix]()
             if context and item.prefix is None:
-                found = self.known.find(context)
-                left = len(context) - TOKENS * len(found)
-                common = tuple(context[: TOKENS * len(found) + WORTH_A_STEP])
-                if common in coming:
-                    break  # the next step finds what this one computes
-                if left > self.prefill_tokens or self._docked[0] is item:
-                    if placed:
-                        break
-                    spent = self._dock(item, context, found)
-                    if item.prefix is None:
-                        break
-                elif spent + left > self.prefill_tokens:
+                blocks = self.prefix_cache.find(context)
+                missing = len(context) - TOKENS * len(blocks)
+                beginning = tuple(context[: TOKENS * len(blocks) + MIN_SHARED_TOKENS])
+                # The next step finds in the cache what this one computes.
+                if beginning in pending:
                     break
-                else:
-                    spent += left
-            rows = free[len(placed) :][:room]
-            if isinstance(item, Row):
-                item.start, rows = self.steps, rows[:1]
+                # A long prompt runs once the prefill row has all of it; others, as long as this step has time.
+                if self._prefilling[0] is item or spent + missing > self.prefill_tokens:
+                    break
+                spent += missing
+                stored = len(context) * self.decoder.cache.token_bytes <= self.prefix_cache.limit
+                if missing >= MIN_SHARED_TOKENS and stored:
+                    pending.add(beginning)
+            samples = 1 if isinstance(item, RunningSample) else item.sampling.n - item.admitted
+            rows = free[count:][: min(room, samples)]
+            admissions.append(Admission(item, rows, context, blocks))
+            count += len(rows)
+        return admissions
+
+    def _place(self, admissions: list[Admission], waiting: deque[EngineRequest]) -> None:
+        """Take the admitted samples from their queues, and fill their rows."""
+        placed: dict[int, RunningSample] = {}
+        for item, rows, *_ in admissions:
+            self._max_length = max(self._max_length, item.max_length)
+            # A preempted sample continues; a request starts as many samples as it got rows.
+            if isinstance(item, RunningSample):
+                item.start = self.steps
                 placed[rows[0]] = item
-            else:  # as many of the request's samples as there are free rows
-                rows = rows[: item.sampling.n - item.admitted]
+                self.preempted.popleft()
+            else:
                 for sample, i in enumerate(rows, item.admitted):
-                    placed[i] = Row(item, sample, self.steps, Completion(prompt_ids=item.prompt))
+                    placed[i] = RunningSample(item, sample, self.steps, Completion(prompt_ids=item.prompt))
                 item.admitted += len(rows)
-            if item.prefix is not None:
-                stored.append((rows, item.prefix))
-            elif context:
-                fresh.append(Fresh(item, rows, context, found))
-                if left >= WORTH_A_STEP and len(context) * self.decoder.cache.token_bytes <= self.known.limit:
-                    coming.add(common)
-            if isinstance(item, Row):
-                self.cut.popleft()
-            elif item.admitted == item.sampling.n:
-                waiting.popleft()
-        if not placed and not self.holes and not compacted:
-            return
+                if item.admitted == item.sampling.n:
+                    waiting.popleft()
         for i, row in placed.items():
             self.rows[i : i + 1] = [row]
-        self.holes = self.holes[len(placed) :]
-        if placed:
-            for rows, prefix in stored:
-                self.decoder.cache.fill(rows, [prefix])
-            self._prefill(fresh)
-            self._set_rows(placed)
-        self._compact()
-        # Properties of all rows that `step` needs; they change only here.
-        self._reach = max((row.context - row.start for row in self.rows), default=0)
+        self.free_rows = self.free_rows[len(placed) :]
+        for admission in admissions:
+            if admission.item.prefix is not None:
+                self.decoder.cache.fill(admission.rows, [admission.item.prefix])
+        self._prefill([admission for admission in admissions if admission.context and admission.item.prefix is None])
+        self._set_rows(placed)
+
+    def _describe_rows(self) -> None:
+        """Update the properties of all rows that `step` needs."""
+        self._max_offset = max((row.context - row.start for row in self.rows), default=0)
         samplings = [row.request.sampling for row in self.rows]
         self._any_greedy = any(s.temperature == 0 for s in samplings)
         # Top-k and top-p have no effect on greedy decoding.
-        narrow = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
-        self._narrow = self._index(narrow) if narrow else None
-        self._listening = [i for i, row in enumerate(self.rows) if row.request.listener]
-        self._wants_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
-        self._top_rows = self._index(self._wants_top) if self._wants_top else None
+        restricted = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
+        self._restricted = self._index(restricted) if restricted else None
+        self._streamed = [i for i, row in enumerate(self.rows) if row.request.listener]
+        self._with_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
+        self._with_top_index = self._index(self._with_top) if self._with_top else None
 
     def _index(self, rows: list[int]) -> Tensor:
         """Rows as an index on the device, which a list would become in every step."""
         return torch.tensor(rows, device=self.decoder.device)
 
-    def _room_for(self, item: Request | Row) -> int:
-        """The number of rows that may run if `item` does: what it and they can come to has room in the cache."""
-        cache, most = self.decoder.cache, max(self._most, item.most)
-        room = cache.room(max(most, cache.length))
-        if room <= self.running and room < cache.room(most):
-            cache.resize(cache.reach(most), len(self.rows))  # longer ones have ended
-            room = cache.room(cache.length)
-        return room
+    def _capacity(self, length: int) -> int:
+        """The number of rows that fit into the cache if one of them grows to `length` positions."""
+        return self.decoder.cache.capacity(max(length, self.decoder.cache.length))
 
-    def _dock(self, item: Request | Row, context: list[int], found: list[Prefix]) -> int:
+    def _prefill_piece(self, item: EngineRequest | RunningSample, context: list[int], blocks: list[Prefix]) -> int:
         """Compute the next piece of a long prompt; returns its length. The last one sets `item.prefix`."""
         cache = self.decoder.cache
-        docked, done = self._docked
-        if docked is not item:
-            done = TOKENS * len(found)
-            cache.reserve(done, len(self.rows), self._most)
-            cache.fill([cache.dock], found)
-            self.reused += done
-        piece = context[done : done + self.prefill_tokens]
-        cache.reserve(done + len(piece), len(self.rows), self._most)
-        self.decoder.prefill([piece], [cache.dock], [done])
-        done += len(piece)
+        prefilling, computed = self._prefilling
+        # The first piece begins after the blocks of the prefix cache.
+        if prefilling is not item:
+            computed = TOKENS * len(blocks)
+            cache.reserve(computed, len(self.rows), self._max_length)
+            cache.fill([cache.prefill_row], blocks)
+            self.reused += computed
+        piece = context[computed : computed + self.prefill_tokens]
+        cache.reserve(computed + len(piece), len(self.rows), self._max_length)
+        self.decoder.prefill([piece], [cache.prefill_row], [computed])
+        computed += len(piece)
         self.prefilled += len(piece)
-        self._docked = (item, done)
-        if done == len(context):
-            item.prefix = tuple(part.clone() for part in cache.read(cache.dock, done))
-            self.known.add(context, item.prefix)
-            self._docked = (None, 0)
+        self._prefilling = (item, computed)
+        if computed == len(context):
+            item.prefix = tuple(part.clone() for part in cache.read(cache.prefill_row, computed))
+            self.prefix_cache.add(context, item.prefix)
+            self._prefilling = (None, 0)
         return len(piece)
 
-    def _prefill(self, fresh: list[Fresh]) -> None:
-        if not fresh:
+    def _prefill(self, admissions: list[Admission]) -> None:
+        """Compute prompts, but for the tokens that the prefix cache has, into the first row of each."""
+        if not admissions:
             return
         cache = self.decoder.cache
-        cache.reserve(max(len(item.context) for item in fresh), len(self.rows), self._most)
-        for each in fresh:
-            cache.fill(each.rows[:1], each.found)
-            self.reused += each.start
-        new = [each for each in fresh if each.start < len(each.context)]
-        if new:
-            rests, rows = [each.context[each.start :] for each in new], [each.rows[0] for each in new]
-            self.decoder.prefill(rests, rows, [each.start for each in new])
-            self.prefilled += sum(map(len, rests))
-        for item, rows, context, _ in fresh:
+        cache.reserve(max(len(admission.context) for admission in admissions), len(self.rows), self._max_length)
+        for admission in admissions:
+            cache.fill(admission.rows[:1], admission.blocks)
+            self.reused += admission.start
+        uncached = [admission for admission in admissions if admission.start < len(admission.context)]
+        if uncached:
+            pieces = [admission.context[admission.start :] for admission in uncached]
+            rows = [admission.rows[0] for admission in uncached]
+            self.decoder.prefill(pieces, rows, [admission.start for admission in uncached])
+            self.prefilled += sum(map(len, pieces))
+        # The other samples of a request, in this step and later ones, get a copy.
+        for item, rows, context, _ in admissions:
             prefix = cache.read(rows[0], len(context))
             cache.fill(rows[1:], [prefix])
-            self.known.add(context, prefix)
-            if isinstance(item, Request) and item.admitted < item.sampling.n:
+            self.prefix_cache.add(context, prefix)
+            if isinstance(item, EngineRequest) and item.admitted < item.sampling.n:
                 item.prefix = tuple(part.clone() for part in prefix)
 
-    def _set_rows(self, placed: dict[int, Row]) -> None:
+    def _set_rows(self, placed: dict[int, RunningSample]) -> None:
+        """Set the state of rows to that of their new samples."""
         device = self.decoder.device
         requests = [row.request for row in placed.values()]
         samplings = [request.sampling for request in requests]
+        # A row of stop tokens for each sample, padded to the longest.
         width = max(self.stops.shape[1], *(len(request.stops) for request in requests))
         if width > self.stops.shape[1]:
             self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
@@ -327,78 +319,86 @@ class Batch:
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=device)
         for i, row in placed.items():
-            first, limit = len(row.request.prompt) - 1, row.request.limit
+            first = len(row.request.prompt) - 1
+            limit = row.request.limit
             self.uniform[i, first : first + limit] = uniforms(row.request.seed, row.sample, limit)
+            # Its row of the cache has the keys and values; those of a prompt are dropped with its last sample.
             row.prefix = None
             if row.request.admitted == row.request.sampling.n:
                 row.request.prefix = None
 
     def _compact(self) -> None:
-        holes = self.holes
-        while holes:
+        """Move the last rows into the free ones, so that all rows in use are the first ones."""
+        while self.free_rows:
             last = len(self.rows) - 1
-            if holes[-1] != last:
-                hole = holes.pop(0)
-                row = self.rows[hole] = self.rows[last]
-                self.decoder.cache.fill([hole], [self.decoder.cache.read(last, row.context + self.steps - row.start)])
+            # The last row moves into the first free one, with its part of the cache and its state.
+            if self.free_rows[-1] != last:
+                free = self.free_rows.pop(0)
+                row = self.rows[free] = self.rows[last]
+                self.decoder.cache.fill([free], [self.decoder.cache.read(last, row.context + self.steps - row.start)])
                 for state in (self.tokens, self.positions, self.ends, self.temperature, self.top_k, self.top_p):
-                    state[hole] = state[last]
+                    state[free] = state[last]
                 for state in (self.greedy, self.stops, self.uniform, self.logprobs, self.drawn):
-                    state[hole] = state[last]
+                    state[free] = state[last]
             else:
-                holes.pop()
+                self.free_rows.pop()
             self.rows.pop()
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[EngineRequest]:
         """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
-        rows, cache = len(self.rows), self.decoder.cache
-        length = min(rounded(self._reach + self.steps + 1, self.decoder.granule), cache.longest)
-        cache.reserve(length, rows, self._most)
+        rows = len(self.rows)
+        cache = self.decoder.cache
+        length = min(rounded(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
+        cache.reserve(length, rows, self._max_length)
         # At least two rows: other kernels multiply a single one, and round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows]
+        # Draw, and record at each row's position.
         positions = self.positions[:rows]
         logits /= self.temperature[:rows, None]
-        if self._narrow is not None:
-            at = self._narrow
-            logits[at] = keep_top(logits[at], self.top_k[at], self.top_p[at])
-        at = positions[:, None]
-        uniform = self.uniform[:rows].gather(1, at)[:, 0]
+        if self._restricted is not None:
+            index = self._restricted
+            logits[index] = keep_top(logits[index], self.top_k[index], self.top_p[index])
+        columns = positions[:, None]
+        uniform = self.uniform[:rows].gather(1, columns)[:, 0]
         tokens, logprobs = draw(logits, uniform, self.greedy[:rows] if self._any_greedy else None)
         self.tokens[:rows] = tokens
-        self.drawn[:rows].scatter_(1, at, tokens[:, None])
-        self.logprobs[:rows].scatter_(1, at, logprobs[:, None])
+        self.drawn[:rows].scatter_(1, columns, tokens[:, None])
+        self.logprobs[:rows].scatter_(1, columns, logprobs[:, None])
         positions += 1
         finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
         self.steps += 1
         self.generated += rows
-        if self._top_rows is not None:
-            for i, top in zip(self._wants_top, top_logprobs(logits[self._top_rows]), strict=True):
+        if self._with_top_index is not None:
+            for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
         complete = []
         for i, ended in enumerate(finished.tolist()):  # `nonzero` would wait for the device once more
             if not ended:
                 continue
-            row, completion = self.rows[i], self._so_far(i)
+            row = self.rows[i]
+            completion = self._completion(i)
             completion.experts = self._experts(i, completion)
             completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"
-            row.request.done[row.sample] = completion
-            self.holes.append(i)
-            if len(row.request.done) == row.request.sampling.n:
+            row.request.completions[row.sample] = completion
+            self.free_rows.append(i)
+            if len(row.request.completions) == row.request.sampling.n:
                 complete.append(row.request)
-        if self._listening:
+        if self._streamed:
             self._stream(tokens, logprobs)
         return complete
 
     def _stream(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Pass this step's tokens to the listeners, with one more synchronisation for all of them."""
-        _, version, identity = self._drew[-1]
-        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._listening].tolist()
-        for i, token, logprob in zip(self._listening, *drawn, strict=True):
-            request, sample = self.rows[i].request, self.rows[i].sample
-            finish = request.done[sample].finish if sample in request.done else ""
-            piece = Completion("", [int(token)], [logprob], {}, request.prompt, [version], finish)
-            piece.identities[version] = identity
+        weights = self.current_weights
+        # In double both survive: token ids are exact up to 2^53.
+        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._streamed].tolist()
+        for i, token, logprob in zip(self._streamed, *drawn, strict=True):
+            request = self.rows[i].request
+            sample = self.rows[i].sample
+            finish = request.completions[sample].finish if sample in request.completions else ""
+            piece = Completion("", [int(token)], [logprob], {}, request.prompt, [weights.version], finish)
+            piece.identities[weights.version] = weights.identity
             piece.top_logprobs = self.rows[i].top[-1:]
             if request.listener is None or request.future.done():
                 continue
@@ -409,80 +409,35 @@ class Batch:
                     request.future.set_exception(error)
 
     def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
-        """The experts of the tokens in row i; of the last layer, which a prompt's tokens skip, as they were before the
-        sample was preempted."""
+        """The experts of the tokens in row i. Prompts skip the last layer: a preempted sample's tokens, which are then
+        a prompt, have there the experts of before."""
         experts = self.decoder.cache.experts(i, len(completion.prompt_ids) + len(completion.token_ids))
-        if experts is not None and (before := self.rows[i].drawn.experts) is not None:
-            again = experts[: len(before)]
-            np.copyto(again, before, where=again == UNKNOWN_EXPERT)
+        earlier = self.rows[i].resumed.experts
+        if experts is not None and earlier is not None:
+            recomputed = experts[: len(earlier)]
+            np.copyto(recomputed, earlier, where=recomputed == UNKNOWN_EXPERT)
         return experts
 
-    def _so_far(self, i: int) -> Completion:
-        """All tokens of the sample in row i, including those before it was preempted."""
+    def _completion(self, i: int) -> Completion:
+        """All tokens of the sample in row i until now, including those before it was preempted."""
         row = self.rows[i]
-        before, span = row.drawn, slice(row.context, row.context + self.steps - row.start)
-        versions, identities = list(before.versions), dict(before.identities)
-        ends = [start for start, *_ in self._drew[1:]] + [self.steps]
-        for (start, version, identity), end in zip(self._drew, ends, strict=True):
-            count = end - max(start, row.start)
+        resumed = row.resumed
+        drawn = slice(row.context, row.context + self.steps - row.start)
+        versions = list(resumed.versions)
+        identities = dict(resumed.identities)
+        # The version of each token, by the steps in which this row drew.
+        for span, end in self._spans():
+            count = end - max(span.start, row.start)
             if count > 0:
-                versions += [version] * count
-                identities[version] = identity
+                versions += [span.version] * count
+                identities[span.version] = span.identity
         return Completion(
             "",
-            before.token_ids + self.drawn[i, span].tolist(),
-            before.logprobs + self.logprobs[i, span].tolist(),
+            resumed.token_ids + self.drawn[i, drawn].tolist(),
+            resumed.logprobs + self.logprobs[i, drawn].tolist(),
             {},
-            before.prompt_ids,
+            resumed.prompt_ids,
             versions,
             identities=identities,
             top_logprobs=list(row.top),
         )
-
-
-def uniforms(seed: int, sample: int, count: int) -> Tensor:
-    """The random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
-    key = np.array([seed % 2**64, sample], dtype=np.uint64)
-    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
-
-
-def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits (B, V) with everything outside the top k and then the top-p nucleus at -inf. top_k, top_p: (B,)."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
-    ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
-    probs = ordered.softmax(-1)
-    # A token stays if those before it do not reach top_p; the first always stays, also where top_p is 0 in 32 bits.
-    # top_p = 1 keeps all, however the sum is rounded.
-    outside = (probs.cumsum(-1) - probs >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0)
-    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
-
-
-def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
-
-    `logits` are after temperature, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
-    """
-    probs = logits.softmax(-1)
-    total = probs.cumsum(-1)
-    # A rounding step below the total, so that the target always falls on a token with positive probability.
-    target = uniform.clamp(max=1 - 2**-22)[:, None] * total[:, -1:]
-    tokens = torch.searchsorted(total, target, right=True)
-    if greedy is not None:
-        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
-
-
-def top_logprobs(logits: Tensor) -> list[dict[int, float]]:
-    """The most likely tokens of each row of logits (B, V) in descending order, with their log-probabilities, without
-    those at -inf.
-
-    Always up to 20 tokens, so that ties do not break differently with the requests of other rows. Synchronises.
-    """
-    probs, tokens = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
-    ids, logprobs = torch.stack([tokens.double(), probs.log_().double()]).tolist()
-    return [
-        {int(token): logprob for token, logprob in zip(*row, strict=True) if logprob > -torch.inf}
-        for row in zip(ids, logprobs, strict=True)
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,20 +14,24 @@ from ..models.architecture import sparse_layers
 from ..models.weight_layouts import head_size
 from ..types import UNKNOWN_EXPERT
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 BLOCK = 128  # the cache has room for a multiple of this many positions
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
 
 
-def rounded(count: int, to: int) -> int:
-    """`count`, rounded up to a multiple of `to`."""
-    return -(-count // to) * to
+def rounded(count: int, multiple: int) -> int:
+    """`count`, rounded up to a multiple."""
+    return -(-count // multiple) * multiple
 
 
-class Cache:
+class KeyValueCache:
     """Keys and values of every row, (layers, rows, K, T, D) each. T doubles on demand up to `max_seq_len`.
 
-    One more row after those that decode, the `dock`, is for long prompts computed in pieces. With `record` there are
-    also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not computed.
+    One more row after those that decode, the `prefill_row`, is for long prompts computed in pieces. With `record` there
+    are also the `choices` of experts, (layers with experts, rows, 1, T, k), `UNKNOWN_EXPERT` where they were not
+    computed.
 
     With a `limit` in bytes there are as many rows as fit with T positions. For example 40 GB and 114,688 bytes a token:
     256 rows of 1,280 positions, or 64 of 4,096. `granule`: decoding asks for multiples of it.
@@ -35,7 +39,7 @@ class Cache:
 
     def __init__(
         self,
-        config: Any,
+        config: PreTrainedConfig,
         rows: int,
         max_seq_len: int,
         dtype: torch.dtype,
@@ -44,20 +48,21 @@ class Cache:
         limit: int | None = None,
         granule: int = 1,
     ):
-        self.rows, self.longest, self.limit = rows, rounded(max_seq_len, BLOCK), limit
+        self.rows = rows
+        self.longest = rounded(max_seq_len, BLOCK)
+        self.limit = limit
         self.step = rounded(granule, BLOCK)
-        layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, head_size(config)
+        heads = config.num_key_value_heads
         self.heads = torch.arange(heads, device=device)
-        self.least = min(2 * BLOCK, self.longest)
+        self.min_length = min(2 * BLOCK, self.longest)
         self.token_bytes = token_bytes(config, dtype, record)
-        self.dock = self.room(self.least)
+        self.prefill_row = self.capacity(self.min_length)
+        shape = config.num_hidden_layers, self.prefill_row + 1, heads, self.min_length, head_size(config)
         # Zeros, not empty: positions beyond a row's end are masked, but a NaN there would survive the mask.
-        self.keys, self.values = (
-            torch.zeros(layers, self.dock + 1, heads, self.least, size, dtype=dtype, device=device) for _ in range(2)
-        )
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.stores = ["keys", "values"]
         if record:
-            shape = len(sparse_layers(config)), self.dock + 1, 1, self.least, config.num_experts_per_tok
+            shape = len(sparse_layers(config)), self.prefill_row + 1, 1, self.min_length, config.num_experts_per_tok
             self.choices = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.uint8, device=device)
             self.stores.append("choices")
 
@@ -71,15 +76,15 @@ class Cache:
         """Bytes of all rows."""
         return sum(getattr(self, name).nbytes for name in self.stores)
 
-    def room(self, length: int) -> int:
-        """The number of rows beside the dock that fit with `length` positions each."""
+    def capacity(self, length: int) -> int:
+        """The number of rows beside the prefill row that fit with `length` positions each."""
         if self.limit is None:
             return self.rows
-        fit = self.limit // (self.reach(length) * self.token_bytes) - 1
-        return min(self.rows, fit - fit % WIDTH if fit > WIDTH else fit)
+        rows = self.limit // (self.padded_length(length) * self.token_bytes) - 1
+        return min(self.rows, rows - rows % WIDTH if rows > WIDTH else rows)
 
-    def reach(self, length: int) -> int:
-        """The positions that a sequence of `length` comes to have."""
+    def padded_length(self, length: int) -> int:
+        """The positions that a row of `length` tokens needs: decoding asks for multiples of `step`."""
         return min(rounded(length, self.step), self.longest)
 
     def clear(self) -> None:
@@ -87,41 +92,45 @@ class Cache:
         for name in self.stores:
             setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
 
-    def reserve(self, length: int, rows: int, most: int | None = None) -> None:
-        """Make room for `length` positions, keeping the first `rows` rows and the dock. With a limit there is never
-        more room than for `most`, which these rows may need."""
+    def reserve(self, length: int, rows: int, max_length: int | None = None) -> None:
+        """Make room for `length` positions, keeping the first `rows` rows and the prefill row. With a limit there is
+        never more room than for `max_length`, which these rows may need."""
         length = rounded(length, BLOCK)
         if length <= self.length:
             return
-        size = min(max(length, 2 * self.length, self.least), self.longest)
-        if self.limit is not None and most is not None:
-            size = max(length, min(size, self.reach(most)))
+        # Doubling copies each position a bounded number of times; with a limit, no further than these rows may need.
+        size = min(max(length, 2 * self.length, self.min_length), self.longest)
+        if self.limit is not None and max_length is not None:
+            size = max(length, min(size, self.padded_length(max_length)))
         self.resize(size, rows)
 
     def resize(self, size: int, rows: int) -> None:
-        """Have `size` positions and as many rows as fit, keeping the first `rows` rows and the dock."""
-        count, kept = self.room(size), min(size, self.length)
+        """Reallocate for `size` positions and all rows that fit, keeping the first `rows` rows and the prefill row."""
+        count = self.capacity(size)
+        length = min(size, self.length)
         for name in self.stores:
             before: Tensor = getattr(self, name)
             shape = before.shape[0], count + 1, before.shape[2], size, before.shape[4]
-            running, docked = before[:, :rows, :, :kept], before[:, self.dock, :, :kept]
+            running = before[:, :rows, :, :length]
+            prefilled = before[:, self.prefill_row, :, :length]
             if self.limit is not None:
                 # By way of host memory: old and new together would exceed the limit.
-                running, docked = running.to("cpu", copy=True), docked.to("cpu", copy=True)
+                running = running.to("cpu", copy=True)
+                prefilled = prefilled.to("cpu", copy=True)
                 before = before[:, :0].clone()
                 setattr(self, name, before)
             after = before.new_zeros(shape)
-            after[:, :rows, :, :kept] = running
-            after[:, count, :, :kept] = docked
+            after[:, :rows, :, :length] = running
+            after[:, count, :, :length] = prefilled
             setattr(self, name, after)
-        self.dock = count
+        self.prefill_row = count
 
     def index(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The index for `write`: rows and positions (N,) -> (N * K,)."""
         return ((rows[:, None] * len(self.heads) + self.heads) * self.length + positions[:, None]).flatten()
 
     def tables(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer, keys and values of all rows, (rows * K * T, D) each, for `write`."""
+        """Keys and values of each layer, all rows in one, (rows * K * T, D) each, for `write`."""
         keys, values = (store.flatten(1, 3).unbind() for store in (self.keys, self.values))
         return list(zip(keys, values, strict=True))
 
@@ -132,7 +141,7 @@ class Cache:
         table[1].index_copy_(0, index, values.flatten(0, 1))
 
     def write_choices(self, rows: Tensor, positions: Tensor, choices: Sequence[Tensor]) -> None:
-        """Record the experts of tokens, (N, k) for each layer with experts; of layers left out they are unknown."""
+        """Record the experts of tokens, (N, k) for each layer with experts; those of omitted layers are unknown."""
         if "choices" in self.stores:
             self.choices[:, rows, 0, positions] = UNKNOWN_EXPERT
             if choices:
@@ -150,17 +159,18 @@ class Cache:
         return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
 
     def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
-        """Copy parts of what `read` returned, one after the other, to the beginning of each of `rows`."""
-        at = 0
+        """Copy parts that `read` returned, one after the other, to the beginning of each of `rows`."""
+        # Part after part, each to all rows.
+        start = 0
         for part in parts:
-            end = at + part[0].shape[2]
+            end = start + part[0].shape[2]
             for name, values in zip(self.stores, part, strict=True):
                 for row in rows:
-                    getattr(self, name)[:, row, :, at:end] = values
-            at = end
+                    getattr(self, name)[:, row, :, start:end] = values
+            start = end
 
 
-def token_bytes(config: Any, dtype: torch.dtype, record: bool = False) -> int:
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, record: bool = False) -> int:
     """Bytes of a token in the cache of a model."""
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config)
     return numbers * dtype.itemsize + (len(sparse_layers(config)) * config.num_experts_per_tok if record else 0)

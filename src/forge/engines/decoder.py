@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,15 @@ from torch import Tensor
 
 from ..models.architecture import attention_kinds, rotary_parameters
 from ..models.weight_layouts import head_size
-from .cache import BLOCK, Cache, rounded
+from .cache import BLOCK, KeyValueCache, rounded
 from .experts import Experts
 from .weights import Layer, Weights
 
-QUERIES = 64  # prompt tokens in one attention call
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Prompt tokens in one attention call: a multiple of the kernels' blocks, and few enough that masked scores cost little.
+QUERIES = 64
 
 
 class Decoder:
@@ -33,7 +37,7 @@ class Decoder:
 
     def __init__(
         self,
-        config: Any,
+        config: PreTrainedConfig,
         weights: Weights,
         rows: int,
         max_seq_len: int,
@@ -47,15 +51,17 @@ class Decoder:
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         gemma = config.model_type == "gemma3_text"
         self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
-        exact, longest = device.type == "cpu" and dtype == torch.float32, rounded(max_seq_len, BLOCK)
+        # Only a CPU in float32 promises the same bits at any length.
+        exact = device.type == "cpu" and dtype == torch.float32
+        longest = rounded(max_seq_len, BLOCK)
         self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if exact else 16
-        self.cache = Cache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
+        self.cache = KeyValueCache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.
         by_layer = attention_kinds(config)
         self.kinds = list(dict.fromkeys(by_layer))
         self.kind_of = [self.kinds.index(kind) for kind in by_layer]
-        self.rotary: dict[str | None, Rotary | None] = {None: None}
+        self.rotary: dict[str | None, RotaryTables | None] = {None: None}
         for key in {kind.rotary for kind in by_layer} - {None}:
             self.rotary[key] = rotary_tables(config, key or "", max_seq_len, dtype, device)
         self.act = partial(F.gelu, approximate="tanh") if gemma else F.silu
@@ -77,16 +83,21 @@ class Decoder:
 
         `length`, a multiple of `granule`, bounds every row's position plus one, and with it the cost of attention.
         """
-        rows, cache, G = len(tokens), self.cache, self.H // self.K
+        rows = len(tokens)
+        cache = self.cache
+        G = self.H // self.K
         index = cache.index(self.row_ids[:rows], positions)
-        rotations, biases = self._rotations(positions), []
+        rotations = self._rotations(positions)
+        biases = []
         for _, window in self.kinds:
             unseen = self.steps[:length] > positions[:, None]
             if window is not None:
-                # An idle row may be beyond `length`: it sees something, as a NaN of it would stay in the cache.
+                # An idle row may be beyond `length`: it sees some key, as a NaN of it would stay in the cache.
                 unseen |= self.steps[:length] <= (positions[:, None] - window).clamp(max=length - 2)
             biases.append(bias_of(unseen, self.cache.keys.dtype).repeat_interleave(self.K, 0)[:, None])
-        bags = bags_of(rows * self.K, G, length, cache.values.shape[3]) if self.device.type == "cpu" else None
+        bag_indices = None
+        if self.device.type == "cpu":
+            bag_indices = embedding_bag_indices(rows * self.K, G, length, cache.length)
         # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
         keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
         tables = cache.tables()
@@ -98,10 +109,10 @@ class Decoder:
             cache.write(tables[i], index, k, v)
             q = q.flatten(0, 1)
             probs = torch.baddbmm(biases[kind], q, keys[i].transpose(1, 2), alpha=self.scale).softmax(-1)
-            if bags is None:
+            if bag_indices is None:
                 out = torch.bmm(probs, values[i])
             else:
-                out = torch.embedding_bag(tables[i][1], *bags, mode=0, per_sample_weights=probs.view(-1))[0]
+                out = torch.embedding_bag(tables[i][1], *bag_indices, mode=0, per_sample_weights=probs.view(-1))[0]
             self._finish_layer(layer, x, out.view(rows, -1), choices)
         cache.write_choices(self.row_ids[:rows], positions, choices)
         return self.weights.head.wide(self._norm(x, self.weights.norm))
@@ -110,43 +121,47 @@ class Decoder:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
 
         There are no logits: the last token of a prompt is left to the first decode step, so that the last layer's
-        attention and MLP are skipped. `starts` continues prompts of which so many tokens are in their rows.
+        attention and MLP are skipped. `starts`: the number of tokens of each prompt that its row has already.
         """
+        # All prompts are one sequence of tokens, each with its prompt, position and row of the cache.
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        before = torch.tensor(starts or [0] * len(prompts))
+        first = torch.tensor(starts or [0] * len(prompts))
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
         prompt = torch.arange(len(prompts)).repeat_interleave(lengths)
-        positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths - before)[prompt]
-        blocks = self._blocks(prompt, positions, torch.tensor(rows), before, lengths + before)
-        at_rows = torch.tensor(rows)[prompt].to(self.device)
-        index = self.cache.index(at_rows, positions.to(self.device))
+        positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths - first)[prompt]
+        blocks = self._blocks(prompt, positions, torch.tensor(rows), first, lengths + first)
+        token_rows = torch.tensor(rows)[prompt].to(self.device)
+        index = self.cache.index(token_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real = len(tokens)
         count = 32 if real <= 32 else rounded(real, 64)
-        tokens, positions = F.pad(tokens, (0, count - real)), F.pad(positions, (0, count - real)).to(self.device)
+        tokens = F.pad(tokens, (0, count - real))
+        positions = F.pad(positions, (0, count - real)).to(self.device)
         rotations = self._rotations(positions)
         x = self._embed(tokens)
         choices: list[Tensor] = []
-        last, tables = len(self.weights.layers) - 1, self.cache.tables()
+        last = len(self.weights.layers) - 1
+        tables = self.cache.tables()
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
             q, k, v = self._qkv(layer, x, rotations[kind])
             self.cache.write(tables[i], index, k[:real], v[:real])
             if i == last:
-                self.cache.write_choices(at_rows, positions[:real], [chosen[:real] for chosen in choices])
+                self.cache.write_choices(token_rows, positions[:real], [experts[:real] for experts in choices])
                 return
+            # Each block is one call for all its prompts: queries in rows of one length, against the keys in the cache.
             attended = q.new_zeros(count, self.H * self.D)
             for block in blocks:
                 size, length = block.masks[kind].shape
                 queries = q.new_zeros(block.prompts * size, self.H, self.D)
-                queries.index_copy_(0, block.place, q[block.tokens].flatten(1, 2))
+                queries.index_copy_(0, block.slots, q[block.tokens].flatten(1, 2))
                 queries = queries.unflatten(0, (block.prompts, size)).transpose(1, 2)
                 keys, values = (c[i, :, :, :length][block.rows] for c in (self.cache.keys, self.cache.values))
                 out = F.scaled_dot_product_attention(
                     queries, keys, values, attn_mask=block.masks[kind], scale=self.scale, enable_gqa=True
                 )
                 out = out.transpose(1, 2).reshape(-1, self.H * self.D)
-                attended.index_copy_(0, block.tokens, out[block.place])
+                attended.index_copy_(0, block.tokens, out[block.slots])
             self._finish_layer(layer, x, attended, choices)
 
     def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor) -> list[_Block]:
@@ -156,7 +171,9 @@ class Decoder:
         pieces of the prompt, so that its keys have a fixed shape. Half a block, for short prompts, rounds like a whole
         one.
         """
-        blocks, first, longest = [], int(positions.min()), int(ends.max())
+        blocks = []
+        first = int(positions.min())
+        longest = int(ends.max())
         size = longest - first
         if self.queries:
             size = self.queries if longest > self.queries // 2 else self.queries // 2
@@ -166,20 +183,22 @@ class Decoder:
             reaching = (ends > begin) & (starts < begin + size)
             if not reaching.any():
                 continue
-            place = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
-            keys, queries = self.steps[: begin + size], self.steps[begin : begin + size, None]
+            slots = (reaching.cumsum(0) - 1)[prompt[inside]] * size + positions[inside] - begin
+            # Queries see keys up to their own position, within the window of each kind of attention.
+            keys = self.steps[: begin + size]
+            queries = self.steps[begin : begin + size, None]
             masks = []
             for _, window in self.kinds:
                 unseen = keys > queries
                 if window is not None:
                     unseen |= keys <= queries - window
                 masks.append(bias_of(unseen, self.cache.keys.dtype))
-            chosen = rows[reaching].tolist()
-            stride = chosen[1] - chosen[0] if len(chosen) > 1 else 1
+            block_rows = rows[reaching].tolist()
+            stride = block_rows[1] - block_rows[0] if len(block_rows) > 1 else 1
             # Evenly spaced rows, the usual case, are a view.
-            even = stride > 0 and chosen == list(range(chosen[0], chosen[-1] + 1, stride))
-            where = slice(chosen[0], chosen[-1] + 1, stride) if even else chosen
-            blocks.append(_Block(inside.to(self.device), place.to(self.device), len(chosen), where, masks))
+            even = stride > 0 and block_rows == list(range(block_rows[0], block_rows[-1] + 1, stride))
+            index = slice(block_rows[0], block_rows[-1] + 1, stride) if even else block_rows
+            blocks.append(_Block(inside.to(self.device), slots.to(self.device), len(block_rows), index, masks))
         return blocks
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -187,12 +206,12 @@ class Decoder:
         return x if self.embed_scale is None else x * self.embed_scale
 
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
-        """Of each kind of attention: cosines and sines (N, 1, 1, D) of these positions, and the order of `Rotary`."""
-        of = {
+        """Cosines and sines (N, 1, 1, D) of these positions, and the order of dimensions, by kind of attention."""
+        rotations = {
             key: rotary and (rotary.cos[positions][:, None, None], rotary.sin[positions][:, None, None], rotary.order)
             for key, rotary in self.rotary.items()
         }
-        return [of[kind.rotary] for kind in self.kinds]
+        return [rotations[kind.rotary] for kind in self.kinds]
 
     def _qkv(
         self, layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor | None] | None
@@ -203,6 +222,7 @@ class Decoder:
         if layer.qk_norm is not None and layer.qk_norm.dim() > 1:
             qk = self._norm(qk, layer.qk_norm)
         elif layer.qk_norm is not None:
+            # One norm over all heads of q, and one over those of k.
             parts = qk[:, :, :-1].flatten(1), qk[:, :, -1].flatten(1)
             norms = layer.qk_norm.split([part.shape[1] for part in parts])
             normed = [self._norm(part, norm) for part, norm in zip(parts, norms, strict=True)]
@@ -217,10 +237,11 @@ class Decoder:
         """Output projection and feed-forward, added to the residual stream x (N, C) in place. A mixture appends the
         experts of each token to `choices`, (N, k)."""
         x += self._norm(layer.output(attended), layer.attended_norm)
-        h, ffn = self._norm(x, layer.mlp_norm), layer.feed_forward
+        h = self._norm(x, layer.mlp_norm)
+        ffn = layer.feed_forward
         if isinstance(ffn, Experts):
-            out, chosen = ffn(h, self.act)
-            choices.append(chosen)
+            out, experts = ffn(h, self.act)
+            choices.append(experts)
         else:
             gate, up = ffn.gate_up(h).chunk(2, -1)
             out = ffn.down(self.act(gate).mul_(up))
@@ -232,48 +253,50 @@ class Decoder:
 
 class _Block(NamedTuple):
     tokens: Tensor  # (n,): indices of the tokens
-    place: Tensor  # (n,): their positions among the block's queries, prompt after prompt
+    slots: Tensor  # (n,): their indices among the block's queries, prompt after prompt
     prompts: int
-    rows: Any  # index of the prompts' cache rows
-    masks: list[Tensor]  # of each kind of attention, (queries of a prompt, keys)
+    rows: slice | list[int]  # index of the prompts' cache rows
+    masks: list[Tensor]  # by kind of attention, (queries of a prompt, keys)
 
 
 @lru_cache
 def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
-    """The step between attention's lengths at which its scores on this CPU are the same bits at every length.
+    """The smallest step between attention's lengths at which its scores on this CPU have the same bits at each length.
 
-    Libraries round small products differently, each below a limit of its own: PyTorch has a loop for less than 400
+    Libraries round small products differently, each below its own limit: PyTorch has a loop for less than 400
     products, and MKL on Intel's processors a kernel that multiplies by `scale` at another place: up to 112 positions
     of 6 heads of 128, and 176 of 12 heads of 192. So scores of `group` heads of `size` are computed at every length.
     """
-    most = min(longest, 4 * BLOCK)
+    limit = min(longest, 4 * BLOCK)
     random = torch.Generator().manual_seed(0)
-    queries, keys = (torch.randn(8, rows, size, generator=random) for rows in (group, most))
-    bias = torch.zeros(8, 1, most)
+    queries, keys = (torch.randn(8, rows, size, generator=random) for rows in (group, limit))
+    bias = torch.zeros(8, 1, limit)
 
     def scores(length: int) -> Tensor:
         return torch.baddbmm(bias[:, :, :length], queries, keys[:, :length].transpose(1, 2), alpha=scale)
 
-    whole, granule = scores(most), 16
-    same = {length: torch.equal(scores(length), whole[:, :, :length]) for length in range(granule, most, granule)}
-    while granule < most and not all(same[length] for length in range(granule, most, granule)):
+    # The longest product is the reference; a granule is right if all its multiples agree with it.
+    expected = scores(limit)
+    granule = 16
+    equal = {length: torch.equal(scores(length), expected[:, :, :length]) for length in range(granule, limit, granule)}
+    while granule < limit and not all(equal[length] for length in range(granule, limit, granule)):
         granule *= 2
-    return min(granule, most)
+    return min(granule, limit)
 
 
 @lru_cache(maxsize=1)
-def bags_of(heads: int, group: int, length: int, room: int) -> tuple[Tensor, Tensor]:
-    """For `embedding_bag`: indices (heads * group * length,) of the values that each query head sums, in a layer of the
-    cache with `room` positions, and where each head's begin. Its kernel takes half the time of `bmm`, and adds in the
-    order of positions at any length."""
-    first = torch.arange(heads, dtype=torch.int32)[:, None, None] * room
-    places = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
-    return places, torch.arange(0, len(places), length, dtype=torch.int32)
+def embedding_bag_indices(heads: int, group: int, length: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Indices (heads * group * length,) of the values that each query head sums with `embedding_bag`, in a layer of the
+    cache with `capacity` positions, and the first index of each head. Its kernel takes half the time of `bmm`, and adds
+    in the order of positions at any length."""
+    first = torch.arange(heads, dtype=torch.int32)[:, None, None] * capacity
+    indices = (first + torch.arange(length, dtype=torch.int32)).expand(-1, group, -1).flatten()
+    return indices, torch.arange(0, len(indices), length, dtype=torch.int32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension of x (..., D); a weight (D,) or of
-    several of x's last dimensions."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension of x (..., D); the weight is (D,), or
+    has several of x's last dimensions."""
     size = x.shape[-1]
     if x.device.type != "cpu" or x.dtype != torch.float32:
         normed = F.rms_norm(x, (size,), weight if weight.dim() == 1 else None, eps)
@@ -291,11 +314,11 @@ def float32(number: float) -> Tensor:
 
 
 def bias_of(unseen: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where `unseen`, else 0; of its shape."""
+    """-inf where `unseen`, 0 elsewhere, in its shape."""
     return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
 
-class Rotary(NamedTuple):
+class RotaryTables(NamedTuple):
     """Rotation is x * cos + turned * sin, where `turned` is roll(x, D / 2), or x[order] where only a part rotates."""
 
     cos: Tensor  # (length, D)
@@ -303,21 +326,30 @@ class Rotary(NamedTuple):
     order: Tensor | None  # (D,)
 
 
-def rotary_tables(config: Any, key: str, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+def rotary_tables(
+    config: PreTrainedConfig, key: str, length: int, dtype: torch.dtype, device: torch.device
+) -> RotaryTables:
     """The tables of one entry of `rotary_parameters`, with transformers' own frequencies for scaled variants."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope, D = rotary_parameters(config)[key], head_size(config)
+    rope = rotary_parameters(config)[key]
+    D = head_size(config)
     if rope["rope_type"] == "default":
         R = int(D * rope.get("partial_rotary_factor", 1.0)) if config.model_type == "phi3" else D
-        frequencies, scale = 1.0 / rope["rope_theta"] ** (torch.arange(0, R, 2).float() / R), 1.0
+        frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, R, 2).float() / R)
+        scale = 1.0
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=key or None)
+    # Both halves of the rotating part turn by the same angles.
     angles = torch.outer(torch.arange(length).float(), frequencies.float())
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    cos, sin, R = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), 2 * len(frequencies)
+    cos = (angles.cos() * scale).repeat(1, 2)
+    sin = angles.sin() * scale
+    sin = torch.cat([-sin, sin], -1)
+    R = 2 * len(frequencies)
     order = None
     if R < D:
-        cos, sin = F.pad(cos, (0, D - R), value=1.0), F.pad(sin, (0, D - R))
+        # Dimensions that do not rotate have angle 0.
+        cos = F.pad(cos, (0, D - R), value=1.0)
+        sin = F.pad(sin, (0, D - R))
         order = torch.cat([torch.arange(R).roll(R // 2), torch.arange(R, D)]).to(device)
-    return Rotary(cos.to(device, dtype), sin.to(device, dtype), order)
+    return RotaryTables(cos.to(device, dtype), sin.to(device, dtype), order)

@@ -19,23 +19,26 @@ from torch import Tensor
 from ..models.weight_layouts import layout
 from ..system.devices import accelerator
 from ..types import Completion, Sampling
-from .batch import Batch, Request
+from .batch import RunningBatch
 from .cache import BLOCK, WIDTH, rounded, token_bytes
 from .decoder import Decoder
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
+from .requests import EngineRequest
 from .settings import EngineSettings
 from .weights import Weights, load_config, load_eos, read_checkpoint
 
 log = logging.getLogger(__name__)
-MARGIN = 3 << 29  # bytes that a GPU keeps for a prefill, libraries and gaps
-Order = tuple[Weights | Literal["release", "restore"], "Future[None]"]
+# Bytes that a GPU keeps for a prefill, libraries and gaps between allocations: a generous estimate, not a measurement.
+MARGIN = 3 << 29
+Command = Weights | Literal["release", "restore"]
+Order = tuple[Command, "Future[None]"]
 
 
 class EmbeddedEngine:
     """An `Engine` for checkpoints of `forge.models.FAMILIES` in this process.
 
-    All callers share one batch, which runs in a thread of its own. A request starts as soon as rows of the batch are
+    All callers share one batch, which runs in a separate thread. A request starts as soon as rows of the batch are
     free; its prompt is computed once for all samples.
     """
 
@@ -65,32 +68,35 @@ class EmbeddedEngine:
         """
         folder = Path(model)
         self.config = config = load_config(folder)
-        how = EngineSettings(**settings)
+        options = EngineSettings(**settings)
         if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
-        self.max_seq_len = check_length(config, how.max_seq_len)
+        self.max_seq_len = check_length(config, options.max_seq_len)
         self.device = torch.device(device or accelerator() or "cpu")
-        self.dtype: torch.dtype = getattr(torch, how.dtype)
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
         if self.dtype == torch.bfloat16 and not has_bfloat16(self.device):
             log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
             self.dtype = torch.float32
         self.eos = load_eos(folder, config)
-        self.on_update = how.on_update
-        how.check(config)
+        self.on_update = options.on_update
+        options.check(config)
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
-        rows, record = rounded(how.slots, WIDTH), how.router_replay
-        limit = self._cache_limit(how)
-        decoder = Decoder(config, weights, rows, self.max_seq_len, self.dtype, self.device, record, limit)
+        rows = rounded(options.slots, WIDTH)
+        # After the weights, which take their part of the memory.
+        limit = self._cache_limit(options)
+        decoder = Decoder(
+            config, weights, rows, self.max_seq_len, self.dtype, self.device, options.router_replay, limit
+        )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
-        self._batch = Batch(decoder, how.slots, prefill_tokens, int(how.prefix_cache_mb * 1e6))
-        self._waiting: deque[Request] = deque()
+        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, int(options.prefix_cache_mb * 1e6))
+        self._waiting: deque[EngineRequest] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False
         self._wake = threading.Condition()
         # Guarded by _wake: the callers' side.
-        self._submitted: list[Request] = []
-        self._cancelled: list[Request] = []
-        self._ordered: list[Order] = []
+        self._submitted: list[EngineRequest] = []
+        self._cancelled: list[EngineRequest] = []
+        self._new_orders: list[Order] = []
         self._closing = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
@@ -100,7 +106,7 @@ class EmbeddedEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """As `Engine.submit`.
+        """See `Engine.submit`.
 
         On a CPU in float32 the result of a seeded request depends on the request and the weights alone, bit for bit, on
         one machine and number of threads (tested with one and two). Elsewhere the random numbers are the same, but
@@ -111,9 +117,10 @@ class EmbeddedEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
-        request = Request(prompt, sampling, limit, seed, stops, priority, listener)
+        request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener)
 
         def free(future: Future[list[Completion]]) -> None:
+            # A failed listener, too, fails the future while its samples run.
             if future.cancelled() or future.exception():
                 with self._wake:
                     self._cancelled.append(request)
@@ -129,40 +136,42 @@ class EmbeddedEngine:
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """As `Engine.update_weights`, between two decode steps; generation continues while the tensors are read."""
+        """See `Engine.update_weights`. Weights change between two decode steps; generation continues while the tensors
+        are read."""
         future: Future[None] = Future()
         try:
             with self._wake:
                 self._check_alive()
+            # Read without the lock, which takes seconds; the engine may have failed meanwhile.
             weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
             with self._wake:
                 self._check_alive()
-                self._ordered.append((weights, future))
+                self._new_orders.append((weights, future))
                 self._wake.notify()
         except Exception as error:
             future.set_exception(error)
         return future
 
     def release(self) -> Future[None]:
-        """As `Engine.release`."""
+        """See `Engine.release`."""
         return self._order("release")
 
     def restore(self) -> Future[None]:
-        """As `Engine.restore`; memory is allocated at the next weight update."""
+        """See `Engine.restore`; memory is allocated at the next weight update."""
         return self._order("restore")
 
     @property
     def version(self) -> int:
         """Version of the weights that sample the next token."""
-        return self._batch.serves[0]
+        return self._batch.current_weights.version
 
     @property
     def identity(self) -> str:
         """Identity of those weights."""
-        return self._batch.serves[1]
+        return self._batch.current_weights.identity
 
     def stats(self) -> dict[str, int]:
-        """As `Engine.stats`, with `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
+        """See `Engine.stats`; also `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
         `decode_steps` and `cache_bytes`. A preempted sample counts as waiting, tokens recomputed after a weight update
         as prefilled.
         """
@@ -171,7 +180,7 @@ class EmbeddedEngine:
             requests = [*self._waiting, *self._submitted]
         return {
             "running": self._batch.running,
-            "waiting": sum(request.sampling.n - request.admitted for request in requests) + len(self._batch.cut),
+            "waiting": sum(request.sampling.n - request.admitted for request in requests) + len(self._batch.preempted),
             "generated_tokens": self._batch.generated,
             "prefilled_tokens": self._batch.prefilled,
             "reused_tokens": self._batch.reused,
@@ -180,7 +189,7 @@ class EmbeddedEngine:
         }
 
     def close(self) -> None:
-        """As `Engine.close`."""
+        """See `Engine.close`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -197,11 +206,12 @@ class EmbeddedEngine:
         """Bytes for keys and values; None: as many as they need, on a CPU.
 
         Raises:
-            ValueError: too few for two rows, which a decode step has at least, and the dock.
+            ValueError: too few for two rows, which a decode step has at least, and the prefill row.
         """
-        least = 3 * rounded(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
+        minimum = 3 * rounded(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
         if settings.cache_gb is not None:
-            limit, source = round(settings.cache_gb * 1e9), "generator.cache_gb"
+            limit = round(settings.cache_gb * 1e9)
+            source = "generator.cache_gb"
         elif self.device.type != "cuda":
             return None
         else:
@@ -211,19 +221,20 @@ class EmbeddedEngine:
             weights = sum(torch.Size(p.shape).numel() for parts in layout(self.config).values() for p in parts)
             logits = 4 * settings.slots * self.config.vocab_size * 4
             reserved = weights * self.dtype.itemsize + logits + int(settings.prefix_cache_mb * 1e6) + MARGIN
-            limit, source = free - reserved, f"this device has {free / 1e9:.1f} GB left, and the engine"
-        if limit < least:
+            limit = free - reserved
+            source = f"this device has {free / 1e9:.1f} GB left, and the engine"
+        if limit < minimum:
             raise ValueError(
-                f"{source}: {max(limit, 0) / 1e6:,.1f} MB for keys and values are less than the {least / 1e6:,.1f} MB "
-                f"of three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
+                f"{source}: {max(limit, 0) / 1e6:,.1f} MB for keys and values are less than the {minimum / 1e6:,.1f} "
+                f"MB of three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
             )
         return limit
 
-    def _order(self, what: Literal["release", "restore"]) -> Future[None]:
+    def _order(self, command: Literal["release", "restore"]) -> Future[None]:
         future: Future[None] = Future()
         with self._wake:
             self._check_alive()
-            self._ordered.append((what, future))
+            self._new_orders.append((command, future))
             self._wake.notify()
         return future
 
@@ -234,27 +245,30 @@ class EmbeddedEngine:
             raise self._error
 
     def _run(self, threads: int) -> None:
+        """The engine's thread: steps the batch until the engine closes or fails."""
         torch.set_num_threads(threads)
         error: BaseException = RuntimeError("the engine was closed before this was complete")
         try:
             with torch.inference_mode():
-                while self._collect():
+                while self._accept():
+                    # Before an order is carried out running sequences must end, or their weights change.
                     self._batch.admit(deque() if self._orders or self._released else self._waiting)
                     if self._batch.rows:
                         for request in self._batch.step():
                             # Its listener may have failed it in this step.
                             if not request.future.done() and request.future.set_running_or_notify_cancel():
-                                request.future.set_result([c for _, c in sorted(request.done.items())])
+                                request.future.set_result([c for _, c in sorted(request.completions.items())])
         except BaseException as raised:  # any error must reach the callers
             error = EngineFailed(f"the engine ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
+        # From here on callers get the error at once; those that wait get it below.
         with self._wake:
             self._error = error
-            rows = (*self._batch.rows, *self._batch.cut)
+            rows = (*self._batch.rows, *self._batch.preempted)
             requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
-            orders = [future for _, future in (*self._orders, *self._ordered)]
+            orders = [future for _, future in (*self._orders, *self._new_orders)]
             self._orders.clear()
-            self._ordered.clear()
+            self._new_orders.clear()
             self._waiting.clear()
             self._submitted.clear()
         pending: list[Future[Any]] = [request.future for request in requests]
@@ -262,43 +276,50 @@ class EmbeddedEngine:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def _collect(self) -> bool:
+    def _accept(self) -> bool:
         """Accept the callers' requests and orders, waiting for them if nothing runs; False when closing."""
         batch = self._batch
         with self._wake:
-            while not (self._closing or self._submitted or self._ordered or self._cancelled):
-                if (self._waiting and not self._released) or self._orders or batch.running or batch.cut:
+            while not (self._closing or self._submitted or self._new_orders or self._cancelled):
+                if (self._waiting and not self._released) or self._orders or batch.running or batch.preempted:
                     break
                 self._wake.wait()
             if self._closing:
                 return False
+            # Waiting requests stay in order: a new one comes after those of its priority.
             for request in self._submitted:
                 bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
+            self._submitted = []
             cancelled = self._cancelled
-            self._orders.extend(self._ordered)
-            self._submitted, self._cancelled, self._ordered = [], [], []
+            self._cancelled = []
+            self._orders.extend(self._new_orders)
+            self._new_orders = []
+        # Outside the lock: callers need not wait for the batch.
         for request in cancelled:
             batch.drop(request)
             if request in self._waiting:
                 self._waiting.remove(request)
-        while self._orders and self._carry_out():
+        while self._orders and self._execute_order():
             pass
         return True
 
-    def _carry_out(self) -> bool:
-        """Carry out the first order; of consecutive updates the newest. False if running sequences must end first."""
-        batch, (what, _) = self._batch, self._orders[0]
+    def _execute_order(self) -> bool:
+        """Execute the first order; of consecutive updates the newest. False if running sequences must end first."""
+        batch = self._batch
+        command, _ = self._orders[0]
         count = 1
-        if isinstance(what, Weights):
+        if isinstance(command, Weights):
             if self.on_update == "finish" and batch.running:
                 return False
             updates = [w for w, _ in takewhile(lambda order: isinstance(order[0], Weights), self._orders)]
-            count, newest = len(updates), updates[-1]
+            count = len(updates)
+            newest = updates[-1]
             assert isinstance(newest, Weights)
-            batch.switch(newest, self._waiting, cut=self.on_update == "recompute")
+            batch.switch(newest, self._waiting, preempt=self.on_update == "recompute")
             self._released = False
-        elif what == "release" and not self._released:
-            if batch.running or batch.cut:
+        elif command == "release" and not self._released:
+            # Preempted samples resume first: their tokens are of weights that are dropped here.
+            if batch.running or batch.preempted:
                 return False
             batch.release(self._waiting)
             self._released = True

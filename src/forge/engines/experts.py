@@ -14,11 +14,11 @@ from .linear import Linear
 
 @dataclass(slots=True)
 class Experts:
-    """The feed-forward of a layer. E: experts, C: hidden size, I: intermediate size of one."""
+    """Feed-forward of a layer as a mixture. E: experts, C: hidden size, I: intermediate size of an expert."""
 
     router: Linear  # C -> E
-    gate_up: Sequence[Linear]  # of each expert, C -> 2I
-    down: Sequence[Linear]  # of each expert, I -> C
+    gate_up: Sequence[Linear]  # by expert, C -> 2I
+    down: Sequence[Linear]  # by expert, I -> C
     k: int  # experts of a token
     normalised: bool  # whether the gates of a token are scaled to a sum of 1
 
@@ -28,27 +28,29 @@ class Experts:
         On a CPU a token's result does not depend on the others: its products have one of the numbers of rows that round
         alike (see `Decoder`), and its experts are added in the order of their gates.
         """
-        gates, chosen = self.router(x).float().softmax(-1).topk(self.k, -1)
+        gates, experts = self.router(x).float().softmax(-1).topk(self.k, -1)
         if self.normalised:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates.to(x.dtype)
-        order = chosen.flatten().argsort(stable=True)  # the pairs of token and expert, expert by expert
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.down)).tolist()
-        of_pairs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+        order = experts.flatten().argsort(stable=True)  # the pairs of token and expert, expert by expert
+        counts = torch.bincount(experts.flatten(), minlength=len(self.down)).tolist()
+        outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
         for expert, pairs in enumerate(order.split(counts)):
             if len(pairs):
                 rows = F.pad(x[pairs // self.k], (0, 0, 0, padded(len(pairs)) - len(pairs)))
                 gate, up = self.gate_up[expert](rows).chunk(2, -1)
-                of_pairs[pairs] = self.down[expert](act(gate).mul_(up))[: len(pairs)]
-        of_pairs = of_pairs.view(len(x), self.k, -1)
-        out = of_pairs[:, 0] * gates[:, :1]
+                outputs[pairs] = self.down[expert](act(gate).mul_(up))[: len(pairs)]
+        # Added one gate after the other: a sum over the dimension may round in another order.
+        outputs = outputs.view(len(x), self.k, -1)
+        out = outputs[:, 0] * gates[:, :1]
         for i in range(1, self.k):
-            out.addcmul_(of_pairs[:, i], gates[:, i, None])
-        return out, chosen
+            out.addcmul_(outputs[:, i], gates[:, i, None])
+        return out, experts
 
 
 def padded(rows: int) -> int:
-    """2 to 8 or a multiple of 8, and of 64 from there on: kernels are prepared for every new number of rows."""
+    """Number of rows of a product: 2 to 8, a multiple of 8 up to 64, and of 64 beyond. Kernels are prepared for every
+    new number of rows."""
     if rows <= 8:
         return max(rows, 2)
     return -(-rows // 8) * 8 if rows <= 64 else -(-rows // 64) * 64

@@ -6,20 +6,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..models.architecture import longest
 from ..types import Completion, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedConfig
 
 
 class EngineFailed(RuntimeError):
     """The engine failed and no longer runs; names the cause."""
 
 
-LONGEST = 4096  # the default of max_seq_len is at most this
+# The default of max_seq_len is at most this: with the limit of most models, 32k and more, a few rows fill the memory.
+LONGEST = 4096
 
 # Called with (sample, piece): a Completion of new tokens alone, whose `finish` is "" unless they are the sample's last.
 Listener = Callable[[int, Completion], None]
@@ -63,7 +65,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights in use; of a released engine, the last one."""
+        """The version of the weights in use; for a released engine, the last one."""
 
     @property
     def identity(self) -> str:
@@ -84,18 +86,18 @@ class Engine(Protocol):
         """Stop the engine and its processes. Incomplete requests fail with a RuntimeError."""
 
 
-def extend(whole: Completion, piece: Completion) -> None:
+def extend(completion: Completion, piece: Completion) -> None:
     """Append the next tokens of a sample to its completion."""
-    whole.token_ids += piece.token_ids
-    whole.logprobs += piece.logprobs
-    whole.versions += piece.versions
-    whole.top_logprobs += piece.top_logprobs
-    whole.identities |= piece.identities
-    whole.finish = piece.finish
+    completion.token_ids += piece.token_ids
+    completion.logprobs += piece.logprobs
+    completion.versions += piece.versions
+    completion.top_logprobs += piece.top_logprobs
+    completion.identities |= piece.identities
+    completion.finish = piece.finish
 
 
 def part(piece: Completion, start: int, end: int) -> Completion:
-    """Some tokens of a piece; its `finish` only with the last of them."""
+    """Tokens `start` to `end` of a piece; its `finish` only with the last of them."""
     versions = piece.versions[start:end]
     return replace(
         piece,
@@ -108,8 +110,8 @@ def part(piece: Completion, start: int, end: int) -> Completion:
     )
 
 
-def check_length(config: Any, max_seq_len: int | None) -> int:
-    """Most tokens of prompt and completion: `max_seq_len`, by default the model's limit or 4096 if that is less.
+def check_length(config: PreTrainedConfig, max_seq_len: int | None) -> int:
+    """Maximum tokens of prompt and completion: `max_seq_len`, by default the model's limit or 4096 if that is less.
 
     Raises:
         ValueError: less than two tokens, or more than the model's limit.

@@ -45,8 +45,9 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
-        """The product in at least float32. Of half-precision matrices on CUDA the sums are not rounded to half
-        precision, as those of a trainer are not."""
+        """The product in at least float32. For half-precision matrices on CUDA the sums are not rounded to half
+        precision, as a trainer's are not."""
+        # Elsewhere the product is computed in the matrices' own precision, and only stored in float32.
         if not has_wide_products(x, self.weight):
             y = self(x)
             return y.to(torch.promote_types(y.dtype, torch.float32))

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TOKENS = 16  # of a block
+# Tokens of a block, as many as vLLM's default: smaller blocks find more of a prompt, with more of them to look up.
+TOKENS = 16
 
 Prefix = tuple[Tensor, ...]  # keys, values, (layers, K, tokens, D) each, and choices of experts; see `Cache.read`
 Key = tuple[int, tuple[int, ...]]  # the block before this one, 0 for none, and its own tokens
@@ -29,7 +30,8 @@ class PrefixCache:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.size = limit, 0
+        self.limit = limit
+        self.size = 0
         self._blocks: OrderedDict[Key, Block] = OrderedDict()  # a block is always newer than those that continue it
         self._number = 0
 
@@ -37,41 +39,50 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, tokens: Sequence[int]) -> list[Prefix]:
-        """The longest chain of known blocks that `tokens` begin with."""
-        keys, found, before = list[Key](), list[Prefix](), 0
-        for key in _keys(tokens):
-            block = self._blocks.get((before, key))
+        """The longest chain of cached blocks that `tokens` begin with."""
+        keys = list[Key]()
+        chain = list[Prefix]()
+        parent = 0
+        for block_tokens in _split(tokens):
+            block = self._blocks.get((parent, block_tokens))
             if block is None:
                 break
-            keys.append((before, key))
-            found.append(block.values)
-            before = block.number
-        for used in reversed(keys):
-            self._blocks.move_to_end(used)
-        return found
+            keys.append((parent, block_tokens))
+            # The next block is looked up as a child of this one.
+            chain.append(block.values)
+            parent = block.number
+        self._touch(keys)
+        return chain
 
     def add(self, tokens: Sequence[int], values: Prefix) -> None:
-        """Copy all whole blocks of `tokens` that are not known, from keys and values of all tokens."""
-        each = sum(part[:, :, :TOKENS].nbytes for part in values)
-        if not each or each > self.limit:
+        """Copy all full blocks of `tokens` that are not cached yet, from keys and values of all tokens."""
+        nbytes = sum(part[:, :, :TOKENS].nbytes for part in values)  # of a block
+        if not nbytes or nbytes > self.limit:
             return
-        keys, before = list[Key](), 0
-        for i, key in enumerate(_keys(tokens)):
-            block = self._blocks.get((before, key))
+        keys = list[Key]()
+        parent = 0
+        for i, block_tokens in enumerate(_split(tokens)):
+            block = self._blocks.get((parent, block_tokens))
             if block is None:
-                if (len(keys) + 1) * each > self.limit:
+                # The beginning of a prompt that does not fit: its later blocks would drop it again.
+                if (len(keys) + 1) * nbytes > self.limit:
                     break
                 self._number += 1
-                own = slice(i * TOKENS, (i + 1) * TOKENS)
-                block = self._blocks[before, key] = Block(self._number, tuple(p[:, :, own].clone() for p in values))
-                self.size += each
-            keys.append((before, key))
-            before = block.number
-        for used in reversed(keys):
-            self._blocks.move_to_end(used)
+                span = slice(i * TOKENS, (i + 1) * TOKENS)
+                block = Block(self._number, tuple(part[:, :, span].clone() for part in values))
+                self._blocks[parent, block_tokens] = block
+                self.size += nbytes
+            keys.append((parent, block_tokens))
+            parent = block.number
+        self._touch(keys)
         while self.size > self.limit:
             _, dropped = self._blocks.popitem(last=False)
             self.size -= sum(part.nbytes for part in dropped.values)
+
+    def _touch(self, keys: list[Key]) -> None:
+        """Make a chain of blocks the newest, its first block the last to be dropped."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
 
     def clear(self) -> None:
         """Drop everything: the weights change."""
@@ -79,5 +90,6 @@ class PrefixCache:
         self.size = 0
 
 
-def _keys(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(tokens[at : at + TOKENS]) for at in range(0, len(tokens) - TOKENS + 1, TOKENS)]
+def _split(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """The full blocks of tokens."""
+    return [tuple(tokens[start : start + TOKENS]) for start in range(0, len(tokens) - TOKENS + 1, TOKENS)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from ..config.sections import Section
 from ..models.architecture import sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class EngineSettings(Section):
@@ -20,25 +23,27 @@ class EngineSettings(Section):
     max_seq_len: int | None = Field(None, ge=2)
     """Most tokens of prompt and completion together; null: the model's limit, at most 4096."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and cache. A CPU without bfloat16 arithmetic computes in float32 and logs it (`embedded`)."""
+    """Data type of weights and cache. A CPU without bfloat16 arithmetic computes in float32 and logs it
+    (`embedded`)."""
     on_update: Literal["continue", "finish", "recompute"] = "continue"
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
     ([weights.md](weights.md))."""
     prefix_cache_mb: float = Field(256, ge=0)
     """Memory for keys and values of prompts, in MB: a prompt that begins as another did, such as an episode's next
-    turn, is computed from where they differ. A weight update empties it. 0: none. vLLM has its own."""
+    turn, is computed from where they differ. A weight update empties it. 0: no cache. vLLM has another."""
     cache_gb: float | None = Field(None, gt=0)
     """Memory for keys and values of running sequences, in GB (`embedded`): a request whose longest possible answer has
-    no room beside those that run waits. Null: what a GPU has left beside two versions of the weights; on a CPU as much
-    as `slots` sequences need. vLLM has `gpu_memory_utilization`."""
+    no room beside those that run waits. Null: the free memory of a GPU beside two versions of the weights; on a CPU as
+    much as `slots` sequences need. vLLM has `gpu_memory_utilization`."""
     router_replay: bool = False
-    """Of a mixture of experts: completions carry the experts of each token, and the trainer computes with them
+    """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's engine, by their names there."""
+    """Further arguments of vLLM's engine, by vLLM's names."""
 
     def _check(self) -> None:
+        # Settings of one engine are an error with the other: they would do nothing.
         if self.router_replay and self.engine != "embedded":
             raise ValueError(f"generator.router_replay needs generator.engine: embedded, it is {self.engine}")
         if self.engine == "vllm" and self.prefix_cache_mb != type(self).model_fields["prefix_cache_mb"].default:
@@ -54,7 +59,7 @@ class EngineSettings(Section):
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
             )
 
-    def check(self, config: Any) -> None:
+    def check(self, config: PreTrainedConfig) -> None:
         """ValueError: a setting that a model of this transformers config does not have."""
         if self.router_replay and not sparse_layers(config):
             raise ValueError(f"generator.router_replay needs a mixture of experts, this is {config.model_type}")
@@ -65,6 +70,7 @@ class EngineSettings(Section):
         Raises:
             ValueError: the engine cannot divide a model, or `vllm` divides it otherwise.
         """
+        # The embedded engine has the whole model in one process.
         if self.engine != "vllm":
             if procs == 1:
                 return self
@@ -72,9 +78,11 @@ class EngineSettings(Section):
                 f"procs = {procs} is one model over {procs} processes (tensor parallelism), and the embedded engine "
                 f"has one: set generator.engine to vllm, or procs to 1 and num_replicas to {procs}"
             )
-        stages, given = self.vllm.get("pipeline_parallel_size", 1), self.vllm.get("tensor_parallel_size")
-        if procs % stages or given not in (None, procs // stages):
-            product = f"{given or '?'} x {stages}"
+        # vLLM divides by stages and by tensors; the product is the number of processes.
+        stages = self.vllm.get("pipeline_parallel_size", 1)
+        tensor_parallel = self.vllm.get("tensor_parallel_size")
+        if procs % stages or tensor_parallel not in (None, procs // stages):
+            product = f"{tensor_parallel or '?'} x {stages}"
             raise ValueError(
                 f"procs = {procs} must be tensor_parallel_size x pipeline_parallel_size of generator.vllm, {product}"
             )

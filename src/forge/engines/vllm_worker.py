@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor
 
 from .vllm_args import OWNER
-from .weights import Place, read_handover
+from .weights import TensorLocation, read_handover
 
 
 def _die_with(owner: int) -> None:
     try:
         handle = os.pidfd_open(owner)
-    except ProcessLookupError:  # it is gone already
+    except ProcessLookupError:  # the owner has ended already
         os.kill(os.getpid(), signal.SIGKILL)
         return
 
@@ -38,23 +38,24 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def forge_load(self, path: str, places: list[Place], dtype: str) -> None:
+    def forge_load(self, path: str, locations: list[TensorLocation], dtype: str) -> None:
         """Replace the model's tensors by those of a `Handover`."""
-        named = [(name, tuple(shape), start) for name, shape, start in places]
-        self.reload_weights(weights_iterator=read_handover(path, named, dtype))  # type: ignore[attr-defined]
+        # vLLM's messages turn tuples into lists.
+        locations = [(name, tuple(shape), start) for name, shape, start in locations]
+        self.reload_weights(weights_iterator=read_handover(path, locations, dtype))  # type: ignore[attr-defined]
 
     def forge_release(self) -> None:
         """Free the key-value cache on a CPU, where vLLM's sleep mode does nothing."""
         # Layers are views of few storages, or of one.
         caches: list[Tensor] = self.model_runner.kv_caches
         storages = {storage.data_ptr(): storage for storage in (cache.untyped_storage() for cache in caches)}
-        self.forge_given = [(storage, storage.nbytes()) for storage in storages.values()]
-        for storage, _ in self.forge_given:
+        self.freed_storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self.freed_storages:
             storage.resize_(0)
 
     def forge_restore(self) -> None:
         """Allocate the key-value cache again, empty."""
-        for storage, size in self.forge_given:
+        for storage, size in self.freed_storages:
             storage.resize_(size)
         for cache in self.model_runner.kv_caches:
             cache.zero_()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,20 +15,23 @@ from torch import Tensor
 from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..models.files import read_json
 from ..models.read_once import model_config
-from ..models.weight_layouts import EMBEDDING, HEAD, Part, follows, head_size, layout, split_experts
+from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, follows, head_size, layout, split_experts
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts
 from .linear import Linear, pack
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others: silu
+ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of other families: silu
 NORMS = ("input_norm", "attended_norm", "mlp_norm", "fed_norm", "qk_norm")
-ALIGNMENT = 64  # bytes
+ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels load
 
-Place = tuple[str, tuple[int, ...], int]  # name, shape, first byte
+TensorLocation = tuple[str, tuple[int, ...], int]  # name, shape, first byte
 
 
-def load_config(folder: Path) -> Any:
+def load_config(folder: Path) -> PreTrainedConfig:
     """The transformers config of a checkpoint folder, for the embedded engine.
 
     Raises:
@@ -45,7 +48,8 @@ def load_config(folder: Path) -> Any:
     scaled = [rope for rope in ropes if rope.get("rope_type", "default") != "default"]
     partial = family != "phi3" and any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in scaled)
     experts = config.num_experts if sparse_layers(config) else 0
-    for fits, what in (
+    # Each thing that the decoder computes in one way only.
+    for supported, feature in (
         (types <= {"full_attention", "sliding_attention"}, f"layer_types {sorted(types)}"),
         (act == ACTIVATIONS.get(family, "silu"), f"hidden_act {act!r}"),
         (not (family in MLP_BIASES and config.mlp_bias), "mlp_bias"),
@@ -54,12 +58,12 @@ def load_config(folder: Path) -> Any:
         (not (family == "olmoe" and config.clip_qkv is not None), "clip_qkv"),
         (experts <= UNKNOWN_EXPERT, f"{experts} experts"),
     ):
-        if not fits:
-            raise ValueError(f"{folder}: the embedded engine does not support {what}")
+        if not supported:
+            raise ValueError(f"{folder}: the embedded engine does not support {feature}")
     return config
 
 
-def read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> PreTrainedConfig:
     """The transformers config of a checkpoint folder.
 
     Raises:
@@ -70,6 +74,7 @@ def read_config(folder: Path) -> Any:
         raise FileNotFoundError(f"no model folder at {folder}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no config.json in {folder}")
+    # Before transformers, whose message on an unknown family is long.
     model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported, but {', '.join(FAMILIES)}")
@@ -78,21 +83,21 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def check_head(folder: Path, config: Any) -> None:
-    """ValueError: embeddings and head are one by the config, and two in the checkpoint: transformers takes both, an
-    engine the embeddings alone."""
+def check_head(folder: Path, config: PreTrainedConfig) -> None:
+    """ValueError: the config ties embeddings and head, and the checkpoint has two different ones: transformers takes
+    both, an engine the embeddings alone."""
     if not config.tie_word_embeddings:
         return
     from safetensors import safe_open
 
-    places: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            places |= dict.fromkeys({EMBEDDING, HEAD} & {*tensors.keys()}, file)
-    if len(places) < 2:
+            files |= dict.fromkeys({EMBEDDING, HEAD} & {*tensors.keys()}, file)
+    if len(files) < 2:
         return
     weights = []
-    for name, file in places.items():
+    for name, file in files.items():
         with safe_open(file, framework="pt") as tensors:
             weights.append(tensors.get_tensor(name))
     if not torch.equal(*weights):
@@ -101,7 +106,7 @@ def check_head(folder: Path, config: Any) -> None:
         )
 
 
-def load_eos(folder: Path, config: Any) -> tuple[int, ...]:
+def load_eos(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json, or else of the model config."""
     path = folder / "generation_config.json"
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
@@ -134,7 +139,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(slots=True)
 class FeedForward:
-    """C: hidden size, I: intermediate size."""
+    """Gated feed-forward of a layer. C: hidden size, I: intermediate size."""
 
     gate_up: Linear  # C -> 2I
     down: Linear  # I -> C
@@ -144,7 +149,7 @@ class FeedForward:
 class Layer:
     """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size.
 
-    Norms of the inputs of attention and feed-forward, and of their outputs, are None where a family has none there.
+    Norms of the inputs of attention and feed-forward, and of their outputs, are None where a family lacks them.
     """
 
     qkv: Linear  # C -> (H + 2K) * D, in the order of `by_group`
@@ -167,8 +172,8 @@ class Weights:
 
     def __init__(
         self,
-        config: Any,
-        named: Iterable[tuple[str, Tensor]],
+        config: PreTrainedConfig,
+        named_tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype,
         device: torch.device,
         version: int = 0,
@@ -179,97 +184,110 @@ class Weights:
         Raises:
             ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
         """
-        self.version, self.identity = version, identity
-        table, tied = layout(config), config.tie_word_embeddings
+        self.version = version
+        self.identity = identity
+        table = layout(config)
+        tied = config.tie_word_embeddings
         shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
-        filling: dict[str, Tensor] = {}
-        left = {whole: len(parts) for whole, parts in table.items()}
-        done: dict[str, Tensor] = {}
+        # Fused tensors, by name: those of which some parts have arrived, and the number of missing parts.
+        partial: dict[str, Tensor] = {}
+        missing = {name: len(parts) for name, parts in table.items()}
+        complete: dict[str, Tensor] = {}
         with torch.no_grad():
-            for whole, i, tensor in checked(table, named, tied):
-                parts = table[whole]
-                if whole not in filling:
+            for name, i, tensor in checked_parts(table, named_tensors, tied):
+                parts = table[name]
+                if name not in partial:
                     rows = sum(part.rows for part in parts)
-                    filling[whole] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
+                    partial[name] = torch.empty(rows, *parts[0].inner, dtype=dtype, device=device)
                 first = sum(part.rows for part in parts[:i])
-                if shifted and whole.endswith("norm"):
+                if shifted and name.endswith("norm"):
                     tensor = tensor.float() + 1
-                filling[whole][first : first + parts[i].rows] = tensor
-                left[whole] -= 1
-                if not left[whole]:
+                partial[name][first : first + parts[i].rows] = tensor
+                missing[name] -= 1
+                if not missing[name]:
                     # Packed immediately, so that the next tensor reuses the plain copy's memory: allocating fresh
                     # memory would cost more than all the copying.
-                    full = filling.pop(whole)
-                    if ".qkv." in whole:
-                        full = by_group(full.unflatten(0, (-1, head_size(config))), config).flatten(0, 2)
-                    elif whole.endswith("qk_norm") and full.dim() > 1:
-                        full = by_group(full, config)
-                    done[whole] = pack(full) if whole.endswith(".weight") else full
+                    fused = partial.pop(name)
+                    if ".qkv." in name:
+                        fused = by_group(fused.unflatten(0, (-1, head_size(config))), config).flatten(0, 2)
+                    elif name.endswith("qk_norm") and fused.dim() > 1:
+                        fused = by_group(fused, config)
+                    complete[name] = pack(fused) if name.endswith(".weight") else fused
 
         def linear(name: str) -> Linear:
-            return Linear(done[f"{name}.weight"], done.get(f"{name}.bias"))
+            return Linear(complete[f"{name}.weight"], complete.get(f"{name}.bias"))
 
-        def feed_forward(at: str) -> FeedForward | Experts:
-            if f"{at}.router.weight" not in done:
-                return FeedForward(linear(f"{at}.gate_up"), linear(f"{at}.down"))
-            by_expert = (done.pop(f"{at}.experts.{name}").chunk(config.num_experts) for name in ("gate_up", "down"))
-            gate_up, down = ([Linear(pack(weight)) for weight in weights] for weights in by_expert)
-            k, normalised = config.num_experts_per_tok, config.norm_topk_prob
-            return Experts(linear(f"{at}.router"), gate_up, down, k, normalised)
+        def feed_forward(layer: str) -> FeedForward | Experts:
+            if f"{layer}.router.weight" not in complete:
+                return FeedForward(linear(f"{layer}.gate_up"), linear(f"{layer}.down"))
+            # Experts arrive as one tensor; each is a product of its own tokens.
+            gate_up, down = (
+                [Linear(pack(weight)) for weight in complete.pop(f"{layer}.experts.{name}").chunk(config.num_experts)]
+                for name in ("gate_up", "down")
+            )
+            return Experts(linear(f"{layer}.router"), gate_up, down, config.num_experts_per_tok, config.norm_topk_prob)
 
-        self.embed, self.norm = done["embed"], done["norm"]
+        self.embed = complete["embed"]
+        self.norm = complete["norm"]
         self.head = Linear(pack(self.embed)) if tied else linear("head")
         self.layers = [
             Layer(
-                qkv=linear(f"{at}.qkv"),
-                output=linear(f"{at}.output"),
-                feed_forward=feed_forward(at),
-                **{name: done.get(f"{at}.{name}") for name in NORMS},
+                qkv=linear(f"{layer}.qkv"),
+                output=linear(f"{layer}.output"),
+                feed_forward=feed_forward(layer),
+                **{name: complete.get(f"{layer}.{name}") for name in NORMS},
             )
-            for at in (f"layers.{i}" for i in range(config.num_hidden_layers))
+            for layer in (f"layers.{i}" for i in range(config.num_hidden_layers))
         ]
 
 
-def by_group(heads: Tensor, config: Any) -> Tensor:
-    """Heads (H + K, ...) or (H + 2K, ...), queries first, then keys and values, as (K, H / K + 1 or 2, ...): those of a
-    group are adjacent, so that decoding needs no copy of them."""
-    H, K = config.num_attention_heads, config.num_key_value_heads
-    queries, others = heads[:H].unflatten(0, (K, -1)), heads[H:].unflatten(0, (-1, K)).transpose(0, 1)
-    return torch.cat([queries, others], 1)
+def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Heads (H + K, ...) or (H + 2K, ...), queries first, then keys and values, as (K, H / K + 1 or 2, ...): the heads
+    of a group are adjacent, so that decoding needs no copy of them."""
+    H = config.num_attention_heads
+    K = config.num_key_value_heads
+    queries = heads[:H].unflatten(0, (K, -1))
+    keys_values = heads[H:].unflatten(0, (-1, K)).transpose(0, 1)
+    return torch.cat([queries, keys_values], 1)
 
 
-def checked(
-    table: dict[str, tuple[Part, ...]], named: Iterable[tuple[str, Tensor]], tied: bool
+def checked_parts(
+    table: dict[str, tuple[FusedPart, ...]], named_tensors: Iterable[tuple[str, Tensor]], tied: bool
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(entry of `table`, index of its part, tensor) for every tensor that the engine needs, in the given order.
 
     Raises:
         ValueError: an unknown or duplicate name, a wrong shape or, after the last tensor, a missing one.
     """
-    places = {part.name: (whole, i) for whole, parts in table.items() for i, part in enumerate(parts)}
-    for name, tensor in split_experts(named):
+    missing = {part.name: (entry, i) for entry, parts in table.items() for i, part in enumerate(parts)}
+    for name, tensor in split_experts(named_tensors):
         if follows(name, tied):
             continue
-        if name not in places:
+        if name not in missing:
             raise ValueError(f"weight {name!r} is unknown to this model, or given twice")
-        whole, i = places.pop(name)
-        if tensor.shape != table[whole][i].shape:
-            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {table[whole][i].shape}")
-        yield whole, i, tensor
-    if places:
-        first_missing, more = next(iter(places)), len(places) - 1
-        raise ValueError(f"weight {first_missing!r} is missing" + (f", and {more} more" if more else ""))
+        entry, i = missing.pop(name)
+        if tensor.shape != table[entry][i].shape:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model has {table[entry][i].shape}")
+        yield entry, i, tensor
+    if missing:
+        count = len(missing) - 1
+        raise ValueError(f"weight {next(iter(missing))!r} is missing" + (f", and {count} more" if count else ""))
 
 
 class Handover:
     """A policy's weights for another process of this host: all tensors, checked and in one dtype, in shared memory.
 
-    The memory is a memfd, reached through the writing process and freed with it. `path`, `places` and `dtype` are the
-    arguments of `read_handover`.
+    The memory is a memfd, reached through the writing process and freed with it. `path`, `locations` and `dtype` are
+    the arguments of `read_handover`.
     """
 
     def __init__(
-        self, config: Any, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, version: int, identity: str
+        self,
+        config: PreTrainedConfig,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        version: int,
+        identity: str,
     ):
         """Copy tensors under Hugging Face names.
 
@@ -277,39 +295,44 @@ class Handover:
             ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
             OSError: there is not enough memory.
         """
-        self.version, self.identity, self.dtype = version, identity, str(dtype).removeprefix("torch.")
+        self.version = version
+        self.identity = identity
+        self.dtype = str(dtype).removeprefix("torch.")
         table = layout(config)
-        self.places: list[Place] = []
+        self.locations: list[TensorLocation] = []
         total = 0
         for part in (part for parts in table.values() for part in parts):
-            self.places.append((part.name, part.shape, total))
+            self.locations.append((part.name, part.shape, total))
+            # Each tensor begins at a multiple of ALIGNMENT.
             size = torch.Size(part.shape).numel() * dtype.itemsize
             total += -(-size // ALIGNMENT) * ALIGNMENT
         self._file = os.memfd_create("forge-weights")
         try:
             os.posix_fallocate(self._file, 0, total)
             self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-            there = {name: tensor for name, tensor in read_handover(self.path, self.places, self.dtype, shared=True)}
+            shared = dict(read_handover(self.path, self.locations, self.dtype, shared=True))
             with torch.no_grad():
-                for whole, i, tensor in checked(table, named, config.tie_word_embeddings):
-                    there[table[whole][i].name].copy_(tensor)
+                for entry, i, tensor in checked_parts(table, named_tensors, config.tie_word_embeddings):
+                    shared[table[entry][i].name].copy_(tensor)
         except BaseException:
             self.close()
             raise
         if config.tie_word_embeddings:
             # vLLM loads a tied head only under its own name, and is silently wrong without it.
-            self.places += [(HEAD, shape, start) for name, shape, start in self.places if name == EMBEDDING]
+            self.locations += [(HEAD, shape, start) for name, shape, start in self.locations if name == EMBEDDING]
 
     def close(self) -> None:
         """Free the memory, as soon as no process reads it."""
         os.close(self._file)
 
 
-def read_handover(path: str, places: list[Place], dtype: str, shared: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything in a handover, as views of its memory; unless `shared`, writes stay private."""
-    memory = torch.UntypedStorage.from_file(path, shared, os.stat(path).st_size)
-    kind: torch.dtype = getattr(torch, dtype)
-    whole = torch.empty(0, dtype=kind).set_(memory)  # type: ignore[arg-type]
-    for name, shape, start in places:
-        first = start // kind.itemsize
-        yield name, whole[first : first + torch.Size(shape).numel()].view(shape)
+def read_handover(
+    path: str, locations: list[TensorLocation], dtype: str, shared: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each tensor in a handover, as a view of its memory; unless `shared`, writes stay private."""
+    storage = torch.UntypedStorage.from_file(path, shared, os.stat(path).st_size)
+    element: torch.dtype = getattr(torch, dtype)
+    memory = torch.empty(0, dtype=element).set_(storage)  # type: ignore[arg-type]
+    for name, shape, start in locations:
+        first = start // element.itemsize
+        yield name, memory[first : first + torch.Size(shape).numel()].view(shape)

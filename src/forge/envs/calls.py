@@ -19,15 +19,14 @@ from typing import Any, Literal, get_args
 
 from . import markup
 from .environment import Action, ToolCall
-from .markup import LONGEST, MOST
-from .schemas import parameters_of
+from .markup import MAX_CALLS, MAX_CHARACTERS
+from .schemas import Schema, parameters_of
 
 # Python warns of odd syntax as it parses, once for each place: a turn could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
 
 Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", "glm", "qwen_xml"]
 SYNTAXES: tuple[str, ...] = get_args(Syntax)
-Schema = Mapping[str, Any]
 
 _PYTHON_TAG = "<|python_tag|>"
 # What only the templates of a syntax hold, the more special ones first.
@@ -56,14 +55,16 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
         return Action(text, text.strip(), truncated=truncated)
     else:
         content, calls, errors = _read(text, syntax, schemas)
-        thought, closed, rest = text.partition("</think>")
-        argued = not errors and closed not in content and any(closed in str(call.arguments) for call in calls)
-        if closed and not argued:
-            content, calls, errors = _read(rest, syntax, schemas)
-            content = thought + closed + content
-    if len(calls) > MOST:
-        errors.append(f"more than {MOST} calls in one turn: the rest was left out")
-    numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:MOST]))
+        thought, closing, answer = text.partition("</think>")
+        # The tag may be within an argument; else the calls before it are thoughts.
+        in_arguments = not errors and closing not in content
+        in_arguments = in_arguments and any(closing in str(call.arguments) for call in calls)
+        if closing and not in_arguments:
+            content, calls, errors = _read(answer, syntax, schemas)
+            content = thought + closing + content
+    if len(calls) > MAX_CALLS:
+        errors.append(f"more than {MAX_CALLS} calls in one turn: the rest was left out")
+    numbered = (ToolCall(call.name, call.arguments, call.id or f"call_{n}") for n, call in enumerate(calls[:MAX_CALLS]))
     return Action(text, content.strip(), tuple(numbered), tuple(errors), truncated)
 
 
@@ -78,9 +79,9 @@ Read = tuple[str, list[ToolCall], list[str]]
 def _read(text: str, syntax: str, tools: Mapping[str, Schema]) -> Read:
     if syntax not in _MARKED:
         return {"hermes": _hermes, "llama3": _llama3, "plain": _plain}[syntax](text, tools)
-    content, found, errors = _MARKED[syntax](text, tools)
+    content, parsed, errors = _MARKED[syntax](text, tools)
     calls: list[ToolCall] = []
-    for name, arguments in found[: MOST + 1]:
+    for name, arguments in parsed[: MAX_CALLS + 1]:
         _from_json(json.dumps({"name": name or None, "arguments": arguments or {}}), "arguments", calls, errors)
     return content, calls, errors
 
@@ -102,6 +103,7 @@ def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
     calls: list[ToolCall] = []
     errors: list[str] = []
     decoder = json.JSONDecoder()
+    # Objects one after the other, as the model separated them.
     while body:
         try:
             _, end = decoder.raw_decode(body)
@@ -109,7 +111,7 @@ def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
             end = len(body)
         _from_json(body[:end], "parameters", calls, errors)
         body = body[end:].lstrip(" \n\t;,")
-        if len(calls) + len(errors) > MOST:
+        if len(calls) + len(errors) > MAX_CALLS:
             break
     return "", calls, errors
 
@@ -117,29 +119,30 @@ def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
 def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
     calls: list[ToolCall] = []
     errors: list[str] = []
-    left, position = [], 0
+    outside, position = [], 0
+    # Longer names first, so that a name is not read as the beginning of another.
     names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
     budget = _SCANNED
-    for found in re.finditer(rf"(?<![\w.])({names})\(", text):
-        if found.start() < position:
+    for match in re.finditer(rf"(?<![\w.])({names})\(", text):
+        if match.start() < position:
             continue  # within the arguments of another
-        if len(calls) + len(errors) > MOST:
+        if len(calls) + len(errors) > MAX_CALLS:
             break
-        most = min(LONGEST, budget)
-        if (end := _closing(text, found.end(), most, _QUOTED)) is None:  # there may be an unpaired apostrophe
-            budget -= min(most, len(text) - found.end())
-            end = _closing(text, found.end(), most, _BRACKET)
-        left.append(text[position : found.start()])
+        limit = min(MAX_CHARACTERS, budget)
+        if (end := _closing(text, match.end(), limit, _QUOTED)) is None:  # there may be an unpaired apostrophe
+            budget -= min(limit, len(text) - match.end())
+            end = _closing(text, match.end(), limit, _BRACKET)
+        outside.append(text[position : match.start()])
         if end is None:
-            errors.append(f"the call of {found[1]} is not closed by )")
+            errors.append(f"the call of {match[1]} is not closed by )")
             position = len(text)
             break
         position = end + 1
         try:
-            calls.append(ToolCall(found[1], _arguments(text[found.end() : end], tools[found[1]])))
+            calls.append(ToolCall(match[1], _arguments(text[match.end() : end], tools[match[1]])))
         except ValueError as error:
-            errors.append(f"the call of {found[1]} cannot be read: {error}")
-    return "".join([*left, text[position:]]), calls, errors
+            errors.append(f"the call of {match[1]} cannot be read: {error}")
+    return "".join([*outside, text[position:]]), calls, errors
 
 
 # A text in quotes, or one bracket; a quote that does not close matches up to the end.
@@ -147,10 +150,10 @@ _BRACKET = re.compile(r"[()]")
 _QUOTED = re.compile("|".join(["[()]", *(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+(?:{q}|\\?\Z)" for q in "'\"")]), re.DOTALL)
 
 
-def _closing(text: str, start: int, most: int, tokens: re.Pattern[str]) -> int | None:
+def _closing(text: str, start: int, limit: int, tokens: re.Pattern[str]) -> int | None:
     """The index of the bracket that closes one before `start`, within `most` characters."""
     depth = 1
-    for token in tokens.finditer(text, start, start + most):
+    for token in tokens.finditer(text, start, start + limit):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
         if not depth:
             return token.start()
@@ -166,6 +169,7 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
         return {names[0]: re.sub(rf"^\s*{re.escape(names[0])}\s*=\s*", "", text)}
 
     try:
+        # Literals only: nothing is evaluated.
         call = ast.parse(f"f({text})", "<model output>", mode="eval").body
         if not isinstance(call, ast.Call):
             raise ValueError("it is no list of arguments")
@@ -187,11 +191,12 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
 def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) -> None:
     """Append the call to `calls`, or its error to `errors`."""
     try:
-        if len(text) > LONGEST:
-            raise ValueError(f"it has more than {LONGEST} characters")
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it has more than {MAX_CHARACTERS} characters")
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError('it must be an object with a "name"')
+        # Families differ in the key, and some write the arguments as JSON text.
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # OpenAI's format
             arguments = json.loads(arguments)

@@ -53,5 +53,6 @@ class EpisodeConfig(Section):
         from ..models.tokenizer import open_tokenizer
         from .dialogue import Dialogue
 
+        # Heavy imports only where episodes are played.
         tokenizer: Any = open_tokenizer(model)
         return Dialogue(tokenizer, self.template, self.syntax, self.chat_options, self.thoughts)

@@ -32,9 +32,9 @@ class Dialogue:
             template, or a file with it.
         syntax: of tool calls, see `forge.envs.calls`; None infers it from the template.
         options: further arguments of the template.
-        thoughts: of earlier turns, which many templates leave out once a question follows. "keep": turns stay in the
-            context as they were sampled; "template": the context is what the template makes of the conversation, and
-            where that changes what was said, `rewrites` is true and a new branch begins.
+        thoughts: those of earlier turns, which many templates omit once a question follows. "keep": turns stay in the
+            context as they were sampled; "template": the context is the conversation as the template renders it, and
+            where that changes an earlier turn, `rewrites` is true and a new branch begins.
 
     Attributes:
         stop_ids: tokens at which generation stops: those that end a turn in this template, and eos.
@@ -53,16 +53,19 @@ class Dialogue:
     ) -> None:
         if syntax is not None and syntax not in SYNTAXES:
             raise ValueError(f"the syntax of tool calls must be one of {', '.join(SYNTAXES)}, not {syntax!r}")
-        chosen = built_in(template, tokenizer) if isinstance(template, str) and template in TEMPLATES else template
-        self._tokenizer, self._options = tokenizer, dict(options or {})
+        if isinstance(template, str) and template in TEMPLATES:
+            template = built_in(template, tokenizer)
+        self._tokenizer = tokenizer
+        self._options = dict(options or {})
         self._chat = lru_cache(16)(
             lambda tools: ChatFormat(
-                tokenizer, chosen, {**self._options, **({"tools": json.loads(tools)} if tools else {})}
+                tokenizer, template, {**self._options, **({"tools": json.loads(tools)} if tools else {})}
             )
         )
         self._rewriting = thoughts == "template"
         self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)
+        # Generation stops at the token that ends a turn, which must therefore be special.
         turns = self._chat("").turns
         if not turns.closer or not turns.plain_tail.startswith(turns.closer):
             raise ValueError(
@@ -80,6 +83,7 @@ class Dialogue:
         """The tokens before the policy's first turn. ValueError: no messages, or the template fails."""
         if not messages:
             raise ValueError("an episode begins with at least one message for the policy to answer")
+        # A template without a place for the results of tools fails here, not in the middle of an episode.
         if tools:
             try:
                 self._between([{"role": "tool", "name": "tool", "content": "more"}], ())
@@ -98,6 +102,7 @@ class Dialogue:
         """
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("an episode continues with at least one message, of the user or of tools")
+        # The policy has written the token that ends its turn, unless the turn was truncated.
         between = self._between(list(map(self._plain, messages)), tools)
         return between[1:] if tokens and tokens[-1] in self._closers else between
 
@@ -106,14 +111,14 @@ class Dialogue:
         Always false where thoughts are kept.
 
         Args:
-            messages: the whole conversation, with the policy's turns as `said` gives them.
+            messages: the whole conversation, with the policy's turns as of `turn_message`.
         """
         if not self._rewriting:
             return False
         text = self._render(list(map(self._plain, messages)), tools)
         return not text.startswith(str(self._tokenizer.decode(list(tokens), skip_special_tokens=False)))
 
-    def said(self, action: Action) -> Message:
+    def turn_message(self, action: Action) -> Message:
         """A turn of the policy as a message, its tool calls in OpenAI's format."""
         if not action.calls or action.errors or self._chat("").writer.form() is None:
             return {"role": "assistant", "content": action.content if self.syntax == "harmony" else action.text}
@@ -132,9 +137,9 @@ class Dialogue:
         ended = bool(tokens) and tokens[-1] in self._special.ids
         return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Schema], *, more: bool = True) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
         chat = self._chat(json.dumps(list(tools)) if tools else "")
-        return chat.render(messages, add_generation_prompt=more)
+        return chat.render(messages, add_generation_prompt=True)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

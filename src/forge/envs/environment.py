@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data.thoughts import without_thoughts
+from .schemas import Arguments, Schema
 
 Message = dict[str, Any]  # {"role": "system" | "user" | "tool", "content": text}; a tool's answer also has its "name"
 
@@ -22,7 +23,7 @@ class ToolCall:
     """A tool call of the policy."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     id: str = ""
 
 
@@ -39,7 +40,7 @@ class Action:
 
     @property
     def answer(self) -> str:
-        """What the turn says after its thoughts, without tool calls; the calls as text if it says nothing else."""
+        """The text of the turn after its thoughts, without tool calls; the calls as text if it says nothing else."""
         return without_thoughts(self.content) or without_thoughts(self.text)
 
 
@@ -60,7 +61,7 @@ class Step:
     reward: float | None = 0.0
     terminated: bool = False
     truncated: bool = False
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Schema, ...] = ()
     rewritten: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class Environment(ABC):
     """
 
     @property
-    def offered(self) -> tuple[Mapping[str, Any], ...] | None:
+    def offered(self) -> tuple[Schema, ...] | None:
         """Schemas of the tools of every episode, where they are known before a reset; None: those of its step."""
         return None
 

@@ -16,6 +16,7 @@ from ..observability import phase, record_metric
 from ..types import Episode, Sample
 from .dialogue import Dialogue
 from .environment import Environment
+from .rollout import PolicyService
 from .rollout import rollout as play_episode
 
 MAX_UNSCORED_GROUPS = 64
@@ -33,16 +34,18 @@ class GroupEnv(ABC):
 
     @abstractmethod
     async def play(
-        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """n episodes; `reward` is None where unscored, `info["correct"]` is None where unknown. With `evaluation`,
         rewards that learn must not learn from them."""
 
-    async def rollout(self, policy: Any, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any) -> list[Episode]:
+    async def rollout(
+        self, policy: PolicyService, sample: Sample, n: int = 1, seed: int = 0, **sampling: Any
+    ) -> list[Episode]:
         """n scored episodes of the same sample, from the same start.
 
         Args:
-            policy: a service with `generate`, see `forge.envs.rollout.Policy`.
+            policy: a service with `generate`, see `forge.envs.rollout.PolicyService`.
             seed: of the environment and of what the policy draws.
             sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
@@ -52,6 +55,7 @@ class GroupEnv(ABC):
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         for episode in episodes:
             record_metric("episode/unscored", episode.outcome is None)
+        # A reward that scores nothing would let the run wait for ever.
         scored = any(episode.outcome is not None for episode in episodes)
         self._unscored_groups = 0 if scored else self._unscored_groups + 1
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
@@ -63,7 +67,7 @@ class GroupEnv(ABC):
 
     async def evaluate(
         self,
-        policy: Any,
+        policy: PolicyService,
         samples: Sequence[Sample],
         keep: Callable[[Sequence[Sample], Sequence[Episode]], None] | None = None,
         **sampling: Any,
@@ -77,6 +81,7 @@ class GroupEnv(ABC):
         """
         if not samples:
             return {}
+        # One greedy episode of each sample; unscored ones are counted, not taken as wrong.
         greedy = {"temperature": 0.0, **sampling}
         with phase("evaluate"):
             plays = (
@@ -110,10 +115,11 @@ class SingleTurnEnv(GroupEnv):
         self.reward, self.tokenizer = reward, tokenizer
 
     async def play(
-        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
         """Sample n responses and score them together."""
         prompt, target = sample
+        # One request samples all responses: the prompt is computed once.
         completions = await policy.generate.route(prompt, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
         scores = await self.reward.score.route(prompt, texts, target, evaluation)
@@ -126,7 +132,7 @@ class SingleTurnEnv(GroupEnv):
         return episodes
 
     def _tokens_to(self, end: int, ids: list[int]) -> int:
-        """How many of the tokens reach the character `end` of their text."""
+        """The number of tokens up to the character `end` of their text."""
 
         def characters(count: int) -> int:
             return len(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
@@ -148,11 +154,11 @@ class MultiTurnEnv(GroupEnv):
         self.environment, self.dialogue, self.limits = environment, dialogue, limits
 
     async def play(
-        self, policy: Any, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Play n episodes concurrently, each in an environment of its own."""
-        how = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
-        plays = (play_episode(policy, self.environment(), sample, sample=number, **how) for number in range(n))
+        """Play n episodes concurrently, each in a separate environment."""
+        options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
+        plays = (play_episode(policy, self.environment(), sample, sample=number, **options) for number in range(n))
         episodes = await asyncio.gather(*plays)
         for episode in episodes:
             outcome = episode.outcome

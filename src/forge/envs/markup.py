@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .schemas import parameters_of
+from .schemas import Schema, parameters_of
 
-Schema = Mapping[str, Any]
-Found = tuple[str, list[tuple[str, Any]], list[str]]  # the text without calls, (name, arguments) of each, errors
+NamedCall = tuple[str, Any]
+Found = tuple[str, list[NamedCall], list[str]]  # the text without calls, (name, arguments) of each, errors
 
-MOST = 64  # calls of one turn
-LONGEST = 1 << 16  # characters of one call
+MAX_CALLS = 64  # calls of one turn
+MAX_CHARACTERS = 1 << 16  # characters of one call
 _SCANNED = 100  # tags after the first that may close a value, within which a better one is searched
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
@@ -30,7 +30,7 @@ _SPACES = re.compile(r"\s*")
 
 
 class Tags(NamedTuple):
-    """How a family writes calls in XML."""
+    """The tags with which a family writes calls in XML."""
 
     name: re.Pattern[str]
     key: re.Pattern[str]  # before a value; its group is the argument's name
@@ -64,11 +64,11 @@ GLM = Tags(
 def deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
     """`begin function sep name, JSON in a code block, end` of V3 and R1, or `begin name sep JSON end` of V3.1."""
     content, parts, errors = between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    calls: list[tuple[str, Any]] = []
+    calls: list[NamedCall] = []
     for part in parts:
-        kind, _, rest = part.partition("<｜tool▁sep｜>")
-        name, fence, code = rest.partition("\n```json\n")
-        calls.append((name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), rest))
+        kind, _, body = part.partition("<｜tool▁sep｜>")
+        name, fence, code = body.partition("\n```json\n")
+        calls.append((name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), body))
     return _FRAME.sub("", content), calls, errors
 
 
@@ -84,17 +84,18 @@ def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
 
 def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     """`[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
+    # A list of calls after one mark, or a mark before each call.
     content, _, _ = text.partition(_MISTRAL)
-    calls: list[tuple[str, Any]] = []
+    calls: list[NamedCall] = []
     errors: list[str] = []
-    at = len(content)
-    while 0 <= at < len(text) and len(calls) + len(errors) <= MOST:
-        named = _NAMED.match(text, at + len(_MISTRAL))
-        start = at + len(_MISTRAL) if named is None else named.end()
-        at = text.find(_MISTRAL, _json_end(text, start))
+    position = len(content)
+    while 0 <= position < len(text) and len(calls) + len(errors) <= MAX_CALLS:
+        header = _NAMED.match(text, position + len(_MISTRAL))
+        start = position + len(_MISTRAL) if header is None else header.end()
+        position = text.find(_MISTRAL, _json_end(text, start))
         try:
-            value = json.loads(text[start : None if at < 0 else at])
-            listed = value if named is None else {"name": named[1].strip(), "arguments": value}
+            value = json.loads(text[start : None if position < 0 else position])
+            listed = value if header is None else {"name": header[1].strip(), "arguments": value}
             for call in listed if isinstance(listed, list) else [listed]:
                 if not isinstance(call, dict) or not isinstance(call.get("name"), str):
                     raise ValueError('it must be a list of objects with a "name"')
@@ -107,67 +108,70 @@ def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
 def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     """Messages of gpt-oss: `<|channel|>analysis<|message|>` holds thoughts, which are returned between tags as other
     models write them, `to=functions.name` calls."""
-    thoughts, said = [], []
-    calls: list[tuple[str, Any]] = []
+    thoughts, messages = [], []
+    calls: list[NamedCall] = []
     errors: list[str] = []
-    at = 0
-    while at < len(text):
-        header = _HEADER.match(text, at)
-        start = at if header is None else header.end()
+    position = 0
+    while position < len(text):
+        # A message has a header with channel and recipient, and ends at a mark, or where the next one begins.
+        header = _HEADER.match(text, position)
+        start = position if header is None else header.end()
         recipient = None if header is None else re.search(r"to=(\S+?)(?=<|\s)", header[0])
         closed = _CLOSED.search(text, start if recipient is None else _json_end(text, start))
         body = text[start : None if closed is None else closed.start()]
-        at = len(text) if closed is None else closed.end()
+        position = len(text) if closed is None else closed.end()
         if recipient is not None:
             calls.append((recipient[1].removeprefix("functions."), body))
         elif header is not None and "<|channel|>analysis" in header[0]:
             thoughts.append(body)
         elif header is not None or body.strip():
-            said.append(body)
+            messages.append(body)
     thought = f"<think>\n{chr(10).join(thoughts)}\n</think>\n\n" if thoughts else ""
-    return thought + "".join(said), calls, errors
+    return thought + "".join(messages), calls, errors
 
 
 def between(text: str, begin: str = _BEGIN, end: str = _END) -> tuple[str, list[str], list[str]]:
     """The text without calls, the text of each call between two tags, where its arguments are JSON, and errors. A call
     that is not closed ends where the next one begins."""
-    left: list[str] = []
+    outside: list[str] = []
     parts: list[str] = []
     errors: list[str] = []
-    at = 0
-    while (start := _find(text, begin, at)) < len(text) and len(parts) + len(errors) <= MOST:
-        left.append(text[at:start])
+    position = 0
+    while (start := _find(text, begin, position)) < len(text) and len(parts) + len(errors) <= MAX_CALLS:
+        outside.append(text[position:start])
         start += len(begin)
         stop, following = _find(text, end, start), _find(text, begin, start)
+        # Marks within JSON arguments do not end the call.
         bracket = text.find("{", start, min(stop, following))
         if bracket >= 0:
             past = _json_end(text, bracket)
             stop, following = _find(text, end, past), _find(text, begin, past)
         if stop <= following and stop < len(text):
             parts.append(text[start:stop])
-            at = stop + len(end)
+            position = stop + len(end)
         else:
             errors.append(f"a call is not closed by {end}")
-            at = following
-    return "".join([*left, text[at:start]]), parts, errors
+            position = following
+    return "".join([*outside, text[position:start]]), parts, errors
 
 
 def _xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
-    left: list[str] = []
-    calls: list[tuple[str, Any]] = []
+    outside: list[str] = []
+    calls: list[NamedCall] = []
     errors: list[str] = []
-    at = 0
-    while (start := _find(text, _BEGIN, at)) < len(text) and len(calls) + len(errors) <= MOST:
-        left.append(text[at:start])
+    position = 0
+    while (start := _find(text, _BEGIN, position)) < len(text) and len(calls) + len(errors) <= MAX_CALLS:
+        outside.append(text[position:start])
         start += len(_BEGIN)
         try:
-            name, pairs, at = _call(text, start, tags)
+            # A malformed call ends where its end or the next call's beginning is.
+            name, pairs, position = _call(text, start, tags)
             calls.append((name, _typed(pairs, tools.get(name, {}), tags)))
         except ValueError as error:
             errors.append(f"a call cannot be read: {error}")
             stop, following = _find(text, _END, start), _find(text, _BEGIN, start)
-            at = following if following < stop else min(stop + len(_END), len(text))
-    return "".join([*left, text[at:start]]), calls, errors
+            position = following if following < stop else min(stop + len(_END), len(text))
+    return "".join([*outside, text[position:start]]), calls, errors
 
 
 def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
@@ -176,40 +180,42 @@ def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]]
     if (name := tags.name.match(text, start)) is None:
         raise ValueError("it must hold <function=name> ... </function>")
     pairs: list[tuple[str, str]] = []
-    at = name.end()
+    position = name.end()
     while True:
-        end, following = _find(text, _END, at), _find(text, _BEGIN, at)
-        key = tags.key.search(text, at, min(end, following))
+        # Arguments up to the end of this call, or the beginning of the next one.
+        end, following = _find(text, _END, position), _find(text, _BEGIN, position)
+        key = tags.key.search(text, position, min(end, following))
         if key is None:
             break
-        at = _value_end(text, key.end(), start + LONGEST, tags)
-        value = text[key.end() : at].removeprefix(tags.margin).removesuffix(tags.margin)
+        position = _value_end(text, key.end(), start + MAX_CHARACTERS, tags)
+        value = text[key.end() : position].removeprefix(tags.margin).removesuffix(tags.margin)
         pairs.append((key[1].strip(), value))
-        at += len(tags.closing)
+        position += len(tags.closing)
     if end == len(text) or following < end:
         raise ValueError(f"it is not closed by {_END}")
-    if tags.opening in text[at:end]:
+    if tags.opening in text[position:end]:
         raise ValueError(f"{tags.opening} does not begin an argument there")
     return name[1].strip(), pairs, end + len(_END)
 
 
-def _value_end(text: str, start: int, most: int, tags: Tags) -> int:
-    """Where the tag begins that closes the value from `start` on. ValueError: there is none."""
+def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
+    """The position of the tag that closes the value from `start` on. ValueError: there is none."""
+    # JSON says itself where it ends.
     past = _SPACES.match(text, _json_end(text, start))
     assert past is not None
     if text.startswith(tags.closing, past.end()) and tags.follows.match(text, past.end() + len(tags.closing)):
         return past.end()
-    first, opened, scanned = -1, 0, 0
+    first, open_tags, scanned = -1, 0, 0
     # An opening tag is on a line of its own or after another tag, as templates write it, or it is only spoken of.
-    for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, most):
+    for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, limit):
         if tag[0] == tags.opening:
-            opened += 1
+            open_tags += 1
             continue
         after = tags.follows.match(text, tag.end())
         first = tag.start() if first < 0 and after is not None else first
-        if opened:
-            opened -= 1
-        elif after is not None and not _quoted(text[start : tag.start()], text[after.end() : most]):
+        if open_tags:
+            open_tags -= 1
+        elif after is not None and not _quoted(text[start : tag.start()], text[after.end() : limit]):
             return tag.start()
         scanned += first >= 0
         if scanned > _SCANNED:
@@ -219,22 +225,23 @@ def _value_end(text: str, start: int, most: int, tags: Tags) -> int:
     return first
 
 
-def _quoted(before: str, rest: str) -> bool:
+def _quoted(before: str, following: str) -> bool:
     """Whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of them."""
-    if any(before.count(quotes) % 2 and quotes in rest for quotes in ('"""', "'''", "```")):
+    if any(before.count(quotes) % 2 and quotes in following for quotes in ('"""', "'''", "```")):
         return True
-    line, rest = before.rpartition("\n")[2], rest.partition("\n")[0]
-    return any(line.count(quote) % 2 and quote in rest for quote in "\"'`")
+    # Quotes of one line, other than three of them, do not reach beyond it.
+    line, following = before.rpartition("\n")[2], following.partition("\n")[0]
+    return any(line.count(quote) % 2 and quote in following for quote in "\"'`")
 
 
 def _find(text: str, mark: str, start: int) -> int:
-    """Where a mark is; the end of the text if there is none."""
-    at = text.find(mark, start)
-    return len(text) if at < 0 else at
+    """The position of a mark; the end of the text if there is none."""
+    position = text.find(mark, start)
+    return len(text) if position < 0 else position
 
 
 def _json_end(text: str, start: int) -> int:
-    """Where the JSON ends that begins at `start`, after spaces; without any it is `start`."""
+    """The end of the JSON that begins at `start`, after spaces; `start` if there is none."""
     spaces = _SPACES.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _CLOSING = 10.0  # seconds for an environment to close
 
 
-class Policy(Protocol):
+class PolicyService(Protocol):
     """A service of generators, each episode in a `session()` of it, or any object with such an endpoint."""
 
     @property
@@ -29,7 +29,7 @@ class Policy(Protocol):
 
 
 async def rollout(
-    policy: Policy,
+    policy: PolicyService,
     env: Environment,
     task: Any,
     *,
@@ -113,6 +113,7 @@ class _Branch:
         """Append a turn of the policy. ValueError: it was not sampled as a continuation of these tokens."""
         if list(completion.prompt_ids) != self.tokens:
             raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
+        # The turn's tokens, with the version that drew each.
         start, ids = len(self.tokens), completion.token_ids
         self.tokens += ids
         self.mask += [True] * len(ids)
@@ -124,8 +125,8 @@ class _Branch:
             if self.experts is not None:  # all but its last token's, which is known only now
                 experts[: len(self.experts) - 1] = self.experts[:-1]
             self.experts = experts
-        known = completion.identities
-        self.origins |= {Origin(v, known.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
+        identities = completion.identities
+        self.origins |= {Origin(v, identities.get(v, ""), completion.sampled_by) for v in {*completion.versions}}
 
     @property
     def reward(self) -> float:
@@ -146,7 +147,7 @@ class _Played:
 
     async def play(
         self,
-        policy: Policy,
+        policy: PolicyService,
         env: Environment,
         task: Any,
         seed: int,
@@ -160,6 +161,7 @@ class _Played:
             InfrastructureError: the environment failed or timed out.
             ValueError: the environment ended at reset, or gave a reward that is not finite.
         """
+        # The first context comes from the environment.
         name = type(env).__name__
         step = await self._answer(env.reset(task, seed=seed), f"{name}.reset")
         if step.done:
@@ -172,6 +174,7 @@ class _Played:
             room = self.max_tokens - len(branch.tokens)
             if room < 1:
                 return "max_tokens"
+            # One turn: the policy continues the branch, up to the limits of the turn and of the branch.
             completion: Completion = await policy.generate.route(
                 list(branch.tokens),
                 max_tokens=min(room, max_turn_tokens or room),
@@ -184,7 +187,8 @@ class _Played:
             self.calls += len(action.calls)
             self.unread_calls += len(action.errors)
             self.messages.append({"role": "assistant", "content": action.text})
-            self.context.append(self.dialogue.said(action))
+            self.context.append(self.dialogue.turn_message(action))
+            # The environment's answer: a reward of the turn, and messages.
             step = await self._answer(env.step(action), f"{name}.step")
             self.info = step.info
             if step.reward is None:
@@ -197,6 +201,7 @@ class _Played:
             self.messages += step.messages
             if step.done:
                 return "terminated" if step.terminated else "truncated"
+            # The next turn continues this branch, unless the conversation was rewritten.
             self.context = [*([] if step.rewritten else self.context), *step.messages]
             if step.rewritten or self.dialogue.rewrites(branch.tokens, self.context, tools):
                 branch = _Branch(self.dialogue.initial(self.context, tools))
@@ -205,26 +210,28 @@ class _Played:
                 branch.observe(self.dialogue.extend(branch.tokens, step.messages, tools))
         return "max_turns"
 
-    async def _answer(self, asked: Awaitable[Step], what: str) -> Step:
+    async def _answer(self, call: Awaitable[Step], method: str) -> Step:
         """The environment's answer. InfrastructureError: there was none in time."""
         try:
             async with asyncio.timeout(self.step_timeout) as limit:
-                return await asked
+                return await call
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise InfrastructureError(f"{what} gave no answer within {self.step_timeout:g} s") from None
+            raise InfrastructureError(f"{method} gave no answer within {self.step_timeout:g} s") from None
 
     def episode(self) -> Episode:
         """The last branch, with the earlier ones. The reward of a branch is the sum from its beginning on."""
         scored = self.scored and self.stop != "infrastructure"
-        to_come = sum(branch.reward for branch in self.branches)
+        remaining_reward = sum(branch.reward for branch in self.branches)
+        # What a log or a metric needs to know of the attempt.
         info: dict[str, Any] = {"stop": self.stop, "turns": sum(len(branch.turns) for branch in self.branches)}
         info |= {"messages": self.messages, "calls": self.calls, "unread_calls": self.unread_calls}
         info |= {"attempts": self.attempts}
         info |= {"error": self.error} if self.error else {}
         info |= {"environment": dict(self.info)} if self.info else {}
         text = "\n".join(f"[{m['role']}] {m['content']}" for m in self.messages[1:])
+        # Branches without a turn have nothing to learn from; of an episode without turns the last one stays.
         episodes: list[Episode] = []
         for branch in [b for b in self.branches if b.turns] or self.branches[-1:]:
             end = branch.turns[-1].end if branch.turns else len(branch.tokens)  # nothing is trained after it
@@ -235,14 +242,14 @@ class _Played:
                     branch.logprobs[:end],
                     branch.versions[:end],
                     turns=branch.turns,
-                    reward=to_come if scored and branch.turns else None,
+                    reward=remaining_reward if scored and branch.turns else None,
                     origins=branch.origins,
                     text=text,
                     info=dict(info),
                     experts=branch.experts,
                 )
             )
-            to_come -= branch.reward
+            remaining_reward -= branch.reward
         *earlier, last = episodes
         last.branches = tuple(earlier)
         return last

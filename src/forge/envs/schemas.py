@@ -17,6 +17,10 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+# The JSON Schema of a function in OpenAI's format, and the arguments of a call.
+Schema = Mapping[str, Any]
+Arguments = Mapping[str, Any]
+
 _LONGEST = 1 << 16  # characters of a value that is read as Python
 _UNKNOWN = (Unresolvable, re.error)  # a document elsewhere, another language's pattern: the tool itself decides
 
@@ -31,7 +35,7 @@ class Parameters:
         ValueError: they are no JSON Schema.
     """
 
-    def __init__(self, function: Mapping[str, Any]) -> None:
+    def __init__(self, function: Schema) -> None:
         schema = function.get("parameters")
         self._schema: Any = {} if schema is None or schema is True else schema
         try:
@@ -51,9 +55,10 @@ class Parameters:
             part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts
         )
 
-    def mismatch(self, arguments: Mapping[str, Any]) -> str:
+    def mismatch(self, arguments: Arguments) -> str:
         """The error in the arguments of a call; "" if there is none. Null is as good as no value for an optional
         parameter, as signatures have it."""
+        # Missing and unknown names first: their messages help most.
         required = self._schema.get("required", ()) if isinstance(self._schema, Mapping) else ()
         if missing := [name for name in required if name not in arguments]:
             return f"missing {', '.join(missing)}"
@@ -70,13 +75,14 @@ class Parameters:
         return "" if error is None or with_nulls is None else _line(error)
 
     def value(self, name: str, text: str, *, python: bool = False) -> Any:
-        """What a text says as the value of a parameter: JSON where the schema takes that, else the text itself.
+        """The value of a parameter that is written as text: JSON where the schema takes that, else the text itself.
 
         Args:
             python: also literals of Python, such as True, None and {'a': 1}.
         """
         schema = self.properties.get(name, True)
         try:
+            # Text that is no JSON is the value itself.
             value = _read(text, python)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text
@@ -88,11 +94,11 @@ class Parameters:
         # The one that has the right type, for its error says more.
         return text if error.validator == "type" and as_text.validator != "type" else value
 
-    def takes(self, name: str, value: Any) -> bool:
+    def takes(self, name: str, value: object) -> bool:
         """Whether a parameter may have this value."""
         return self._error(self.properties.get(name, True), value) is None
 
-    def _error(self, schema: Any, value: Any) -> ValidationError | None:
+    def _error(self, schema: object, value: object) -> ValidationError | None:
         try:
             return best_match(self._validator.evolve(schema=schema).iter_errors(value))
         except _UNKNOWN:
@@ -100,7 +106,7 @@ class Parameters:
         except Exception as failure:  # as in mismatch
             return ValidationError(_cut(failure))
 
-    def _parts(self, schema: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
+    def _parts(self, schema: object, followed: set[str]) -> Iterator[Schema]:
         """A schema, and those that its references and alternatives name."""
         if not isinstance(schema, Mapping):
             return
@@ -110,6 +116,7 @@ class Parameters:
             followed.add(reference)
             with suppress(Unresolvable):  # an error of each call
                 yield from self._parts(self._resolver.lookup(reference).contents, followed)
+        # Parameters may be named in any alternative.
         alternatives = [schema.get(word) for word in ("if", "then", "else")]
         for word in ("allOf", "anyOf", "oneOf"):
             alternatives += schema.get(word, [])
@@ -117,7 +124,7 @@ class Parameters:
             yield from self._parts(alternative, followed)
 
 
-def parameters_of(function: Mapping[str, Any]) -> Parameters:
+def parameters_of(function: Schema) -> Parameters:
     """The parameters of a tool, which are any where they are no JSON Schema: a server's tools are read as they are."""
     try:
         return Parameters(function)
@@ -126,7 +133,7 @@ def parameters_of(function: Mapping[str, Any]) -> Parameters:
 
 
 def _read(text: str, python: bool) -> Any:
-    """ValueError and others: it is no JSON."""
+    """Parse JSON, or Python's literals. ValueError and others: the text is neither."""
     try:
         return json.loads(text)
     except ValueError:
@@ -138,19 +145,20 @@ def _read(text: str, python: bool) -> Any:
 
 def _line(error: ValidationError) -> str:
     """An error for the policy: where, what is wanted, and what it wrote."""
-    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
+    # The types that would be valid, also where a union lists them.
     types = error.validator_value if error.validator == "type" else None
     if error.validator in ("anyOf", "oneOf") and error.context:
         types = [part.validator_value for part in error.context if part.validator == "type" and not part.path]
         types = types if len(types) == len(error.context) else None
-    wanted = ""
+    expectation = ""
     if types:
-        wanted = f"of type {types if isinstance(types, str) else ' or '.join(map(str, types))}"
+        expectation = f"of type {types if isinstance(types, str) else ' or '.join(map(str, types))}"
     elif error.validator == "enum":
-        wanted = f"one of {', '.join(map(repr, error.validator_value))}"
-    if wanted and place:
-        return f"{place} must be {wanted}, got {reprlib.repr(error.instance)}"
-    return f"{place}: {_cut(error)}" if place else _cut(error)
+        expectation = f"one of {', '.join(map(repr, error.validator_value))}"
+    if expectation and path:
+        return f"{path} must be {expectation}, got {reprlib.repr(error.instance)}"
+    return f"{path}: {_cut(error)}" if path else _cut(error)
 
 
 def _cut(error: Exception) -> str:

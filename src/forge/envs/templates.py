@@ -58,6 +58,7 @@ TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "llama3": LLAMA3}
 def built_in(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The template of this name, beginning with the token that the tokenizer puts before every text: a base model has
     read none without it."""
+    # Encoding adds bos to a text, but not to a rendered template.
     template = TEMPLATES[name]
     first = tokenizer("a")["input_ids"][:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]

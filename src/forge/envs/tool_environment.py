@@ -9,6 +9,7 @@ from typing import Any
 from ..data.prompts import QUESTION_FIELDS
 from ..types import Prompt, Sample
 from .environment import Action, Environment, Message, Step
+from .schemas import Schema
 from .tools import Toolbox
 
 
@@ -30,7 +31,7 @@ class ToolEnvironment(Environment):
         self.tools, self.score, self.system, self.turn_reward = tools, score, system, turn_reward
 
     @property
-    def offered(self) -> tuple[Mapping[str, Any], ...]:
+    def offered(self) -> tuple[Schema, ...]:
         """The schemas of the tools."""
         return self.tools.schemas
 
@@ -49,6 +50,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, action: Action) -> Step:
         """Answer tool calls, or score the answer."""
+        # A call is answered, also a malformed one; text alone is the answer to the question.
         if action.calls or action.errors:
             return Step(tuple(await self.tools.answer(action)), self.turn_reward)
         if action.truncated:
@@ -58,6 +60,7 @@ class ToolEnvironment(Environment):
 
 
 def _sample(task: Mapping[str, Any] | str) -> Sample:
+    # A client of a server sends plain JSON; the tokens of the prompt are the policy's.
     row = task if isinstance(task, Mapping) else {"question": task}
     question = next((row[name] for name in QUESTION_FIELDS if name in row), None)
     target = row.get("answer", row.get("target", ""))

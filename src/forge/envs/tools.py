@@ -8,13 +8,13 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Union
 
 from ..rewards.threads import in_own_thread, within
 from ..rewards.verifier import Unscored
 from .environment import Action, InfrastructureError, Message, ToolCall
-from .schemas import Parameters
+from .schemas import Arguments, Parameters
 
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
@@ -31,7 +31,7 @@ class ToolServer(Protocol):
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """Schemas of its tools, as OpenAI's function calling has them."""
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Arguments) -> str:
         """The answer of a tool. ToolError: a message for the policy."""
 
 
@@ -71,17 +71,18 @@ class Toolbox:
         self._timeout, self._max_chars, self._max_calls = timeout, max_chars, max_calls
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}
-        named: dict[str, Schema] = {}
+        schemas: dict[str, Schema] = {}
+        # Functions and servers share one space of names.
         offered = [schema_of(tool) for tool in tools]
         for server in servers:
-            theirs = [dict(schema) for schema in server.schemas()]
-            self._servers |= {schema["function"]["name"]: server for schema in theirs}
-            offered += theirs
+            server_schemas = [dict(schema) for schema in server.schemas()]
+            self._servers |= {schema["function"]["name"]: server for schema in server_schemas}
+            offered += server_schemas
         for schema in offered:
-            if named.setdefault(schema["function"]["name"], schema) is not schema:
+            if schemas.setdefault(schema["function"]["name"], schema) is not schema:
                 raise ValueError(f"two tools have the name {schema['function']['name']}")
-        self._schemas = named
-        self._parameters = {name: Parameters(schema["function"]) for name, schema in named.items()}
+        self._schemas = schemas
+        self._parameters = {name: Parameters(schema["function"]) for name, schema in schemas.items()}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
@@ -90,6 +91,7 @@ class Toolbox:
 
     async def answer(self, action: Action) -> list[Message]:
         """A message for each call of the turn, in order, and one for each malformed call."""
+        # Every call has an answer, also those beyond the limit and malformed ones.
         texts = await asyncio.gather(*map(self._run, action.calls[: self._max_calls]))
         texts += [f"error: not run: a turn may make {self._max_calls} calls"] * (len(action.calls) - len(texts))
         answers = [
@@ -112,6 +114,7 @@ class Toolbox:
         try:
             if wrong := self._parameters[call.name].mismatch(call.arguments):
                 raise ToolError(f"{call.name}: {wrong}")
+            # A server's tool, or a function: async, or plain in a thread.
             function = self._functions.get(call.name)
             if function is None:
                 result = await within(
@@ -121,7 +124,7 @@ class Toolbox:
                 result = await within(self._timeout, function(**self._integers(call)), call.name)
             else:
                 work = functools.partial(function, **self._integers(call))
-                result = await in_own_thread(work, limit=self._timeout, what=call.name)
+                result = await in_own_thread(work, limit=self._timeout, name=call.name)
             try:
                 text = result if isinstance(result, str) else json.dumps(result)
             except (TypeError, ValueError, RecursionError):
@@ -136,14 +139,15 @@ class Toolbox:
         return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
 
-def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> Schema:
+def schema_of(function: Tool) -> Schema:
     """The schema of a function, from its name, the first paragraph of its docstring and its annotated parameters.
 
     Raises:
         ValueError: a parameter without an annotation, of a type that JSON does not have, or that takes any number.
     """
+    # A schema needs a name and a type for every parameter.
     hints = typing.get_type_hints(function)
-    properties: dict[str, Any] = {}
+    properties: dict[str, Schema] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -161,8 +165,9 @@ def schema_of(function: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> S
     return {"type": "function", "function": {"name": function.__name__, "description": about, "parameters": parameters}}
 
 
-def _type(hint: Any, *, optional: bool = False) -> dict[str, Any]:
+def _type(hint: Any, *, optional: bool = False) -> Schema:
     """The schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
+    # Plain types, then generic ones by their origin.
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}

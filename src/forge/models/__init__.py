@@ -1,4 +1,4 @@
-"""What a model is: where it is found, its files, layers and layouts of weights, and what it costs to compute."""
+"""Models: finding one, its files, layers and layouts of weights, and the cost of computing it."""
 
 from .find import FAMILIES, build_small_model, check_family, quiet_loading, resolve_model
 from .tokenizer import open_tokenizer

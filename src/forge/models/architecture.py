@@ -1,13 +1,19 @@
-"""What the layers of a model are, from its transformers config: their attention, and which are mixtures of experts."""
+"""The layers of a model by its transformers config: their attention, and which are mixtures of experts."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-class Kind(NamedTuple):
-    """rotary: key of the layer's parameters in `rotary_parameters`; None: no positions (NoPE).
-    window: a token sees itself and the `window` - 1 tokens before; None: all before."""
+class AttentionKind(NamedTuple):
+    """The positions and the window of a layer's attention.
+
+    rotary: key of the layer's parameters in `rotary_parameters`; None: no positions (NoPE).
+    window: a token sees itself and the `window` - 1 tokens before; None: all before.
+    """
 
     rotary: str | None
     window: int | None
@@ -22,10 +28,10 @@ BIASES = ("llama", "qwen3", "olmo2", "smollm3", "gemma3_text", "qwen3_moe", "olm
 MLP_BIASES = ("llama", "smollm3")  # `mlp_bias`
 
 
-def check_config(config: Any) -> None:
-    """Check that what transformers computes of a config is what trainer and engines compute.
+def check_config(config: PreTrainedConfig) -> None:
+    """Check that trainer and engines compute the same as transformers for a config.
 
-    Dropout is none of it: it is always off.
+    Dropout is not checked: it is always off.
 
     Raises:
         ValueError: they differ in a value, which the message names, or do not have the family.
@@ -33,24 +39,25 @@ def check_config(config: Any) -> None:
     if config.model_type not in FAMILIES:  # may be another than in config.json: transformers reads some as a relative
         raise ValueError(f"model_type {config.model_type!r} is not supported, but {', '.join(FAMILIES)}")
     family, window = config.model_type, getattr(config, "sliding_window", None)
-    both_ways = family == "gemma3_text" and config.use_bidirectional_attention
+    bidirectional = family == "gemma3_text" and config.use_bidirectional_attention
     caps = ("attn_logit_softcapping", "final_logit_softcapping") if family == "gemma3_text" else ()
     capped = next((f"{name} = {getattr(config, name)}" for name in caps if getattr(config, name) is not None), None)
     # In these two, transformers' implementations of attention disagree with one another.
     unclear = family == "olmoe" and window is not None
     if family == "smollm3" and not config.use_sliding_window and window is not None:
         unclear = "sliding_attention" in config.layer_types
-    for fits, what in (
-        (getattr(config, "is_causal", True) and not both_ways, "attention in both directions"),
+    quantised = getattr(config, "quantization_config", None) is not None
+    for supported, feature in (
+        (getattr(config, "is_causal", True) and not bidirectional, "attention in both directions"),
         (capped is None, capped),
         (not unclear, f"sliding_window = {window}"),
-        (getattr(config, "quantization_config", None) is None, "quantization_config, which quantised weights have,"),
+        (not quantised, "quantization_config, which quantised weights have,"),
     ):
-        if not fits:
-            raise ValueError(f"{config.name_or_path or 'the model'} ({family}): {what} is not supported")
+        if not supported:
+            raise ValueError(f"{config.name_or_path or 'the model'} ({family}): {feature} is not supported")
 
 
-def attention_kinds(config: Any) -> list[Kind]:
+def attention_kinds(config: PreTrainedConfig) -> list[AttentionKind]:
     """The kind of every layer of a transformers config."""
     layers, family = config.num_hidden_layers, config.model_type
     windowed = [family in WINDOWS] * layers
@@ -59,11 +66,12 @@ def attention_kinds(config: Any) -> list[Kind]:
     rotates = config.no_rope_layers if family == "smollm3" else [True] * layers  # the name says the opposite
     keys = config.layer_types if family == "gemma3_text" else [""] * layers
     return [
-        Kind(keys[i] if rotates[i] else None, config.sliding_window if windowed[i] else None) for i in range(layers)
+        AttentionKind(keys[i] if rotates[i] else None, config.sliding_window if windowed[i] else None)
+        for i in range(layers)
     ]
 
 
-def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
+def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """The parameters of the rotary embeddings by type of layer, or under "" if all layers have the same."""
     rope = config.rope_parameters or {}
     if config.model_type == "gemma3_text":
@@ -71,16 +79,16 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     return {"": rope}
 
 
-def longest(config: Any) -> int:
-    """Most tokens of a sequence: `max_position_embeddings`, or those of `rotary_limit`."""
+def longest(config: PreTrainedConfig) -> int:
+    """Maximum tokens of a sequence: `max_position_embeddings`, or the limit of `rotary_limit`."""
     limit = rotary_limit(config)
     return config.max_position_embeddings if limit is None else min(config.max_position_embeddings, limit[0])
 
 
-def rotary_limit(config: Any) -> tuple[int, str] | None:
-    """Most tokens of a sequence, and the `rope_type`, where the frequencies of a whole batch would depend on a longer
-    one: those that LongRoPE's short factors serve (Ding et al. 2024), or `max_position_embeddings` of dynamic ones.
-    None: any."""
+def rotary_limit(config: PreTrainedConfig) -> tuple[int, str] | None:
+    """Maximum tokens of a sequence, and the `rope_type`, where a longer one would change the frequencies of a whole
+    batch: the length of LongRoPE's short factors (Ding et al. 2024), or `max_position_embeddings` of dynamic ones.
+    None: no limit."""
     limits = []
     for rope in rotary_parameters(config).values():
         if rope.get("rope_type") == "longrope":
@@ -90,7 +98,7 @@ def rotary_limit(config: Any) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
-def sparse_layers(config: Any) -> list[int]:
+def sparse_layers(config: PreTrainedConfig) -> list[int]:
     """The layers that are mixtures of experts."""
     layers = range(config.num_hidden_layers)
     if config.model_type == "qwen3_moe":

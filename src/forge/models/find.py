@@ -1,4 +1,4 @@
-"""Finding a model, checking that it is whole, and making a small one from a seed."""
+"""Find a model, check that it is complete, and build a small one from a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
 from ..system.files import cache_folder, removed_on_error, room_for
@@ -18,6 +18,9 @@ from .files import PICKLES, check_gguf, check_model_files, read_json
 from .hub import is_hub_id, split_revision
 from .read_once import model_config
 from .tokenizer import PRINTABLE, character_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ def check_family(name: str) -> None:
         ValueError: it is not one of `FAMILIES`, or config.json is malformed, or has a value that is not supported (see
             `forge.models.architecture.check_config`) or that transformers rejects.
     """
+    # Faults that `resolve_model` also finds are left to its messages.
     path = Path(name) / "config.json"
     if is_hub_id(name):
         from huggingface_hub import hf_hub_download
@@ -63,7 +67,7 @@ def _families() -> str:
     return "a model of " + ", ".join(FAMILIES)
 
 
-def check_classifier(config: Any) -> None:
+def check_classifier(config: PreTrainedConfig) -> None:
     """ValueError: transformers has no sequence classifier of this config's family, to be a critic or reward model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
@@ -102,13 +106,15 @@ def resolve_model(name: str) -> str:
             ) from error
         check_model_files(folder)
         return str(folder)
-    for what, patterns in (
+    # A local folder must have all that a run needs, before anything is loaded.
+    for part, patterns in (
         ("config.json", ("config.json",)),
         ("weights (model.safetensors)", WEIGHTS),
         ("tokenizer (tokenizer.json)", ("tokenizer.json", "tokenizer_config.json")),
     ):
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise FileNotFoundError(f"model folder {name} has no {what}")
+            raise FileNotFoundError(f"model folder {name} has no {part}")
+    # Folders that this library wrote have checksums; others are taken as they are.
     if (folder / CHECKSUMS).exists():
         try:
             check_files(folder)
@@ -143,25 +149,26 @@ def open_gguf(file: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where, name = str(file.parent), file.name
+    parent, name = str(file.parent), file.name
     try:
-        config = AutoConfig.from_pretrained(where, gguf_file=name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
         supported = config.model_type in FAMILIES
         if supported:
             with quiet_loading():
                 model = AutoModelForCausalLM.from_pretrained(
-                    where, gguf_file=name, dtype=torch.float32, trust_remote_code=False
+                    parent, gguf_file=name, dtype=torch.float32, trust_remote_code=False
                 )
-                tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name, trust_remote_code=False)
+                tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
     except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
         raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
     if not supported:
         raise ValueError(f"model {file} has model_type {config.model_type!r}, which is unsupported: use {_families()}")
-    # The weights are no longer quantised; transformers would not save a quantised model.
+    # The weights are dequantised; transformers would not save a quantised model.
     model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     cache.mkdir(parents=True, exist_ok=True)
+    # Written beside its place: an interrupted run leaves no folder that looks complete.
     aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
     try:
         with quiet_loading():
@@ -192,6 +199,7 @@ def build_small_model(
     from transformers.utils import logging
 
     tokenizer = character_tokenizer(alphabet or PRINTABLE)
+    # A model that every engine and trainer of this library supports.
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -218,11 +226,12 @@ def build_small_model(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without transformers' progress bars, and its report of a head that was newly initialised as if that were a
-    mistake."""
+    """Silence transformers' progress bars, and its warning about a newly initialised head."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    # Restored afterwards: the user's settings are the process's.
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

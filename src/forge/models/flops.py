@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, and how many its device does at most.
+"""Floating-point operations of a model, and the peak rate of its device.
 
     forward = 2 * (parameters that multiply a token) * tokens + 4 * layers * heads * head_dim * (tokens attended to)
     training step = 3 * forward * epochs,   MFU = operations / (seconds * devices * peak)
@@ -11,28 +11,35 @@ a batch share counts for each of them in training, once in generation.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .architecture import sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Dense bfloat16, in TFLOP/s, by a part of the name (data sheets of NVIDIA and AMD).
 PEAKS = {
     **{"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0},
     **{"L4": 121.0, "A10": 125.0, "MI300X": 1307.0, "RTX 4090": 165.0},
 }
-SIZE, TRIES = 1024, 5  # of the matrices that a CPU is measured with
+# Products that measure a CPU: large enough for its full rate, and the best of five, as others use the machine too.
+SIZE = 1024
+TRIES = 5
 
 
-def forward_flops(config: Any, tokens: float, attended: float, predicted: float) -> float:
-    """Of a forward pass.
+def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, predicted: float) -> float:
+    """Floating-point operations of a forward pass.
 
     Args:
         config: of transformers.
-        tokens: computed.
+        tokens: number of computed tokens.
         attended: the sum over tokens of the number of tokens that each attends to.
-        predicted: tokens that the head is computed for.
+        predicted: number of tokens that the head is computed for.
     """
-    size, heads = config.hidden_size, config.num_attention_heads
+    # Of attention's four matrices, of the feed-forward's three, and of the experts that a token takes.
+    size = config.hidden_size
+    heads = config.num_attention_heads
     head = getattr(config, "head_dim", None) or size // heads
     kv = getattr(config, "num_key_value_heads", None) or heads
     attention = size * head * (heads + 2 * kv) + heads * head * size
@@ -54,19 +61,21 @@ def causal(length: float, context: float = 0.0) -> float:
 
 def peak_tflops(threads: int | None, gpu: str | None) -> float | None:
     """TFLOP/s of one device: a known GPU's, None for another; without one the best of a few products of float32
-    matrices on this CPU, with so many threads."""
+    matrices on this CPU, with this number of threads."""
     if gpu is not None:
         return next((peak for name, peak in PEAKS.items() if name in gpu), None)
     import torch
 
-    before, best = torch.get_num_threads(), 0.0
-    torch.set_num_threads(threads or before)
+    initial_threads = torch.get_num_threads()
+    best = 0.0
+    torch.set_num_threads(threads or initial_threads)
     try:
+        # The threads that the trainer will have, not those of this process.
         a = torch.ones(SIZE, SIZE)
         for _ in range(TRIES):
             began = time.perf_counter()
             a @ a
             best = max(best, 2.0 * SIZE**3 / (time.perf_counter() - began) / 1e12)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(initial_threads)
     return best

@@ -17,14 +17,15 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def split_revision(name: str) -> tuple[str, str | None]:
     """`owner/model@revision` as (owner/model, revision); the revision, a branch, tag or commit, may be missing."""
-    repository, found, revision = name.partition("@")
-    return repository, revision if found else None
+    # "owner/model@" is an empty revision, and not the default one.
+    repository, separator, revision = name.partition("@")
+    return repository, revision if separator else None
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is `owner/model`, with or without `@revision`, and no folder of this machine, nor a misspelt
-    one."""
-    folder, (repository, _) = Path(name), split_revision(name)
+    """Whether a name is `owner/model`, with or without `@revision`, and not a local folder, nor a misspelt one."""
+    folder = Path(name)
+    repository, _ = split_revision(name)
     local = folder.is_dir() or name.startswith((".", "/", "~")) or folder.parent.is_dir()
     return NAME.fullmatch(repository) is not None and not local
 
@@ -37,6 +38,7 @@ def check_upload(repository: str) -> None:
     """
     from huggingface_hub import constants, get_token
 
+    # Before the run: an upload that fails at its end would lose the model's card.
     if NAME.fullmatch(repository) is None:
         raise ValueError(f"checkpoint.push_to_hub must be owner/name, got {repository!r}")
     if constants.HF_HUB_OFFLINE:
@@ -49,7 +51,7 @@ def upload(folder: Path, repository: str) -> str:
     """Upload a model's folder to a repository, which is made private if it is new; returns its address.
 
     Raises:
-        OSError, ValueError: what the hub answers.
+        OSError, ValueError: the hub's error.
     """
     from huggingface_hub import HfApi
 
@@ -70,7 +72,8 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
     from huggingface_hub import ModelCardData
 
     config = without_secrets(config)
-    dataset, start = config.get("dataset") or {}, config.get("model")
+    dataset = config.get("dataset") or {}
+    start = config.get("model")
     rows = [dataset, *(dataset.get("sources") or ())]
     data = [str(row.get("path") or row.get("task")) for row in rows if row.get("path") or row.get("task")]
     card = ModelCardData(
@@ -80,13 +83,14 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
         base_model=split_revision(start)[0] if start and is_hub_id(start) else None,
         datasets=[name for name in data if NAME.fullmatch(name) and not Path(name).exists()] or None,
     )
+    # First and last value of the metrics that a reader asks for.
     metrics = {}
     for key in ("eval/accuracy", "eval/reward", "eval/loss", "reward", "accuracy", "loss"):
         if values := [(row["step"], row[key]) for row in history if key in row]:
             metrics[key] = values[0], values[-1]
     table = [
-        f"| {key} | {first:.4g} (step {at:.0f}) | {last:.4g} (step {end:.0f}) |"
-        for key, ((at, first), (end, last)) in metrics.items()
+        f"| {key} | {first:.4g} (step {start_step:.0f}) | {last:.4g} (step {end:.0f}) |"
+        for key, ((start_step, first), (end, last)) in metrics.items()
     ]
     versions = []
     for package in PACKAGES:
@@ -94,6 +98,7 @@ def write_card(folder: Path, recipe: str, config: dict[str, Any], history: list[
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:  # forge on the path, without being installed
             versions.append(f"{package} (version unknown)")
+    # The card: front matter that the hub reads, then text for people.
     parts = [
         f"---\n{card.to_yaml()}\n---",
         f"# {(config.get('run') or {}).get('name', recipe)}",

@@ -39,11 +39,13 @@ def limit_templates() -> None:
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Begin to count for one rendering in this thread; a rendering inside another counts for that."""
+    """Begin to count for one rendering in this thread; a rendering inside another counts for the outer one."""
     if getattr(_render, "until", None) is not None:
         yield
         return
-    _render.until, _render.left = time.thread_time() + CPU_SECONDS, CHARACTERS
+    # Python's own limits become the template's error as well.
+    _render.until = time.thread_time() + CPU_SECONDS
+    _render.remaining = CHARACTERS
     try:
         yield
     except RecursionError:
@@ -55,45 +57,50 @@ def _limits() -> Iterator[None]:
 
 
 def _tick() -> str:
-    """Look at the clock."""
+    """Check the clock. TemplateRuntimeError: the rendering takes too long."""
     if (until := getattr(_render, "until", None)) is not None and time.thread_time() > until:
         raise TemplateRuntimeError(f"it takes more than {CPU_SECONDS:g} s of CPU time")
     return ""
 
 
 def _spend(size: float) -> None:
-    """Count what is going to be built."""
-    left = getattr(_render, "left", CHARACTERS) - size
-    if left < 0:
+    """Count elements before they are built. TemplateRuntimeError: they are too many."""
+    remaining = getattr(_render, "remaining", CHARACTERS) - size
+    if remaining < 0:
         raise TemplateRuntimeError(f"it builds texts or lists of more than {CHARACTERS:,} elements")
     if getattr(_render, "until", None) is not None:
-        _render.left = left
+        _render.remaining = remaining
 
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
 
 
-def _spend_on(name: str, given: list[Any]) -> list[Any]:
-    """Count the result of a method or filter of `_GROWING`; its arguments, the first being what it is applied to."""
-    texts = [_length(value) for value in given]
-    numbers = [abs(value) for value in given if isinstance(value, int)]
+def _spend_on(name: str, values: list[Any]) -> list[Any]:
+    """Count the result of a method or filter of `_GROWING` before it is built; returns its values; the first is
+    the object that it is applied to."""
+    texts = [_length(value) for value in values]
+    numbers = [abs(value) for value in values if isinstance(value, int)]
+    # A joined iterable is made a list, so that counting does not consume it.
     if name == "join":
-        joined = next((at for at, value in enumerate(given) if not isinstance(value, str | int | bool | None)), None)
-        if joined is not None and not isinstance(given[joined], dict):
-            given[joined] = list(given[joined])
-            others = max((length for at, length in enumerate(texts) if at != joined), default=0)
-            _spend(sum(_length(value) + others + 1 for value in given[joined]))
-            return given
-    if name in ("format", "format_map") and any(isinstance(text, str) and _WIDTH.search(text) for text in given):
+        iterables = (i for i, value in enumerate(values) if not isinstance(value, str | int | bool | None))
+        joined = next(iterables, None)
+        if joined is not None and not isinstance(values[joined], dict):
+            values[joined] = list(values[joined])
+            lengths = [length for index, length in enumerate(texts) if index != joined]
+            longest_other = max(lengths, default=0)
+            _spend(sum(_length(value) + longest_other + 1 for value in values[joined]))
+            return values
+    if name in ("format", "format_map") and any(isinstance(text, str) and _WIDTH.search(text) for text in values):
         raise TemplateRuntimeError("it formats with a width that is too large or not fixed")
+    # Bounds, not the exact lengths: of the texts, of each character replaced, or of a width.
     if name in ("format", "format_map", "join"):
         _spend(sum(texts))
     elif name == "replace":
         _spend((texts[0] + 1) * (max(texts[2:], default=0) + 1) if texts[0] else max(texts))
     else:
         _spend((max(texts, default=0) + 1) * (max([*numbers, *texts[1:]], default=0) + 1))
-    return given
+    return values
 
 
 class _Ticking(NodeTransformer):
@@ -150,9 +157,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def concat(self, parts: Any) -> str:  # type: ignore[override]
         """The text of a block."""
-        found = list(parts)
-        _spend(sum(map(len, found)))
-        return "".join(found)
+        pieces = list(parts)
+        _spend(sum(map(len, pieces)))
+        return "".join(pieces)
 
     def concatenate(self, *parts: Any) -> str:
         """The operator `~`."""
@@ -166,6 +173,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             _spend_on("format", [left, right] if isinstance(right, str) else [left])
             _spend(sum(map(_length, right)) if isinstance(right, tuple) else sizes[1])
+        # A text or list times a number; of numbers the bits count.
         elif operator in ("*", "**"):
             bits = [value.bit_length() if isinstance(value, int) else 0 for value in (left, right)]
             if operator == "**" and bits[0] * (abs(right) if isinstance(right, int) else 0) > 1 << 16:
@@ -189,8 +197,8 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     def limited(*args: Any, **kwargs: Any) -> Any:
-        given = _spend_on(name, [*args[first:], *kwargs.values()])
-        return function(*args[:first], *given[: len(args) - first], **kwargs)
+        counted = _spend_on(name, [*args[first:], *kwargs.values()])
+        return function(*args[:first], *counted[: len(args) - first], **kwargs)
 
     if first:
         limited.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tokenizers: a model's own, and one of single characters for small models on procedural tasks."""
+"""Tokenizers: a model's, and one of single characters for small models on procedural tasks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    # Every character is split off and looked up as a word; decoding joins them without spaces.
     vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *alphabet))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

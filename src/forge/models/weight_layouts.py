@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from .architecture import BIASES, sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # where embeddings are tied, another name for EMBEDDING
@@ -32,7 +35,7 @@ STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<matrix>gate_up_proj|do
 UNKNOWN = re.compile(r"(^|\.)(lora_|modules_to_save\.|original_module\.)")
 
 
-class Part(NamedTuple):
+class FusedPart(NamedTuple):
     """A plain tensor and the rows of a fused one that it fills: one each, or all with the same vector (`repeated`)."""
 
     name: str
@@ -46,7 +49,7 @@ class Part(NamedTuple):
         return self.inner if self.repeated else (self.rows, *self.inner)
 
 
-def head_size(config: Any) -> int:
+def head_size(config: PreTrainedConfig) -> int:
     """The size of one attention head of a transformers config."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -56,7 +59,7 @@ def follows(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
-def layout(config: Any) -> dict[str, tuple[Part, ...]]:
+def layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     """Every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row order.
 
     Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
@@ -65,65 +68,71 @@ def layout(config: Any) -> dict[str, tuple[Part, ...]]:
     H, K = config.num_attention_heads, config.num_key_value_heads
     family = config.model_type
     biased = family == "qwen2" or (family in BIASES and getattr(config, "attention_bias", False))
-    table: dict[str, tuple[Part, ...]] = {"embed": (Part(EMBEDDING, config.vocab_size, (C,)),)}
+    table: dict[str, tuple[FusedPart, ...]] = {"embed": (FusedPart(EMBEDDING, config.vocab_size, (C,)),)}
     for i in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        attn, mlp = theirs + "self_attn.", theirs + "mlp."
+        engine = f"layers.{i}."
+        checkpoint = f"model.layers.{i}."
+        attn = checkpoint + "self_attn."
+        mlp = checkpoint + "mlp."
+        # Phi-3's checkpoints have q, k and v fused already, in this order.
         projections = [("q_proj", H * D), ("k_proj", K * D), ("v_proj", K * D)]
         if family == "phi3":
             projections = [("qkv_proj", (H + 2 * K) * D)]
         for norm, name in NORMS.get(family, PRE_NORMS).items():
-            table[ours + norm] = (Part(f"{theirs}{name}.weight", C),)
-        table[ours + "qkv.weight"] = tuple(Part(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
-        table[ours + "output.weight"] = (Part(attn + "o_proj.weight", C, (H * D,)),)
+            table[engine + norm] = (FusedPart(f"{checkpoint}{name}.weight", C),)
+        table[engine + "qkv.weight"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (C,)) for x, rows in projections)
+        table[engine + "output.weight"] = (FusedPart(attn + "o_proj.weight", C, (H * D,)),)
+        # Qwen2 has biases of q, k and v only.
         if biased:
-            table[ours + "qkv.bias"] = tuple(Part(f"{attn}{x}.bias", rows) for x, rows in projections)
+            table[engine + "qkv.bias"] = tuple(FusedPart(f"{attn}{x}.bias", rows) for x, rows in projections)
             if family != "qwen2":
-                table[ours + "output.bias"] = (Part(attn + "o_proj.bias", C),)
+                table[engine + "output.bias"] = (FusedPart(attn + "o_proj.bias", C),)
         norms = (("q_norm", H), ("k_norm", K))
         if family in ("qwen3", "qwen3_moe", "gemma3_text"):  # of each head
-            table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
+            table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
         elif family in ("olmo2", "olmoe"):  # of all heads together
-            table[ours + "qk_norm"] = tuple(Part(f"{attn}{x}.weight", rows * D) for x, rows in norms)
-        table |= _experts(ours, mlp, config) if i in sparse_layers(config) else _dense(ours, mlp, config)
-    table["norm"] = (Part("model.norm.weight", C),)
+            table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows * D) for x, rows in norms)
+        table |= _experts(engine, mlp, config) if i in sparse_layers(config) else _dense(engine, mlp, config)
+    table["norm"] = (FusedPart("model.norm.weight", C),)
     if not config.tie_word_embeddings:
-        table["head.weight"] = (Part(HEAD, config.vocab_size, (C,)),)
+        table["head.weight"] = (FusedPart(HEAD, config.vocab_size, (C,)),)
     return table
 
 
-def _dense(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+def _dense(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     C, I = config.hidden_size, config.intermediate_size  # noqa: E741
     halves = [("gate_up", 2 * I)] if config.model_type == "phi3" else [("gate", I), ("up", I)]
     return {
-        ours + "gate_up.weight": tuple(Part(f"{mlp}{x}_proj.weight", rows, (C,)) for x, rows in halves),
-        ours + "down.weight": (Part(mlp + "down_proj.weight", C, (I,)),),
+        engine + "gate_up.weight": tuple(FusedPart(f"{mlp}{x}_proj.weight", rows, (C,)) for x, rows in halves),
+        engine + "down.weight": (FusedPart(mlp + "down_proj.weight", C, (I,)),),
     }
 
 
-def _experts(ours: str, mlp: str, config: Any) -> dict[str, tuple[Part, ...]]:
+def _experts(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     """The experts' matrices one below the other."""
-    C, each = config.hidden_size, range(config.num_experts)
+    C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
-    halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in each for x in ("gate", "up")]
+    # Expert by expert, each with gate and up.
+    halves = [f"{mlp}experts.{e}.{x}_proj.weight" for e in experts for x in ("gate", "up")]
     return {
-        ours + "router.weight": (Part(mlp + "gate.weight", len(each), (C,)),),
-        ours + "experts.gate_up": tuple(Part(name, I, (C,)) for name in halves),
-        ours + "experts.down": tuple(Part(f"{mlp}experts.{e}.down_proj.weight", C, (I,)) for e in each),
+        engine + "router.weight": (FusedPart(mlp + "gate.weight", len(experts), (C,)),),
+        engine + "experts.gate_up": tuple(FusedPart(name, I, (C,)) for name in halves),
+        engine + "experts.down": tuple(FusedPart(f"{mlp}experts.{e}.down_proj.weight", C, (I,)) for e in experts),
     }
 
 
-def split_experts(named: Iterable[tuple[str, Tensor]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Plain names of what transformers' models hold: experts, there stacked in two tensors a layer, one by one, of
-    which these begin with the `first`."""
-    for name, tensor in named:
+def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Plain names for the tensors of transformers' models: experts, which they stack in two tensors a layer, one by
+    one; the first one of a tensor has the number `first`."""
+    for name, tensor in named_tensors:
+        # Gate and up are halves of one matrix in transformers.
         match = STACKED.fullmatch(name)
         if match is None:
             yield name, tensor
             continue
         names = ("gate_proj", "up_proj") if match["matrix"] == "gate_up_proj" else ("down_proj",)
-        for expert, own in enumerate(tensor, first):
-            for matrix, part in zip(names, own.chunk(len(names)), strict=True):
+        for expert, matrices in enumerate(tensor, first):
+            for matrix, part in zip(names, matrices.chunk(len(names)), strict=True):
                 yield f"{match['experts']}.{expert}.{matrix}.weight", part
 
 
@@ -133,13 +142,13 @@ def plain(name: str) -> str:
     Raises:
         ValueError: an adapter that cannot be merged as W + B A (embeddings, biases, DoRA, modules_to_save).
     """
-    bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    match = ADAPTER.fullmatch(bare)
+    stripped = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    match = ADAPTER.fullmatch(stripped)
     if match:
         return f"{match['module']}.lora_{match['factor']}.weight"
-    if UNKNOWN.search(bare):
+    if UNKNOWN.search(stripped):
         raise ValueError(f"tensor {name!r} is not a LoRA factor of a linear layer: it cannot be merged")
-    return bare
+    return stripped
 
 
 def has_adapters(names: Iterable[str]) -> bool:
@@ -147,22 +156,22 @@ def has_adapters(names: Iterable[str]) -> bool:
     return any(map(ADAPTER.fullmatch, names))
 
 
-def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The LoRA factors alone, under `<plain module>.lora_A.weight` and `.lora_B.weight`.
 
     Raises:
         ValueError: a factor without the other, or a second adapter for a layer; names the tensor.
     """
-    found: dict[str, Tensor] = {}
-    for name, tensor in named:
+    factors: dict[str, Tensor] = {}
+    for name, tensor in named_tensors:
         target = plain(name)
         if not ADAPTER.fullmatch(target):
             continue
-        if target in found:
+        if target in factors:
             raise ValueError(f"tensor {name!r} is the second {target!r}: one adapter can be sent")
-        found[target] = tensor
-    _by_module(found)
-    return found
+        factors[target] = tensor
+    _by_module(factors)
+    return factors
 
 
 def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -176,6 +185,7 @@ def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Ten
     modules = _by_module(factors)
     rank = next((len(factors[a]) for a, _ in modules.values()), 1)
     for name, weight in base:
+        # Each pair of factors is used once: those that are left at the end have no base weight.
         pair = modules.pop(name.removesuffix(".weight"), None) if name.endswith(".weight") else None
         if pair is None:
             yield name, weight
@@ -193,14 +203,14 @@ def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Ten
 
 
 def _by_module(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """By module, the names of A and B."""
+    """The names of A and B by module."""
     pairs: dict[str, tuple[str, str]] = {}
     for name in factors:
         match = ADAPTER.fullmatch(name)
         if match is None:
             raise ValueError(f"tensor {name!r} is not a LoRA factor")
         pair = f"{match['module']}.lora_A.weight", f"{match['module']}.lora_B.weight"
-        if (other := pair[match["factor"] == "A"]) not in factors:
-            raise ValueError(f"tensor {name!r} came without {other!r}")
+        if (partner := pair[match["factor"] == "A"]) not in factors:
+            raise ValueError(f"tensor {name!r} came without {partner!r}")
         pairs[match["module"]] = pair
     return pairs

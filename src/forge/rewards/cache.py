@@ -20,9 +20,9 @@ from .verifier import Verifier, reason_of
 
 log = logging.getLogger(__name__)
 
-READING = 600.0  # seconds to read a fingerprint: that of a model reads all its weights
-WAIT = 10.0  # seconds for another process to finish writing
-AT_A_TIME = 500  # keys in one query; sqlite allows about a thousand
+FINGERPRINT_TIMEOUT = 600.0  # seconds to read a fingerprint: that of a model reads all its weights
+LOCK_TIMEOUT = 10.0  # seconds for another process to finish writing
+KEYS_PER_QUERY = 500  # keys in one query; sqlite allows about a thousand
 
 
 def key_of(fingerprint: str, prompt: str, responses: Sequence[str], target: str | None) -> str:
@@ -39,7 +39,7 @@ class Fingerprint:
         self._since = 0.0
 
     async def __call__(self) -> str | None:
-        """None: the verifier has none, or reading it failed (logged once). Takes at most READING seconds."""
+        """The fingerprint; None: the verifier has none, or it cannot be read in FINGERPRINT_TIMEOUT (logged once)."""
         if self._failed:
             return None
         reading = self._reading
@@ -56,6 +56,7 @@ class Fingerprint:
     async def _read(self) -> str | None:
         name = self._verifier.names[0]
 
+        # No fingerprint is allowed; an error within one is not taken for its absence.
         def read() -> str | None:
             try:
                 return self._verifier.fingerprint  # type: ignore[attr-defined]
@@ -65,7 +66,7 @@ class Fingerprint:
                 return None
 
         try:
-            return await in_own_thread(read, limit=READING, what=f"the fingerprint of {name}")
+            return await in_own_thread(read, limit=FINGERPRINT_TIMEOUT, name=f"the fingerprint of {name}")
         except Exception as error:
             self._failed = True
             log.warning("the scores of %s are not cached, its fingerprint cannot be read: %s", name, reason_of(error))
@@ -77,19 +78,21 @@ class Cache:
 
     Args:
         path: an sqlite file in an existing folder, created if missing. It only grows: delete it to start over.
-        most: entries kept in memory; the least recently used are dropped.
+        max_entries: entries in memory; the least recently used are dropped.
 
     Raises:
-        ValueError: `most` below 1, no such folder, or the file is not a cache.
+        ValueError: `max_entries` below 1, no such folder, or the file is not a cache.
     """
 
-    def __init__(self, path: str | Path | None = None, *, most: int = 100_000) -> None:
-        if most < 1:
-            raise ValueError(f"a cache must hold at least 1 entry, got most = {most}")
-        self.path, self._most = None if path is None else Path(path), most
-        self._kept: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+    def __init__(self, path: str | Path | None = None, *, max_entries: int = 100_000) -> None:
+        if max_entries < 1:
+            raise ValueError(f"a cache must hold at least 1 entry, got max_entries = {max_entries}")
+        self.path = None if path is None else Path(path)
+        self._max_entries = max_entries
+        self._entries: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._lock = Lock()
         if self.path is not None:
+            # A path that is no cache is an error before the first score.
             if not self.path.parent.is_dir():
                 raise ValueError(f"the folder of the cache {self.path} does not exist: make it first")
             try:
@@ -101,37 +104,38 @@ class Cache:
 
     def __len__(self) -> int:
         """Entries in memory."""
-        return len(self._kept)
+        return len(self._entries)
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """The entries that exist. sqlite3.Error: the file cannot be read."""
-        found = {}
+        # Memory first; what it lacks is read from the file, in a thread.
+        entries = {}
         with self._lock:
             for key in keys:
-                if key in self._kept:
-                    self._kept.move_to_end(key)
-                    found[key] = self._kept[key]
-        unknown = [key for key in dict.fromkeys(keys) if key not in found]
+                if key in self._entries:
+                    self._entries.move_to_end(key)
+                    entries[key] = self._entries[key]
+        missing = [key for key in dict.fromkeys(keys) if key not in entries]
 
         def read() -> dict[str, tuple[float, ...]]:
             stored: dict[str, tuple[float, ...]] = {}
             with closing(self._open()) as file:
-                for start in range(0, len(unknown), AT_A_TIME):
-                    some = unknown[start : start + AT_A_TIME]
-                    marks = ",".join("?" * len(some))
-                    rows = file.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", some)
+                for start in range(0, len(missing), KEYS_PER_QUERY):
+                    chunk = missing[start : start + KEYS_PER_QUERY]
+                    marks = ",".join("?" * len(chunk))
+                    rows = file.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", chunk)
                     stored |= {key: tuple(json.loads(value)) for key, value in rows}
             return stored
 
-        if self.path is not None and unknown:
+        if self.path is not None and missing:
             stored = await asyncio.to_thread(read)
-            self._keep(stored)
-            found |= stored
-        return found
+            self._remember(stored)
+            entries |= stored
+        return entries
 
     async def put(self, values: Mapping[str, tuple[float, ...]]) -> None:
         """Store entries, in the file all or none. sqlite3.Error: writing failed; they are in memory only."""
-        self._keep(values)
+        self._remember(values)
 
         def write() -> None:
             rows = [(key, json.dumps(value)) for key, value in values.items()]
@@ -141,15 +145,15 @@ class Cache:
         if self.path is not None and values:
             await asyncio.to_thread(write)
 
-    def _keep(self, values: Mapping[str, tuple[float, ...]]) -> None:
+    def _remember(self, values: Mapping[str, tuple[float, ...]]) -> None:
         with self._lock:
             for key, value in values.items():
-                self._kept[key] = value
-                self._kept.move_to_end(key)
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+                self._entries[key] = value
+                self._entries.move_to_end(key)
+            while len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
 
     def _open(self) -> sqlite3.Connection:
         # A new connection for each use: it must not cross threads or forks.
         assert self.path is not None
-        return sqlite3.connect(self.path, timeout=WAIT)
+        return sqlite3.connect(self.path, timeout=LOCK_TIMEOUT)

@@ -53,6 +53,7 @@ class ModelSettings(Section):
 
     def _check(self) -> None:
         # Settings of a chat template are checked later, with the tokenizer.
+        # The template is tried with the one field that it has.
         plain = not self.chat_template
         PromptFormat(
             None,
@@ -61,13 +62,14 @@ class ModelSettings(Section):
             chat_options=self.chat_options if plain else None,
         ).fields(["question"])
 
-    def check_sources(self, where: str) -> None:
+    def check_sources(self, location: str) -> None:
         """ValueError: the folder does not exist or has no model."""
+        # A path that looks local must exist; anything else is a hub id.
         folder = Path(self.path)
         is_local = self.path.startswith((".", "/", "~")) or folder.exists() or len(folder.parts) > 2
         is_local = is_local or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
         if is_local and not (folder / "config.json").is_file():
-            raise ValueError(f"{where}.path: {self.path} is not a folder with a model (no config.json)")
+            raise ValueError(f"{location}.path: {self.path} is not a folder with a model (no config.json)")
 
 
 class RewardModelSettings(ModelSettings):
@@ -92,6 +94,7 @@ class RewardModelSettings(ModelSettings):
 
     def _check(self) -> None:
         super()._check()
+        # Combinations that contradict each other.
         if self.as_pair and (self.chat_template or self.append_eos is not None):
             raise ValueError("as_pair joins the texts as the tokenizer does: leave chat_template and append_eos out")
         if self.truncate and (self.chat_template or (self.append_eos is False and not self.as_pair)):
@@ -116,6 +119,7 @@ class ProcessRewardModelSettings(ModelSettings):
 
     def _check(self) -> None:
         super()._check()
+        # A causal language model has two texts, a token classifier none.
         if not self.marker:
             raise ValueError("marker must be set: the text after each step at which the model reads it")
         if (self.good is None) != (self.bad is None):
@@ -179,6 +183,7 @@ class JudgeSettings(Section):
     """Nothing is asked once the cost has reached it; requests under way by then still count."""
 
     def _check(self) -> None:
+        # Combinations that an endpoint would reject only after the run has started.
         fields = {field for _, field, _, _ in Formatter().parse(self.template) if field is not None}
         yes, no = self.yes.strip(), self.no.strip()
         for bad, message in (
@@ -234,7 +239,7 @@ class VerifiersConfig(Section):
     cache: str | None = None
     """A file for scores, which runs may share; null: none."""
 
-    def check_sources(self, where: str = "verifiers") -> None:
+    def check_sources(self, location: str = "verifiers") -> None:
         """Check everything that needs no model and no connection.
 
         Raises:
@@ -243,29 +248,31 @@ class VerifiersConfig(Section):
         try:
             for kind in ("reward_models", "process_reward_models"):
                 for number, spec in enumerate(self[kind]):
-                    spec.check_sources(f"{where}.{kind}[{number}]")
+                    spec.check_sources(f"{location}.{kind}[{number}]")
         except ValueError as error:
             raise ConfigError(str(error)) from None
         try:
-            for plugin in self._plugins(where):
+            for plugin in self._plugins(location):
                 if hasattr(plugin, "check"):
                     plugin.check()
             names = self.names
             if self.judges:
                 from .judge import LMJudge as _  # noqa: F401
         except (ValueError, OSError, ImportError) as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{location}: {error}") from None
+        # Columns are named: two of one name could not be distinguished in a report.
         if not names:
-            raise ConfigError(f"{where} has none: set rules, reward_models, judges, math or another")
+            raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             rename = "give one another name (a rule has that of its function)"
-            raise ConfigError(f"{where}: two are called {', '.join(repeated)}: {rename}")
+            raise ConfigError(f"{location}: two are called {', '.join(repeated)}: {rename}")
         if self.cache is not None and not Path(self.cache).parent.is_dir():
-            raise ConfigError(f"{where}.cache: the folder of {self.cache} does not exist")
+            raise ConfigError(f"{location}.cache: the folder of {self.cache} does not exist")
 
     @property
     def names(self) -> list[str]:
         """The columns of the panel, in order. ValueError: a function does not exist."""
+        # In the order in which `panel` constructs them, without loading a model.
         names = [name for verifier in self._functions() for name in verifier.names]
         names += [spec.name or Path(spec.path).name for spec in self.reward_models]
         for spec in self.process_reward_models:
@@ -276,33 +283,33 @@ class VerifiersConfig(Section):
     def panel(self) -> Panel:
         """Load all verifiers. ValueError, OSError: a model or plugin cannot be loaded."""
         # Imported where needed: torch takes seconds, judges need an extra.
-        others: list[Verifier] = []
+        verifiers: list[Verifier] = []
         if self.reward_models:
             from .reward_model import RewardModel
 
-            others += [RewardModel(**spec) for spec in self.reward_models]
+            verifiers += [RewardModel(**spec) for spec in self.reward_models]
         if self.process_reward_models:
             from .process import ProcessRewardModel
 
-            others += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
+            verifiers += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
         if self.judges:
             from .judge import LMJudge
 
-            others += [LMJudge(**spec) for spec in self.judges]
+            verifiers += [LMJudge(**spec) for spec in self.judges]
         for plugin in self._plugins("verifiers"):
             if hasattr(plugin, "setup"):
                 plugin.setup()
-            others.append(plugin)
+            verifiers.append(plugin)
         cache = Cache(self.cache) if self.cache is not None else None
-        return Panel([*self._functions(), *others], timeout=self.timeout, cache=cache)
+        return Panel([*self._functions(), *verifiers], timeout=self.timeout, cache=cache)
 
     def _functions(self) -> list[Verifier]:
-        found: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
+        verifiers: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
         if self.math:
-            found.append(MathVerifier(time_limit=self.rule_timeout))
+            verifiers.append(MathVerifier(time_limit=self.rule_timeout))
         if self.answer_frequency is not None:
-            found.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
-        return found
+            verifiers.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
+        return verifiers
 
-    def _plugins(self, where: str) -> list[Any]:
-        return [load_plugin(item, f"{where}.plugins[{number}]") for number, item in enumerate(self.plugins)]
+    def _plugins(self, location: str) -> list[Any]:
+        return [load_plugin(item, f"{location}.plugins[{number}]") for number, item in enumerate(self.plugins)]

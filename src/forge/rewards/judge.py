@@ -24,6 +24,8 @@ try:
 except ImportError as error:
     raise ImportError("LM judges need the openai package: pip install openai") from error
 
+Json = dict[str, Any]
+
 MILLION = 1_000_000
 # Of the library that openai uses: httpx, or httpx2 in later versions.
 _TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]))
@@ -31,12 +33,12 @@ _TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].
 
 @dataclass
 class Cost:
-    """Usage of a judge. `money` is in the currency of the prices; `untold` counts answers without usage."""
+    """Usage of a judge. `money` is in the currency of the prices; `unreported` counts answers without usage."""
 
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    untold: int = 0
+    unreported: int = 0
     money: float = 0.0
 
 
@@ -62,38 +64,39 @@ class LMJudge:
     def __init__(
         self, url: str, model: str, name: str | None = None, *, api_key: str | None = None, **settings: Any
     ) -> None:
-        self._how = how = JudgeSettings(url=url, model=model, name=name, **settings)
-        yes, no, self._chat = how.yes.strip(), how.no.strip(), how.endpoint == "chat"
+        self._settings = section = JudgeSettings(url=url, model=model, name=name, **settings)
+        yes, no, self._chat = section.yes.strip(), section.no.strip(), section.endpoint == "chat"
         self.names: tuple[str, ...] = (name or model,)
         self.cost = Cost()
         self.progress = 0  # answered requests: with a dead endpoint it stands still, and a panel times out
         self._base, self._path = url.rstrip("/"), "/chat/completions" if self._chat else "/completions"
-        self._fixed: dict[str, Any] = {"model": model, "temperature": how.temperature}
-        if how.scoring == "votes":
-            self._fixed["max_tokens"] = how.max_tokens
+        self._fixed: Json = {"model": model, "temperature": section.temperature}
+        if section.scoring == "votes":
+            self._fixed["max_tokens"] = section.max_tokens
         else:
             self._fixed["max_tokens"] = 1
-            self._fixed |= {"logprobs": True, "top_logprobs": how.top} if self._chat else {"logprobs": how.top}
+            self._fixed |= {"logprobs": True, "top_logprobs": section.top} if self._chat else {"logprobs": section.top}
         self._yes, self._no = yes.lower(), no.lower()
         # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
-        self._api_key = api_key or os.environ.get(how.api_key_env or "") or "none"
-        self._at: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
+        self._api_key = api_key or os.environ.get(section.api_key_env or "") or "none"
+        self._connection: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
 
     @property
     def fingerprint(self) -> str:
-        """Of the question and its settings; not of the model that the endpoint serves under its name."""
-        how = self._how
-        asked = (
+        """Identifies the question and its settings; not the model that the endpoint serves under its name."""
+        section = self._settings
+        # The number is raised when the question's form or the reading of verdicts changes.
+        parts = (
             self._base + self._path,
             self._fixed,
-            how.system_prompt,
-            how.template,
-            how.votes,
+            section.system_prompt,
+            section.template,
+            section.votes,
             self._yes,
             self._no,
-            how.frame,
+            section.frame,
         )
-        return f"judge 2 {asked!r}"
+        return f"judge 2 {parts!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -102,30 +105,33 @@ class LMJudge:
         async def in_turn(response: str) -> float:
             async with turns:
                 judged = self._judge(client, prompt, response, target)
-                return await within(self._how.time_limit, judged, f"the judge {self.names[0]}")
+                return await within(self._settings.time_limit, judged, f"the judge {self.names[0]}")
 
         return await collect([in_turn(response) for response in responses], 1)
 
     async def close(self) -> None:
         """Close the connections; requests in flight fail."""
-        if self._at is not None:
-            await self._at[1].close()
-            self._at = None
+        if self._connection is not None:
+            await self._connection[1].close()
+            self._connection = None
 
     def question(self, prompt: str, response: str, target: str | None) -> str:
         """The text that the judge gets. Unscored: the template needs a target, and there is none."""
-        if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._how.template)}:
+        if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._settings.template)}:
             raise Unscored("the template asks for a target, and there is none")
         mark = mark_of(prompt, response)
         framed = f"----- {mark} -----\n{inert_anywhere(response)}\n----- end of {mark} -----"
-        given = framed if self._how.frame else response
-        return self._how.template.format(prompt=prompt, response=given, target=target, mark=mark)
+        response_text = framed if self._settings.frame else response
+        return self._settings.template.format(prompt=prompt, response=response_text, target=target, mark=mark)
 
     async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
         text = self.question(prompt, response, target)
-        system = [{"role": "system", "content": self._how.system_prompt}] if self._how.system_prompt is not None else []
-        question = {"messages": [*system, {"role": "user", "content": text}]} if self._chat else {"prompt": text}
-        if self._how.scoring == "logprob":
+        messages = [{"role": "user", "content": text}]
+        if self._settings.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
+        question: Json = {"messages": messages} if self._chat else {"prompt": text}
+        # From the probabilities of the two words as the next token, in one request.
+        if self._settings.scoring == "logprob":
             choice = (await self._ask(client, {**self._fixed, **question}))[0]
             try:
                 if self._chat:
@@ -143,42 +149,43 @@ class LMJudge:
                 raise Unscored(f"neither {self._yes} nor {self._no} is among the top tokens {[t for t, _ in likely]}")
             return yes / (yes + no)
 
+        # Votes: as many answers as are set, of which more than half must be readable.
         verdicts: list[bool] = []
-        asked, answer = 0, ""
-        while (left := self._how.votes - asked) > 0:
+        count, answer = 0, ""
+        while (remaining := self._settings.votes - count) > 0:
             # Not every endpoint supports n: missing votes are requested again.
-            several = {"n": left} if left > 1 else {}
-            choices = (await self._ask(client, {**self._fixed, **question, **several}))[:left]
+            several = {"n": remaining} if remaining > 1 else {}
+            choices = (await self._ask(client, {**self._fixed, **question, **several}))[:remaining]
             for answer in map(self._text, choices):
                 verdict = read_verdict(answer, self._yes, self._no)
                 if verdict is not None:
                     verdicts.append(verdict)
-            asked += len(choices)
-        if 2 * len(verdicts) <= asked:
-            raise Unscored(f"{len(verdicts)} of {asked} verdicts could be read; the last answer was {answer[-80:]!r}")
+            count += len(choices)
+        if 2 * len(verdicts) <= count:
+            raise Unscored(f"{len(verdicts)} of {count} verdicts could be read; the last answer was {answer[-80:]!r}")
         return sum(verdicts) / len(verdicts)
 
-    def _text(self, choice: dict[str, Any]) -> str:
+    def _text(self, choice: Json) -> str:
         text = choice["message"].get("content") if self._chat else choice["text"]
         if not isinstance(text, str | None):
             raise TypeError("the answer is no text")
         return text or ""
 
-    async def _ask(self, client: AsyncOpenAI, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:
         """The choices of an answer. Unscored: all attempts failed, or the budget is spent."""
-        url, budget = self._base + self._path, self._how.budget
-        for _ in range(self._how.retries + 1):
+        url, budget = self._base + self._path, self._settings.budget
+        for _ in range(self._settings.retries + 1):
             if budget is not None and self.cost.money >= budget:
                 raise Unscored(f"the budget of {budget:g} is spent")
-            if budget is not None and self.cost.untold:
+            if budget is not None and self.cost.unreported:
                 raise Unscored("the endpoint does not report its usage, which a budget needs")
             try:
                 # As plain JSON: endpoints deviate from the client's types, and the client does not check them.
-                found: Any = await client.post(self._path, cast_to=object, body=body)
+                reply: Any = await client.post(self._path, cast_to=object, body=body)
             except ValueError as error:
-                found = str(error)  # not JSON
+                reply = str(error)  # not JSON
             except APITimeoutError as error:
-                limit = self._how.request_timeout
+                limit = self._settings.request_timeout
                 raise Unscored(f"{url} gave no answer within {limit:g} s{_tried(error)}") from None
             except APIConnectionError as error:
                 cause = error.__cause__ or error
@@ -187,40 +194,44 @@ class LMJudge:
                 text = error.response.text[:200]
                 raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
             try:
-                if not [self._text(choice) for choice in found["choices"]]:
+                if not [self._text(choice) for choice in reply["choices"]]:
                     continue
             except (ValueError, LookupError, TypeError, AttributeError):
                 continue
             self.progress += 1
             try:
-                asked, answered = (int(found["usage"][f"{kind}_tokens"]) for kind in ("prompt", "completion"))
-                self.cost.prompt_tokens += asked
-                self.cost.completion_tokens += answered
-                self.cost.money += (asked * self._how.prices[0] + answered * self._how.prices[1]) / MILLION
+                usage = reply["usage"]
+                tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+                self.cost.prompt_tokens += tokens[0]
+                self.cost.completion_tokens += tokens[1]
+                prices = self._settings.prices
+                self.cost.money += (tokens[0] * prices[0] + tokens[1] * prices[1]) / MILLION
             except (KeyError, TypeError, ValueError, OverflowError):
-                self.cost.untold += 1
-            return found["choices"]
-        raise Unscored(f"{url} gave an invalid answer: {str(found)[:120]!r}, tried {self._how.retries + 1} times")
+                self.cost.unreported += 1
+            return reply["choices"]
+        tries = self._settings.retries + 1
+        raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
 
     def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
         """The client and the semaphore of the running loop: neither works in another."""
 
-        async def count(request: Any) -> None:
+        async def count(request: object) -> None:
             self.cost.requests += 1
 
         loop = asyncio.get_running_loop()
-        if self._at is None or self._at[0] is not loop or self._at[1].is_closed():
+        if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():
+            # Redirects could lead the prompt and the key to another server.
             client = AsyncOpenAI(
                 api_key=self._api_key,
                 base_url=self._base,
-                max_retries=self._how.retries,
-                timeout=self._how.request_timeout,
+                max_retries=self._settings.retries,
+                timeout=self._settings.request_timeout,
                 http_client=DefaultAsyncHttpxClient(
                     event_hooks={"request": [count]}, transport=_TRANSPORT(), follow_redirects=False
                 ),
             )
-            self._at = (loop, client, asyncio.Semaphore(self._how.concurrency))
-        return self._at[1:]
+            self._connection = (loop, client, asyncio.Semaphore(self._settings.concurrency))
+        return self._connection[1:]
 
 
 def mark_of(prompt: str, response: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from ..data.special_tokens import SpecialTokens
 from .config import ModelSettings
 from .verifier import Unscored
 
+A = TypeVar("A")
+
 NO_LIMIT = 1 << 20  # tokenizers without a limit return a huge number
 
 Inputs = dict[str, Tensor]  # of the model, [rows, width], padded at the right: input_ids, attention_mask, ...
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """The tokens of a text, and token type ids if the tokenizer has them."""
 
     ids: list[int]
@@ -54,12 +56,14 @@ class BatchedModel:
         if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
+        # An invalid template is an error here, not at the first score.
         self.batch_tokens = settings.batch_tokens
         names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
         self.texts = {name: settings[name] for name in names}
         self.format = PromptFormat(self.tokenizer, **self.texts)
         self.format.fields(["question"])
         self.special = SpecialTokens(self.tokenizer)
+        # The longest row is the least of three limits: the tokenizer's, the model's and the setting.
         positions = getattr(self.model.config, "max_position_embeddings", None)
         for name, module in self.model.named_modules():
             padding = getattr(module, "padding_idx", None)
@@ -67,8 +71,8 @@ class BatchedModel:
                 positions -= padding + 1  # RoBERTa's positions start after the padding index
                 break
         limits = (self.tokenizer.model_max_length, positions)
-        known = [limit for limit in limits if limit and limit < NO_LIMIT]
-        self.max_tokens = min(*known, max_tokens or NO_LIMIT, NO_LIMIT)
+        finite = [limit for limit in limits if limit and limit < NO_LIMIT]
+        self.max_tokens = min(*finite, max_tokens or NO_LIMIT, NO_LIMIT)
         pads = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
         self._pad = next(pad for pad in pads if pad is not None and pad >= 0)  # some configurations have -1
 
@@ -95,32 +99,32 @@ class BatchedModel:
     def class_index(self, label: str | int | None) -> int:
         """The index of a class. ValueError: no such class, or the model has several and `label` is None."""
         names = {int(number): name for number, name in (self.model.config.id2label or {}).items()}
-        known = ", ".join(f"{name!r}" for name in names.values())
+        listed = ", ".join(f"{name!r}" for name in names.values())
         if label is None:
             if len(names) > 1:
-                raise ValueError(f"the model has {len(names)} classes: set label to one of {known}")
+                raise ValueError(f"the model has {len(names)} classes: set label to one of {listed}")
             return 0
         for number, name in names.items():
             if label in (name, number):
                 return number
-        raise ValueError(f"the model has no class {label!r}: it has {known}")
+        raise ValueError(f"the model has no class {label!r}: it has {listed}")
 
-    def run(self, rows: Sequence[Row], read: Callable[[Inputs], Sequence[Any]]) -> list[Any]:
+    def run(self, rows: Sequence[TokenRow], read: Callable[[Inputs], Sequence[A]]) -> list[A | Exception]:
         """The outcome of `read` for each row, in order: Unscored for a row that is empty or too long, and the
         exception of `read` for a row that fails even alone."""
-        found = dict(self.stream(rows, read))
-        return [found[index] for index in range(len(rows))]
+        outcomes = dict(self.stream(rows, read))
+        return [outcomes[index] for index in range(len(rows))]
 
     @torch.inference_mode()
     def stream(
         self,
-        rows: Sequence[Row | Exception],
-        read: Callable[[Inputs], Sequence[Any]],
-        wanted: Callable[[int], bool] = lambda index: True,
-    ) -> Iterator[tuple[int, Any]]:
-        """As `run`, yielding (index, outcome) batch by batch; exceptions among `rows` are yielded as they are. Rows
-        that are no longer `wanted` at the time of their batch are left out."""
-        fit: dict[int, Row] = {}
+        rows: Sequence[TokenRow | Exception],
+        read: Callable[[Inputs], Sequence[A]],
+        is_pending: Callable[[int], bool] = lambda index: True,
+    ) -> Iterator[tuple[int, A | Exception]]:
+        """The outcomes of `run` batch by batch, as (index, outcome); exceptions among `rows` are yielded as they are.
+        Rows for which `is_pending` is false at the time of their batch are omitted."""
+        readable: dict[int, TokenRow] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
                 yield index, row
@@ -129,18 +133,18 @@ class BatchedModel:
             elif len(row.ids) > self.max_tokens:
                 yield index, Unscored(f"it has {len(row.ids)} tokens, and the model reads {self.max_tokens}")
             else:
-                fit[index] = row
+                readable[index] = row
         # Batches of rows of similar length, of at most `batch_tokens` with padding.
         batches: list[list[int]] = []
-        for index in sorted(fit, key=lambda index: len(fit[index].ids)):
-            if not batches or (len(batches[-1]) + 1) * len(fit[index].ids) > self.batch_tokens:
+        for index in sorted(readable, key=lambda index: len(readable[index].ids)):
+            if not batches or (len(batches[-1]) + 1) * len(readable[index].ids) > self.batch_tokens:
                 batches.append([])
             batches[-1].append(index)
 
-        def read_halving(indices: list[int]) -> Sequence[Any]:
+        def read_halving(indices: list[int]) -> Sequence[A | Exception]:
             # A failed batch is split: it may need too much memory, or one row is at fault.
             try:
-                return read(self.pad(indices, fit))
+                return read(self.pad(indices, readable))
             except Exception as error:
                 if len(indices) == 1:
                     return [error]
@@ -148,14 +152,15 @@ class BatchedModel:
             return [*read_halving(indices[:half]), *read_halving(indices[half:])]
 
         for batch in batches:
-            if indices := [index for index in batch if wanted(index)]:
+            if indices := [index for index in batch if is_pending(index)]:
                 yield from zip(indices, read_halving(indices), strict=True)
 
-    def pad(self, indices: list[int], rows: Sequence[Row] | Mapping[int, Row]) -> Inputs:
+    def pad(self, indices: list[int], rows: Sequence[TokenRow] | Mapping[int, TokenRow]) -> Inputs:
         """These rows as one batch."""
         width = max(len(rows[index].ids) for index in indices)
         ids, mask, types = [], [], []
         for row in (rows[index] for index in indices):
+            # On the right, where causality and the mask hide it.
             gap = [0] * (width - len(row.ids))
             ids.append(row.ids + [self._pad] * len(gap))
             mask.append([1] * len(row.ids) + gap)
@@ -166,7 +171,7 @@ class BatchedModel:
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
 
-def row_or_error(make: Callable[[str, str], Row], prompt: str, response: str) -> Row | Exception:
+def row_or_error(make: Callable[[str, str], TokenRow], prompt: str, response: str) -> TokenRow | Exception:
     """`make(prompt, response)`, or the exception that it raises."""
     try:
         return make(prompt, response)

@@ -69,6 +69,7 @@ class Panel:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; exceptions of verifiers become reasons."""
+        # All verifiers at once; their columns side by side.
         calls = (self._ask(number, prompt, list(responses), target) for number in range(len(self.verifiers)))
         parts = await asyncio.gather(*calls)
         reasons: dict[tuple[int, int], str] = {}
@@ -85,7 +86,7 @@ class Panel:
 
     @property
     def progress(self) -> float:
-        """Of all verifiers and of reading their fingerprints."""
+        """The sum over all verifiers, and over reading their fingerprints."""
         reading = sum(fingerprint.seconds for fingerprint in self._fingerprints)
         return reading + sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
 
@@ -98,20 +99,21 @@ class Panel:
         if not responses:
             return Scores(np.empty((0, len(verifier.names))))
         start = time.perf_counter()
+        # Reading a fingerprint may take minutes, and does not count for the timeout.
         fingerprint = None if self.cache is None else await self._fingerprints[number]()
         try:
             if self.cache is None or fingerprint is None:
                 call = _checked_scores(verifier, prompt, responses, target)
             else:
                 call = self._cached(verifier, self.cache, tally, fingerprint, prompt, responses, target)
-            found = await within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
+            scores = await within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
         except Exception as error:
-            found = Scores.none(len(responses), len(verifier.names), reason_of(error))
+            scores = Scores.none(len(responses), len(verifier.names), reason_of(error))
         tally.seconds += time.perf_counter() - start
-        tally.missing += len(found.reasons)
-        tally.scored += found.values.size - len(found.reasons)
-        tally.reasons.update(found.reasons.values())
-        return found
+        tally.missing += len(scores.reasons)
+        tally.scored += scores.values.size - len(scores.reasons)
+        tally.reasons.update(scores.reasons.values())
+        return scores
 
     async def _cached(
         self,
@@ -126,42 +128,45 @@ class Panel:
         # A unit is one entry of the cache: a response, or all responses together of a grouped verifier.
         width, grouped = len(verifier.names), getattr(verifier, "grouped", False)
         units = [tuple(responses)] if grouped else [(response,) for response in dict.fromkeys(responses)]
-        places = [(units[0], i) for i in range(len(responses))] if grouped else [((one,), 0) for one in responses]
+        positions = [(units[0], i) for i in range(len(responses))] if grouped else [((text,), 0) for text in responses]
         keys = {unit: key_of(f"{fingerprint} {verifier.names}", prompt, unit, target) for unit in units}
-        known: dict[str, tuple[float, ...]] = {}
+        cached: dict[str, tuple[float, ...]] = {}
         try:
-            known = await cache.get(list(keys.values()))
+            cached = await cache.get(list(keys.values()))
         except sqlite3.Error as error:
             log.warning("the cache %s cannot be read, everything is scored again: %s", cache.path, error)
-        parts = {unit: Scores(np.reshape(known[key], (-1, width))) for unit, key in keys.items() if key in known}
-        tally.cached += width * sum(unit in parts for unit, _ in places)
-        if new := [unit for unit in units if unit not in parts]:
-            fresh = await _checked_scores(verifier, prompt, [response for unit in new for response in unit], target)
+        parts = {unit: Scores(np.reshape(cached[key], (-1, width))) for unit, key in keys.items() if key in cached}
+        tally.cached += width * sum(unit in parts for unit, _ in positions)
+        if uncached := [unit for unit in units if unit not in parts]:
+            uncached_responses = [response for unit in uncached for response in unit]
+            fresh = await _checked_scores(verifier, prompt, uncached_responses, target)
             start = 0
-            for unit in new:
+            for unit in uncached:
                 inside = range(start, start + len(unit))
-                reasons = {(i - start, j): reason for (i, j), reason in fresh.reasons.items() if i in inside}
-                parts[unit] = Scores(fresh.values[start : start + len(unit)], reasons)
+                unit_reasons = {(i - start, j): text for (i, j), text in fresh.reasons.items() if i in inside}
+                parts[unit] = Scores(fresh.values[start : start + len(unit)], unit_reasons)
                 start += len(unit)
-            complete = [unit for unit in new if not parts[unit].reasons]
+            # A missing score may exist the next time: it is not cached.
+            complete = [unit for unit in uncached if not parts[unit].reasons]
             try:
                 await cache.put({keys[unit]: tuple(parts[unit].values.ravel().tolist()) for unit in complete})
             except sqlite3.Error as error:
                 log.warning("the cache %s cannot be written, it keeps no scores: %s", cache.path, error)
-        result = Scores(np.stack([parts[unit].values[place] for unit, place in places]))
-        for i, (unit, place) in enumerate(places):
-            result.reasons |= {(i, j): why for (k, j), why in parts[unit].reasons.items() if k == place}
+        result = Scores(np.stack([parts[unit].values[index] for unit, index in positions]))
+        for i, (unit, index) in enumerate(positions):
+            result.reasons |= {(i, j): cause for (k, j), cause in parts[unit].reasons.items() if k == index}
         return result
 
 
 async def _checked_scores(verifier: Verifier, prompt: str, responses: list[str], target: str | None) -> Scores:
     """The verifier's scores with a reason for every number that is not finite. ValueError: a wrong number of scores."""
-    found = await verifier.score(prompt, responses, target)
-    if not isinstance(found, Scores):
-        raise TypeError(f"its score must return forge.rewards.Scores, not {type(found).__name__}")
-    values = np.asarray(found.values, dtype=np.float64)
+    scores = await verifier.score(prompt, responses, target)
+    if not isinstance(scores, Scores):
+        raise TypeError(f"its score must return forge.rewards.Scores, not {type(scores).__name__}")
+    # A verifier of a plugin may return anything; NaN always has a reason.
+    values = np.asarray(scores.values, dtype=np.float64)
     if values.shape != (len(responses), len(verifier.names)):
         raise ValueError(f"it gave scores of shape {values.shape} for {len(responses)} responses and {verifier.names}")
     lacking = {(int(i), int(j)) for i, j in np.argwhere(~np.isfinite(values))}
-    reasons = {where: found.reasons.get(where, "it gave no reason") for where in sorted(lacking)}
+    reasons = {cell: scores.reasons.get(cell, "it gave no reason") for cell in sorted(lacking)}
     return Scores(np.where(np.isfinite(values), values, np.nan), reasons)

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from .config import ProcessRewardModelSettings
-from .models import BatchedModel, Inputs, Row, row_or_error
+from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .threads import Batcher
 from .verifier import Scores, Unscored
 
@@ -48,26 +48,27 @@ class ProcessRewardModel:
     """
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
-        how = ProcessRewardModelSettings(path=str(path), name=name, **settings)
-        marker, good, bad, label = how.marker, how.good, how.bad, how.label
-        self._separator, self._joint, self._marker = re.compile(how.separator), how.joint, marker
-        self._of = BatchedModel(how, AutoModelForTokenClassification if good is None else AutoModelForCausalLM)
+        section = ProcessRewardModelSettings(path=str(path), name=name, **settings)
+        marker, good, bad, label = section.marker, section.good, section.bad, section.label
+        self._separator, self._joint, self._marker = re.compile(section.separator), section.joint, marker
+        self._model = BatchedModel(section, AutoModelForTokenClassification if good is None else AutoModelForCausalLM)
         name = name or Path(path).name
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
         self._marker_id = self._last_token(marker)
         self._verdicts: tuple[int, int] | None = None
         self._class = 0
         if good is not None and bad is not None:
+            # Only two rows of the head are computed: a model that changes its logits after it is not supported.
             self._verdicts = (self._last_token(good), self._last_token(bad))
-            config = self._of.model.config.get_text_config()
+            config = self._model.model.config.get_text_config()
             if changed := [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]:
                 raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not supported")
             if self._verdicts[0] == self._verdicts[1]:
                 raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
         else:
-            self._class = self._of.class_index(label)
-        self._settings = (marker, how.separator, how.joint, good, bad, label, *self._of.texts.values())
-        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, name)
+            self._class = self._model.class_index(label)
+        self._settings = (marker, section.separator, section.joint, good, bad, label, *self._model.texts.values())
+        self._batcher: Batcher[tuple[str, str], list[float] | Exception] = Batcher(self._compute, name)
 
     @property
     def progress(self) -> int:
@@ -76,29 +77,31 @@ class ProcessRewardModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Reads all weights, once."""
-        return f"process reward model {self._of.identity} {self._settings} {self._of.max_tokens}"
+        """Identifies weights, texts and settings; reads all weights, once."""
+        return f"process reward model {self._model.identity} {self._settings} {self._model.max_tokens}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Three numbers for each response, in [0, 1]."""
-        found = await self.read(prompt, responses)
+        probabilities = await self.read(prompt, responses)
         # np.min rather than min: it propagates NaN.
-        of = [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in found]
-        return Scores.of(of, 3)
+        return Scores.of(
+            [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in probabilities], 3
+        )
 
     async def read(self, prompt: str, responses: Sequence[str]) -> list[list[float] | Exception]:
-        """The probability of each step of each response, or what makes a response unscored."""
+        """The probability of each step of each response, or the error for which a response is unscored."""
         return await self._batcher([(prompt, response) for response in responses])
 
     async def steps(self, prompt: str, response: str) -> list[float]:
-        """The probability of each step. Raises what makes the response unscored."""
-        (found,) = await self.read(prompt, [response])
-        if isinstance(found, Exception):
-            raise found
-        return found
+        """The probability of each step. Raises the error for which the response is unscored."""
+        (probabilities,) = await self.read(prompt, [response])
+        if isinstance(probabilities, Exception):
+            raise probabilities
+        return probabilities
 
     def cut(self, response: str) -> list[tuple[str, int]]:
         """The steps of a response, each with the character at which it ends; none is only white space."""
+        # The text between separators; an end is the character at which the next separator begins.
         ends = [(match.start(), match.end()) for match in self._separator.finditer(response)]
         starts = [0, *(end for _, end in ends)]
         spans = zip(starts, [*(start for start, _ in ends), len(response)], strict=True)
@@ -108,42 +111,46 @@ class ProcessRewardModel:
         """Stop the thread; waiting calls fail."""
         self._batcher.close()
 
-    def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
-        return self._of.stream([row_or_error(self._row, *text) for text in texts], self._read, wanted)
+    def _compute(
+        self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]
+    ) -> Iterator[tuple[int, list[float] | Exception]]:
+        return self._model.stream([row_or_error(self._row, *text) for text in texts], self._read, is_pending)
 
-    def _row(self, prompt: str, response: str) -> Row:
+    def _row(self, prompt: str, response: str) -> TokenRow:
         steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
-        marked = self._joint.join(self._of.special.inert(step) + self._marker for step in steps)
-        text = self._of.full_text(prompt, marked)
-        ids = self._of.tokenizer(text, add_special_tokens=self._of.format.chat is None)["input_ids"]
+        marked = self._joint.join(self._model.special.inert(step) + self._marker for step in steps)
+        text = self._model.full_text(prompt, marked)
+        ids = self._model.tokenizer(text, add_special_tokens=self._model.format.chat is None)["input_ids"]
+        # Every step must be read at its marker, and no other token as one.
         if (count := ids.count(self._marker_id)) != len(steps):
             raise Unscored(
                 f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
                 "the text contains the marker, or the tokenizer merges it"
             )
-        return Row(ids)
+        return TokenRow(ids)
 
     def _read(self, inputs: Inputs) -> list[list[float]]:
-        model: Any = self._of.model
+        model: Any = self._model.model
         # The marker's token may also be the padding token.
-        at = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
+        at_marker = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
         if self._verdicts is None:
-            logits = model(**inputs).logits[at].float()
+            logits = model(**inputs).logits[at_marker].float()
             good = logits.softmax(-1)[:, self._class]
         else:
-            states = model.base_model(**inputs, use_cache=False)[0][at].float()
+            states = model.base_model(**inputs, use_cache=False)[0][at_marker].float()
+            # Two rows of the head are enough; the vocabulary's logits are not needed.
             head = model.get_output_embeddings()
             yes, no = (
                 states @ head.weight[token].float() + (0.0 if head.bias is None else head.bias[token].float())
                 for token in self._verdicts
             )
             good = (yes - no).sigmoid()
-        return [part.tolist() for part in good.split(at.sum(1).tolist())]
+        return [part.tolist() for part in good.split(at_marker.sum(1).tolist())]
 
     def _last_token(self, text: str) -> int:
-        ids = self._of.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids or ids[-1] == self._of.tokenizer.unk_token_id:
+        ids = self._model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids or ids[-1] == self._model.tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no token for {text!r}")
         return ids[-1]

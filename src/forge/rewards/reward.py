@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,14 +17,16 @@ from ..observability import record_metric
 from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
-REASONS = 10  # logged per verifier
-ENDS = (SystemExit, KeyboardInterrupt)  # raised by a reward, they would end the program, as if nothing were wrong
-STUCK = (StopIteration, asyncio.CancelledError, GeneratorExit)  # of a thread, a future carries none: a wait for ever
-SLOW = 30.0  # seconds of a call, as of reading data, after which a line says what is waited for
+REASONS = 10  # reasons that are logged of each verifier
+# Raised by a reward, they would end the program as if nothing were wrong.
+EXIT_ERRORS = (SystemExit, KeyboardInterrupt)
+# Raised in a thread, no future carries them: the caller would wait for ever.
+FUTURE_ERRORS = (StopIteration, asyncio.CancelledError, GeneratorExit)
+REPORT_INTERVAL = 30.0  # seconds of a call, as of reading data, after which a line names what is waited for
 
 
 class BadScore(ValueError):
-    """A reward gave something that is no score."""
+    """A reward returned something other than a score."""
 
 
 class FunctionVerifier:
@@ -48,6 +50,7 @@ class FunctionVerifier:
         except (TypeError, ValueError):  # of a function in C
             return
         try:
+            # The arguments are tried without a call, so that a wrong function is an error before the run.
             signature.bind("", "", "")
             takes_one = "completions" not in signature.parameters  # TRL's, of a batch: three would bind by position
         except TypeError:
@@ -59,38 +62,40 @@ class FunctionVerifier:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
         with self._timed(prompt):
-            found = await self._scored(prompt, responses, target)
-        return self._checked(found, prompt, responses, target)
+            returned = await self._scored(prompt, responses, target)
+        return self._checked(returned, prompt, responses, target)
 
     async def _scored(self, prompt: str, responses: Sequence[str], target: str | None) -> Any:
         function = self.function
 
-        def called(response: str) -> Any:
+        def called(response: str) -> object:
             with self._named(prompt, target, response):
                 try:
                     return function(prompt, response, target)
-                except (*ENDS, *STUCK) as error:
+                except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
                     raise self._contained(error) from error
 
-        async def awaited(response: str | None, call: Any, *args: Any) -> Any:
+        async def awaited(response: str | None, call: Callable[..., Awaitable[object]], *args: object) -> object:
             with self._named(prompt, target, response):
                 try:
                     return await call(*args)
-                except ENDS as error:
+                except EXIT_ERRORS as error:
                     raise self._contained(error) from error
 
+        # All responses in one call, each in a coroutine, or one after the other in a thread.
         if hasattr(function, "score_group"):
             return await awaited(None, function.score_group, prompt, responses, target)
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await asyncio.gather(*(awaited(one, function, prompt, one, target) for one in responses))
+            return await asyncio.gather(*(awaited(text, function, prompt, text, target) for text in responses))
         return await asyncio.to_thread(lambda: [called(response) for response in responses])
 
-    def _checked(self, found: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
+    def _checked(self, returned: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
         name = self.names[0]
-        if len(found) != len(responses):
-            raise BadScore(f"the reward {name} gave {len(found)} scores for {len(responses)} responses")
+        # A wrong number or kind of scores is an error of the function, which must not be hidden as a missing score.
+        if len(returned) != len(responses):
+            raise BadScore(f"the reward {name} gave {len(returned)} scores for {len(responses)} responses")
         scores = Scores(np.full((len(responses), 1), np.nan))
-        for i, score in enumerate(found):
+        for i, score in enumerate(returned):
             try:
                 if score is None or math.isnan(score):
                     scores.reasons[i, 0] = f"it gave {score}"
@@ -98,32 +103,33 @@ class FunctionVerifier:
                 if math.isinf(score):
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
-                wanted = "give a finite number, or None for no score"
+                remedy = "give a finite number, or None for no score"
                 with self._named(prompt, target, responses[i]):
-                    raise BadScore(f"the reward {name} gave {score!r:.80}: {wanted}") from None
+                    raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
             scores.values[i, 0] = score
         return scores
 
     def _contained(self, error: BaseException) -> RuntimeError:
-        """In place of an exception that would end more than this call."""
+        """The error raised in place of an exception that would end more than this call."""
         return RuntimeError(f"the reward {self.names[0]} raised {error!r}")
 
     @contextmanager
     def _timed(self, prompt: str) -> Iterator[None]:
-        """Logs a line when a call takes long, again and again; one for all calls that do."""
+        """Log a line each time that a call has taken REPORT_INTERVAL more; one line for all concurrent calls."""
         loop, begun = asyncio.get_running_loop(), time.monotonic()
         timers: list[asyncio.TimerHandle] = []
 
         def report() -> None:
             now = time.monotonic()
-            timers[:] = [loop.call_later(SLOW, report)]
-            if now - self._reported >= SLOW:
+            timers[:] = [loop.call_later(REPORT_INTERVAL, report)]
+            if now - self._reported >= REPORT_INTERVAL:
                 self._reported = now
                 log.warning(
                     "the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, now - begun
                 )
 
-        timers.append(loop.call_later(SLOW, report))
+        # The timer renews itself until the call ends.
+        timers.append(loop.call_later(REPORT_INTERVAL, report))
         try:
             yield
         finally:
@@ -131,7 +137,7 @@ class FunctionVerifier:
 
     @contextmanager
     def _named(self, prompt: str, target: str | None, response: str | None = None) -> Iterator[None]:
-        """Adds to an exception what was scored when it was raised."""
+        """Add to an exception the prompt and response that were scored when it was raised."""
         try:
             yield
         except Exception as error:
@@ -141,14 +147,16 @@ class FunctionVerifier:
 
 
 def _wrapper(name: str, signature: inspect.Signature) -> str:
-    """How a reward function of TRL's form is called; empty for another."""
+    """The remedy in an error about a reward function of TRL's form; empty for another form."""
     if "completions" not in signature.parameters:
         return ""
+    # Columns of TRL's data set are parameters; one of them can be the target.
     needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     columns = [parameter for parameter in needed if parameter not in ("prompts", "completions")]
     if len(columns) > 1:
         return f": it needs the columns {', '.join(columns)}, and a row has one target: read them from it in a wrapper"
     values = {"prompts": "prompt", "completions": "response", **dict.fromkeys(columns, "target")}
+    # TRL's arguments are lists over a batch, here of one.
     arguments = ", ".join(f"{parameter}=[{values[parameter]}]" for parameter in needed)
     return f": wrap it, lambda prompt, response, target: {name}({arguments})[0]"
 
@@ -192,11 +200,12 @@ class Reward:
         if not scorers:
             raise ValueError("a reward needs at least one function, or verifiers")
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
+        # The accuracy function is often among the scorers: it is then called once.
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
-        same = [verifier for verifier in functions if verifier.function is accuracy]
+        matching = [verifier for verifier in functions if verifier.function is accuracy]
         self.accuracy: Verifier | None = (functions or [None])[0]  # type: ignore[list-item]
         if accuracy is not None:
-            self.accuracy = same[0] if same else as_verifier(accuracy)
+            self.accuracy = matching[0] if matching else as_verifier(accuracy)
         learning = [verifier for verifier in self.verifiers if getattr(verifier, "learns", False)]
         if len(learning) > 1:
             raise ValueError("only one of a reward's functions may learn")
@@ -209,9 +218,11 @@ class Reward:
             if hasattr(verifier, "setup"):
                 verifier.setup()
 
-    async def score(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[Score]:
+    async def score(self, prompt: object, responses: Sequence[str], target: str | None) -> list[Score]:
         """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers."""
-        prompt, total = str(prompt), np.zeros(len(responses))
+        prompt = str(prompt)
+        total = np.zeros(len(responses))
+        # Sums over the scorers, with each one's part and the rewards of steps.
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]
@@ -224,10 +235,11 @@ class Reward:
             if not is_function:
                 report_missing(verifier, scores, self._logged)
             total += part
-            for own, found in zip(steps, scores.steps or (), strict=False):
-                own += found
+            for response_steps, scored_steps in zip(steps, scores.steps or (), strict=False):
+                response_steps += scored_steps
             if verifier is self.accuracy:
                 correct = _correct(scores)
+        # An accuracy function that is not among the scorers is asked separately.
         if self.accuracy is not None and self.accuracy not in self.verifiers:
             correct = await self.judge(prompt, responses, target)
         return [
@@ -240,7 +252,7 @@ class Reward:
             for i, (reward, right) in enumerate(zip(total, correct, strict=True))
         ]
 
-    async def judge(self, prompt: Any, responses: Sequence[str], target: str | None) -> list[bool | None]:
+    async def judge(self, prompt: object, responses: Sequence[str], target: str | None) -> list[bool | None]:
         """Whether each response is right, by the accuracy function alone; None where that is unscored.
 
         Raises:
@@ -266,9 +278,9 @@ def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str
     for name, missing in zip(verifier.names, np.isnan(scores.values).mean(0), strict=True):
         record_metric(f"missing/{name}", float(missing))
     for (_, column), reason in scores.reasons.items():
-        known = logged.setdefault(name := verifier.names[column], set())
-        if reason not in known and len(known) < REASONS:
-            known.add(reason)
+        reasons = logged.setdefault(name := verifier.names[column], set())
+        if reason not in reasons and len(reasons) < REASONS:
+            reasons.add(reason)
             log.warning("verifier %s did not score a response: %s", name, reason)
 
 

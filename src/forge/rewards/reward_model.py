@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from ..data.supervised import closed
 from .config import TRUNCATE, RewardModelSettings
-from .models import BatchedModel, Inputs, Row, row_or_error
+from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .threads import Batcher
 from .verifier import Scores
 
@@ -24,7 +24,7 @@ NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose clas
 class RewardModel:
     """One number for each response: the logit of a sequence classifier with one class, or for one of several.
 
-    Runs in a thread of its own; calls that arrive while a batch is computed form the next one. A response that is too
+    Runs in a separate thread; calls that arrive while a batch is computed form the next one. A response that is too
     long is unscored, unless `truncate` is set. A `Panel`'s timeout must be longer than one forward pass.
 
     The text of prompt and response:
@@ -47,25 +47,32 @@ class RewardModel:
     """
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
-        how = RewardModelSettings(path=str(path), name=name, **settings)
-        self.of = BatchedModel(how, AutoModelForSequenceClassification)
+        section = RewardModelSettings(path=str(path), name=name, **settings)
+        self.model = BatchedModel(section, AutoModelForSequenceClassification)
         self.names: tuple[str, ...] = (name or Path(path).name,)
-        tokenizer, append_eos, chat = self.of.tokenizer, how.append_eos, bool(how.chat_template)
-        if append_eos is None and not how.as_pair:
+        tokenizer = self.model.tokenizer
+        append_eos = section.append_eos
+        chat = bool(section.chat_template)
+        # Unset: eos closes the response, unless the tokenizer ends every text with a special token.
+        if append_eos is None and not section.as_pair:
             ids = tokenizer("a")["input_ids"]
             ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
             append_eos = chat or not ends  # some tokenizers end every text with a special token
-            if how.truncate and not append_eos:
+            if section.truncate and not append_eos:
                 raise ValueError(TRUNCATE)
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
-        self._as_pair, self._append_eos, self._truncate = how.as_pair, append_eos, how.truncate
-        self._label = self.of.class_index(how.label)
-        self._scale, self._slope, self._intercept = how.scale, how.slope, how.intercept
-        head = getattr(self.of.model, "score", None)
+        self._as_pair = section.as_pair
+        self._append_eos = append_eos
+        self._truncate = section.truncate
+        self._label = self.model.class_index(section.label)
+        self._scale = section.scale
+        self._slope = section.slope
+        self._intercept = section.intercept
+        head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
-        self._settings = (*self.of.texts.values(), how.as_pair, append_eos, how.label)
-        self._batcher: Batcher[tuple[str, str], Any] = Batcher(self._compute, self.names[0])
+        self._settings = (*self.model.texts.values(), section.as_pair, append_eos, section.label)
+        self._batcher: Batcher[tuple[str, str], float | Exception] = Batcher(self._compute, self.names[0])
 
     @property
     def progress(self) -> int:
@@ -74,9 +81,9 @@ class RewardModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Reads all weights, once."""
-        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.of.max_tokens)
-        return f"reward model {self.of.identity} {self._settings} {numbers}"
+        """Identifies weights, texts and settings; reads all weights, once."""
+        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.model.max_tokens)
+        return f"reward model {self.model.identity} {self._settings} {numbers}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -90,26 +97,29 @@ class RewardModel:
         """The model's input tokens. ValueError: the texts cannot be encoded."""
         return self.rows([(prompt, response)])[0].ids
 
-    def _compute(self, texts: list[tuple[str, str]], wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+    def _compute(
+        self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]
+    ) -> Iterator[tuple[int, float | Exception]]:
         try:
-            rows: Sequence[Row | Exception] = self.rows(texts)
+            rows: Sequence[TokenRow | Exception] = self.rows(texts)
         except Exception:  # one by one, so that only those at fault are unscored
             rows = [row_or_error(lambda *text: self.rows([text])[0], *text) for text in texts]
-        return self.of.stream(rows, self._read, wanted)
+        return self.model.stream(rows, self._read, is_pending)
 
-    def rows(self, texts: Sequence[tuple[str, str]]) -> list[Row]:
+    def rows(self, texts: Sequence[tuple[str, str]]) -> list[TokenRow]:
         """The model's input of each (prompt, response). Special tokens that a response spells are broken by a space."""
-        texts = [(prompt, self.of.special.inert(response)) for prompt, response in texts]
-        tokenizer, limit, form = self.of.tokenizer, self.of.max_tokens, self.of.format
+        texts = [(prompt, self.model.special.inert(response)) for prompt, response in texts]
+        tokenizer, limit, form = self.model.tokenizer, self.model.max_tokens, self.model.format
         prompts = {prompt: form.render({"question": prompt})[0] for prompt, _ in texts}
         responses = [response for _, response in texts]
+        # Three forms: a pair as the tokenizer joins it, a whole conversation, or prompt and response as one text.
         if self._as_pair:
-            cut: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
-            return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **cut))
+            truncation: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
+            return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **truncation))
         if form.chat is not None and self._append_eos:
-            return [Row(closed(*form.answered(prompts[prompt], response))[0]) for prompt, response in texts]
+            return [TokenRow(closed(*form.answered(prompts[prompt], response))[0]) for prompt, response in texts]
         if not self._append_eos:
-            joined = [self.of.full_text(prompt, response) for prompt, response in texts]
+            joined = [self.model.full_text(prompt, response) for prompt, response in texts]
             return _read_rows(tokenizer(joined, add_special_tokens=form.chat is None))
         # The tokens of `PromptFormat.answered`, with all responses tokenized in one call.
         before = {prompt: list(form.encode(text)[1]) for prompt, text in prompts.items()}
@@ -120,12 +130,12 @@ class RewardModel:
             # If not even one token of the response would stay, the row is left too long and so unscored.
             if self._truncate and len(before[prompt]) + 1 < limit < len(row):
                 row = [*row[: limit - 1], row[-1]]
-            rows.append(Row(row))
+            rows.append(TokenRow(row))
         return rows
 
     def logits(self, inputs: Inputs) -> Tensor:
         """[rows] before calibration, float32."""
-        model: Any = self.of.model
+        model: Any = self.model.model
         if self._at_last_token is None:
             logits = model(**inputs).logits.float()
         else:
@@ -134,16 +144,17 @@ class RewardModel:
             last = states[torch.arange(len(states), device=states.device), ends].float()
             bias = self._at_last_token.bias
             logits = F.linear(last, self._at_last_token.weight.float(), None if bias is None else bias.float())
+        # One class, or independent ones: its logit. Exclusive ones: the log-odds against all others.
         if logits.shape[1] == 1 or model.config.problem_type in NOT_EXCLUSIVE:
             return logits[:, self._label]
-        others = [i for i in range(logits.shape[1]) if i != self._label]
-        return logits[:, self._label] - logits[:, others].logsumexp(1)
+        other_classes = [i for i in range(logits.shape[1]) if i != self._label]
+        return logits[:, self._label] - logits[:, other_classes].logsumexp(1)
 
     def _read(self, inputs: Inputs) -> list[float]:
         x = self._slope * self.logits(inputs) + self._intercept
         return (x.sigmoid() if self._scale == "probability" else x).tolist()
 
 
-def _read_rows(encoded: Any) -> list[Row]:
+def _read_rows(encoded: Any) -> list[TokenRow]:
     ids = encoded["input_ids"]
-    return [Row(*both) for both in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]
+    return [TokenRow(*row) for row in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]

@@ -10,11 +10,11 @@ from typing import Any
 
 from .rules import MathReward, final_answer
 from .rules.compare import equal
-from .threads import Turns, within
+from .threads import ThreadLimiter, within
 from .verifier import Scores, Unscored, collect
 
 TOLERANCE = 1e-6
-MOST_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
+MAX_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
 
 
 class Rule:
@@ -46,7 +46,7 @@ class Rule:
         self.function, self.time_limit = function, time_limit
         self.names: tuple[str, ...] = (str(name or getattr(function, "__name__", type(function).__name__)),)
         self.fingerprint = None if version is None else f"rule {self.names[0]} {version}"
-        self._turns = Turns()
+        self._turns = ThreadLimiter()
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     @property
@@ -57,17 +57,18 @@ class Rule:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
 
-        async def awaited(response: str) -> Any:
+        async def awaited(response: str) -> float | None:
             with self._turns.counted():
                 return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
 
         if self._is_async:
             return await collect([awaited(response) for response in responses], 1)
-        outcomes: list[Any] = []
+        # One after the other: a function that hangs takes one thread, not one for each response.
+        outcomes: list[float | Exception | None] = []
         for response in responses:
             try:
                 call = partial(self.function, prompt, response, target)
-                outcomes.append(await self._turns(call, limit=self.time_limit, what=self.names[0]))
+                outcomes.append(await self._turns(call, limit=self.time_limit, name=self.names[0]))
             except Exception as error:
                 outcomes.append(error)
         return Scores.of(outcomes, 1)
@@ -86,13 +87,16 @@ class MathVerifier(Rule):
         def matches(prompt: str, response: str, target: str | None) -> float:
             if target is None or not target.strip():
                 raise Unscored("there is no target to compare with")
+            # A slow target is a fault of the data, and not of the response.
             right = reward.is_right(response, target)
             if right is None:
                 raise Unscored("the target takes too long to compare")
             return float(right)
 
         super().__init__(matches, name, time_limit=time_limit, version=f"5 {reward}")
-        self._turns = Turns(1)  # one process compares for all threads: waiting for it must not count for time_limit
+        self._turns = ThreadLimiter(
+            1
+        )  # one process compares for all threads: waiting for it must not count for time_limit
 
 
 class AnswerFrequency:
@@ -104,7 +108,7 @@ class AnswerFrequency:
         extract: the answer of a response, or None. If it raises, the response is unscored and not counted.
         same: whether two answers are the same. By default final answers are compared as text, numbers and symbolically
             (see `forge.rewards.rules`), and answers of another `extract` as text. Each answer is compared with the
-            first of each of the first MOST_KINDS kinds before it.
+            first of each of the first MAX_KINDS kinds before it.
         time_limit: seconds for all responses of a prompt.
         version: of the two functions, see `Rule`; not needed for the defaults.
     """
@@ -124,9 +128,9 @@ class AnswerFrequency:
         by_default = (lambda a, b: bool(equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
         self.same: Callable[[str, str], bool] = same or by_default
         self.names: tuple[str, ...] = (name,)
-        known = version or ("default 3" if extract is final_answer and same is None else None)
-        self.fingerprint = None if known is None else f"answer frequency {known}"
-        self._turns = Turns()
+        stated_version = version or ("default 3" if extract is final_answer and same is None else None)
+        self.fingerprint = None if stated_version is None else f"answer frequency {stated_version}"
+        self._turns = ThreadLimiter()
 
     @property
     def progress(self) -> int:
@@ -147,9 +151,10 @@ class AnswerFrequency:
                 try:
                     if monotonic() > end:
                         raise Unscored("no time was left to compare its answer")
+                    # Equal texts are compared once; a new text with the first answer of each kind.
                     answer = self.extract(response)
                     if answer is not None and answer not in same_as:
-                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MOST_KINDS]
+                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MAX_KINDS]
                         first = (kind for kind in kinds_so_far if monotonic() < end and self.same(answer, kind))
                         same_as[answer] = next(first, answer)
                     kinds.append(None if answer is None else same_as[answer])
@@ -157,7 +162,8 @@ class AnswerFrequency:
                     kinds.append(error)
             return kinds
 
-        kinds = await self._turns(kinds_of_answers, limit=self.time_limit, what=self.names[0])
+        # The kinds of all responses in one thread, then each one's frequency among the others.
+        kinds = await self._turns(kinds_of_answers, limit=self.time_limit, name=self.names[0])
         read = [kind for kind in kinds if not isinstance(kind, Exception)]
         outcomes: list[float | Exception] = []
         for kind in kinds:

@@ -47,14 +47,17 @@ class StepRewards:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1], with the reward of each step in `Scores.steps`."""
-        found = await self._model.read(prompt, responses)
-        sums = [one if isinstance(one, Exception) else self.weight * float(np.mean(one)) for one in found]
-        steps = [
-            []
-            if isinstance(one, Exception)
-            else [(end, self.weight * p / len(one)) for (_, end), p in zip(self._model.cut(text), one, strict=True)]
-            for text, one in zip(responses, found, strict=True)
-        ]
+        probabilities = await self._model.read(prompt, responses)
+        sums: list[float | Exception] = []
+        steps: list[list[tuple[int, float]]] = []
+        for text, of_steps in zip(responses, probabilities, strict=True):
+            if isinstance(of_steps, Exception):
+                sums.append(of_steps)
+                steps.append([])
+            else:
+                sums.append(self.weight * float(np.mean(of_steps)))
+                cuts = zip(self._model.cut(text), of_steps, strict=True)
+                steps.append([(end, self.weight * p / len(of_steps)) for (_, end), p in cuts])
         scores = Scores.of(sums, 1)
         scores.steps = steps
         return scores

@@ -18,7 +18,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-async def within(limit: float, call: Awaitable[A], what: str, progress: Callable[[], float | None] = lambda: None) -> A:
+async def within(limit: float, call: Awaitable[A], name: str, progress: Callable[[], float | None] = lambda: None) -> A:
     """Await `call` with a time limit, which restarts as long as `progress()` changes. On timeout it is cancelled.
 
     Raises:
@@ -32,23 +32,24 @@ async def within(limit: float, call: Awaitable[A], what: str, progress: Callable
         except SystemExit as error:  # would end the event loop
             raise RuntimeError(repr(error)) from None
 
+    # The limit starts again whenever there was progress; without a measure of progress it never does.
     task = asyncio.create_task(without_exit())
     try:
-        before = progress()
+        last = progress()
         while not (await asyncio.wait((task,), timeout=limit))[0]:
             now = progress()
-            if now == before:
-                raise Unscored(f"{what} {'took more than' if now is None else 'made no progress for'} {limit:g} s")
-            before = now
+            if now == last:
+                raise Unscored(f"{name} {'took more than' if now is None else 'made no progress for'} {limit:g} s")
+            last = now
         if task.cancelled():
-            raise Unscored(f"{what} was cancelled")
+            raise Unscored(f"{name} was cancelled")
         return task.result()
     finally:
         task.cancel()
 
 
-class Turns:
-    """Runs functions in threads, at most `most` at a time in an event loop, first come first served.
+class ThreadLimiter:
+    """Runs functions in threads, at most `limit` at a time in an event loop, first come first served.
 
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
 
@@ -57,15 +58,16 @@ class Turns:
             count, so that a hanging one is not progress.
     """
 
-    def __init__(self, most: int = 4) -> None:
-        self.progress, self._most = 0, most
+    def __init__(self, limit: int = 4) -> None:
+        self.progress = 0
+        self._limit = limit
 
-    async def __call__(self, function: Callable[[], A], *, limit: float, what: str) -> A:
+    async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
         """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
-        turns = _TURNS.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
-        async with turns.setdefault(self, asyncio.Semaphore(self._most)):
+        turns = _SEMAPHORES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
+        async with turns.setdefault(self, asyncio.Semaphore(self._limit)):
             with self.counted():
-                return await in_own_thread(function, limit=limit, what=what)
+                return await in_own_thread(function, limit=limit, name=name)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -78,14 +80,16 @@ class Turns:
         self.progress += 1
 
 
-# Semaphores belong to an event loop. They are kept outside of `Turns`, which may be pickled to another process.
-_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Turns, asyncio.Semaphore]] = WeakKeyDictionary()
+# Semaphores belong to an event loop. They are kept outside of `ThreadLimiter`, which may be pickled to another process.
+_SEMAPHORES: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[ThreadLimiter, asyncio.Semaphore]] = (
+    WeakKeyDictionary()
+)
 
-in_thread = Turns()  # shared by callers that have none of their own
+in_thread = ThreadLimiter()  # shared by callers that have none of their own
 
 
-async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -> A:
-    """As `Turns`, without waiting for a turn: for functions that wait more than they compute."""
+async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
+    """`ThreadLimiter` without waiting for a turn: for functions that wait more than they compute."""
     outcome: Future[A] = Future()
 
     def work() -> None:
@@ -103,8 +107,8 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, what: str) -
 
     # Not a pool's thread, which the interpreter would wait for at its end.
     waiting = asyncio.wrap_future(outcome)
-    Thread(target=work, name=f"verifier {what}", daemon=True).start()
-    return await within(limit, waiting, what)
+    Thread(target=work, name=f"verifier {name}", daemon=True).start()
+    return await within(limit, waiting, name)
 
 
 @dataclass(eq=False)
@@ -123,13 +127,14 @@ class _Call(Generic[A, B]):
 class Batcher(Generic[A, B]):
     """Joins calls into batches: those that arrive while a batch is computed form the next one, in order of arrival.
 
-    A call returns as soon as its last item has an outcome. Items of cancelled calls are left out.
+    A call returns as soon as its last item has an outcome. Items of cancelled calls are omitted.
 
     Args:
-        compute: yields (index of the item, outcome) in any order, for all items but those for which `wanted(index)` is
-            False (their call was cancelled). It runs in one thread, one batch at a time.
+        compute: called with the items and a function `is_pending(index)`; yields (index of the item, outcome) in any
+            order, for all items that are still pending (their call was not cancelled). It runs in one thread, one batch
+            at a time.
         name: of the thread.
-        most: items of a batch, unless a single call has more.
+        max_items: maximum items of a batch, unless a single call has more.
 
     Attributes:
         progress: number of outcomes so far.
@@ -140,9 +145,11 @@ class Batcher(Generic[A, B]):
         compute: Callable[[list[A], Callable[[int], bool]], Iterable[tuple[int, B]]],
         name: str,
         *,
-        most: int = 1024,
+        max_items: int = 1024,
     ) -> None:
-        self._compute, self._name, self._most = compute, name, most
+        self._compute = compute
+        self._name = name
+        self._max_items = max_items
         self._waiting: deque[_Call[A, B]] = deque()
         self._lock, self._closed = Lock(), False
         self._pool = ThreadPoolExecutor(1, f"verify {name}")
@@ -174,23 +181,24 @@ class Batcher(Generic[A, B]):
         calls: list[_Call[A, B]] = []
         with self._lock:
             size = 0
-            while self._waiting and (not calls or size + len(self._waiting[0].items) <= self._most):
+            while self._waiting and (not calls or size + len(self._waiting[0].items) <= self._max_items):
                 call = self._waiting.popleft()
                 if not call.future.done():
                     calls.append(call)
                     size += len(call.items)
         if not calls:
             return
+        # One batch of all items; each outcome goes to its call, which completes with the last one.
         items = [item for call in calls for item in call.items]
-        places = [(call, place) for call in calls for place in range(len(call.items))]
+        positions = [(call, index) for call in calls for index in range(len(call.items))]
         error: BaseException = RuntimeError(f"the verifier {self._name} left responses out")
         try:
-            for number, outcome in self._compute(items, lambda number: not places[number][0].future.done()):
-                call, place = places[number]
-                call.outcomes[place] = outcome
+            for number, outcome in self._compute(items, lambda number: not positions[number][0].future.done()):
+                call, index = positions[number]
+                call.outcomes[index] = outcome
                 if len(call.outcomes) == len(call.items):
                     with suppress(InvalidStateError):  # it was cancelled
-                        call.future.set_result([call.outcomes[place] for place in range(len(call.items))])
+                        call.future.set_result([call.outcomes[index] for index in range(len(call.items))])
                 self.progress += 1
         except BaseException as raised:
             error = raised

@@ -41,28 +41,29 @@ class Scores:
 
     @classmethod
     def of(cls, outcomes: Sequence[float | Sequence[float] | BaseException | None], names: int) -> Scores:
-        """From the outcome of each response: `names` numbers (or the number, of one name), or None or an exception
+        """Scores from the outcome of each response: `names` numbers (or the number, of one name); None or an exception
         where it is unscored. Numbers that are not finite and strings are unscored too."""
-        found = cls(np.full((len(outcomes), names), np.nan))
+        scores = cls(np.full((len(outcomes), names), np.nan))
         for i, outcome in enumerate(outcomes):
             try:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 if outcome is None:
                     raise Unscored("it gave no score (None)")
+                # Strings would be converted to numbers by numpy.
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
                     raise Unscored(f"it gave {outcome!r:.80}, which is no number")
                 if np.size(outcome) != names:
                     raise Unscored(f"it gave {np.size(outcome)} numbers for {names}")
-                found.values[i] = outcome
+                scores.values[i] = outcome
                 reason = f"it gave {outcome}"
             except BaseException as error:
                 reason = reason_of(error)
             for j in range(names):
-                if not math.isfinite(found.values[i, j]):
-                    found.values[i, j] = np.nan
-                    found.reasons[i, j] = reason
-        return found
+                if not math.isfinite(scores.values[i, j]):
+                    scores.values[i, j] = np.nan
+                    scores.reasons[i, j] = reason
+        return scores
 
 
 class Verifier(Protocol):
@@ -96,9 +97,9 @@ class Verifier(Protocol):
         """[responses, names] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
 
 
-async def collect(each: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:
+async def collect(calls: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:
     """Await the score of each response; an exception leaves its response unscored and is the reason."""
-    return Scores.of(await asyncio.gather(*each, return_exceptions=True), names)
+    return Scores.of(await asyncio.gather(*calls, return_exceptions=True), names)
 
 
 async def close_all(verifiers: Sequence[Verifier]) -> None:

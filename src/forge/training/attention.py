@@ -22,18 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from .distributed import ALONE, Group
+from .distributed import ALONE, RankGroup
 from .flex import Runs, TreeMask, tree_attention
 
 NAME = "forge_packed"
-FILL = 0.75  # a rectangle's shortest sequence is at least this share of its longest
+# A rectangle's shortest sequence is at least this share of its longest: padding costs at most a third more products,
+# where one call for each length would cost more in launches.
+FILL = 0.75
 
-Collective = Callable[[Tensor, Group], Tensor]
+Collective = Callable[[Tensor, RankGroup], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """The places of a pack's tokens in the rectangles; on an accelerator the mask of the pack, and no rectangles.
+    """Indices of a pack's tokens in the rectangles; on an accelerator the mask of the pack, and no rectangles.
 
     queries: [sum rows*width] index into the pack (padding repeats the run's last token).
     keys: [sum rows*(context + width)] likewise, of the context's tokens and the run's own.
@@ -56,39 +58,44 @@ class PackedLayout:
             runs = Runs.of(lengths, parents or [-1] * len(lengths))
             columns = {name: column.to(device) for name, column in runs.columns().items()}
             return cls.masked(TreeMask(runs, **columns))
+        # Each run's first token in the pack, and the tokens of its context.
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        before = [torch.empty(0, dtype=torch.long) for _ in lengths]
+        contexts = [torch.empty(0, dtype=torch.long) for _ in lengths]
         for i, parent in enumerate(parents or ()):
             if parent >= 0:
-                before[i] = torch.cat([before[parent], torch.arange(starts[parent], starts[parent + 1])])
-        order = sorted(range(len(lengths)), key=lambda i: (len(before[i]), -lengths[i]))
-        queries, keys, shapes, at = [], [], [], 0
+                contexts[i] = torch.cat([contexts[parent], torch.arange(starts[parent], starts[parent + 1])])
+        order = sorted(range(len(lengths)), key=lambda i: (len(contexts[i]), -lengths[i]))
+        queries, keys, shapes = [], [], []
+        offset = 0
         scatter = torch.empty(starts[-1], dtype=torch.long)
         while order:
-            width, context = lengths[order[0]], len(before[order[0]])
+            # The next rectangle: the longest run that has none yet, and those of similar length and equal context.
+            width = lengths[order[0]]
+            context = len(contexts[order[0]])
             rows = []
-            while order and len(before[order[0]]) == context and lengths[order[0]] >= FILL * width:
+            while order and len(contexts[order[0]]) == context and lengths[order[0]] >= FILL * width:
                 rows.append(order.pop(0))
             first = torch.tensor([starts[i] for i in rows])
             size = torch.tensor([lengths[i] for i in rows])
             column = torch.arange(width)
-            own = first[:, None] + torch.minimum(column, size[:, None] - 1)
-            queries.append(own.flatten())
-            keys.append(torch.cat([torch.stack([before[i] for i in rows]), own], dim=1).flatten())
-            inside = column < size[:, None]
-            places = at + torch.arange(len(rows) * width).view(len(rows), width)
-            scatter[queries[-1][inside.flatten()]] = places[inside]
-            at += len(rows) * width
+            tokens = first[:, None] + torch.minimum(column, size[:, None] - 1)
+            queries.append(tokens.flatten())
+            keys.append(torch.cat([torch.stack([contexts[i] for i in rows]), tokens], dim=1).flatten())
+            # Where the results of real tokens are, rectangle after rectangle.
+            real = column < size[:, None]
+            slots = offset + torch.arange(len(rows) * width).view(len(rows), width)
+            scatter[queries[-1][real.flatten()]] = slots[real]
+            offset += len(rows) * width
             shapes.append((len(rows), width, context))
         return cls(torch.cat(queries).to(device), torch.cat(keys).to(device), scatter.to(device), shapes)
 
     @classmethod
     def masked(cls, mask: TreeMask) -> PackedLayout:
-        """The layout of an accelerator: nothing but the mask."""
-        nothing = torch.empty(0, dtype=torch.long, device=mask.first.device)
-        return cls(nothing, nothing, nothing, [], mask)
+        """The layout of an accelerator, which has the mask only."""
+        empty = torch.empty(0, dtype=torch.long, device=mask.first.device)
+        return cls(empty, empty, empty, [], mask)
 
 
 # Not compiled, as the shapes differ in every pack; what it calls is not either, but for FlexAttention.
@@ -111,8 +118,10 @@ def packed_attention(
     tokens for heads and back (Jacobs et al. 2023, DeepSpeed Ulysses).
     With `sliding_window` a token sees itself and the `sliding_window` - 1 tokens before.
     """
-    ranks, counts = context.size, []
+    ranks = context.size
+    counts = []
     if ranks > 1:
+        # Key heads are repeated where there are fewer of them than ranks.
         times = repeats(key.shape[1], ranks)
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
@@ -120,16 +129,16 @@ def packed_attention(
         # dealt in order, so that a rank's key heads are those of its query heads.
         chunks = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
         counts = [x.shape[1] for x in chunks]
-        mine = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
-        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in mine.split(counts, dim=1))
+        heads = _exchange(torch.cat(chunks, dim=1), context, _all_to_all, _all_to_all)
+        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in heads.split(counts, dim=1))
     window = kwargs.get("sliding_window")
     if layout.mask is not None:
         out = tree_attention(query, key, value, layout.mask, window, scaling)
     else:
         out = _rectangles(query, key, value, layout, window, scaling)
     if ranks > 1:
-        mine = _exchange(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
-        out = mine.transpose(0, 1).flatten(1, 2)
+        tokens = _exchange(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
+        out = tokens.transpose(0, 1).flatten(1, 2)
     return out[None], None
 
 
@@ -139,6 +148,7 @@ def _rectangles(
 ) -> Tensor:
     """[1, heads, tokens, head_dim] -> [tokens, heads, head_dim]."""
     groups = query.shape[1] // key.shape[1]
+    # Gather the tokens of all rectangles, compute one after the other, and scatter the results back.
     query = query[0].transpose(0, 1).index_select(0, layout.queries)
     key, value = (x[0].transpose(0, 1).index_select(0, layout.keys) for x in (key, value))
     queries = query.split([rows * width for rows, width, _ in layout.shapes])
@@ -151,8 +161,8 @@ def _rectangles(
         if window is not None and before + width > window:
             o = _windowed(q, k, v, window, scale)
         else:
-            seen = _seen(width, before, before + width, q.device) if before else None
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
+            mask = causal_mask(width, before, before + width, q.device) if before else None
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         rectangles.append(o.transpose(1, 2).flatten(0, 1))
     return torch.cat(rectangles).index_select(0, layout.scatter)
 
@@ -162,27 +172,31 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None)
 
     Linear in the width: the queries of each `window` tokens attend to those and to the `window` before.
     """
-    width, before = q.shape[2], min(k.shape[2] - q.shape[2], window)
+    # The first piece of queries: only it sees the prefix.
+    width = q.shape[2]
+    before = min(k.shape[2] - width, window)
     k, v = (x[:, :, x.shape[2] - width - before :] for x in (k, v))
     count = min(width, window)
     k0, v0 = (x[:, :, : before + count] for x in (k, v))
-    seen = _seen(count, before, window, q.device)
-    first = F.scaled_dot_product_attention(q[:, :, :count], k0, v0, attn_mask=seen, scale=scale)
+    mask = causal_mask(count, before, window, q.device)
+    first = F.scaled_dot_product_attention(q[:, :, :count], k0, v0, attn_mask=mask, scale=scale)
     if width == count:
         return first
-    # [rows, pieces, heads, window, head_dim]
-    own = (q, k[:, :, before:], v[:, :, before:])
-    q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in own)
+    # The later pieces, as rows of one call, each with its keys and the piece's before:
+    # [rows, pieces, heads, window, head_dim].
+    without_prefix = (q, k[:, :, before:], v[:, :, before:])
+    q, k, v = (F.pad(x, (0, 0, 0, -width % window)).unflatten(2, (-1, window)).transpose(1, 2) for x in without_prefix)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (k, v))
-    seen = _seen(window, window, window, q.device)
-    rest = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=seen, scale=scale)
-    rest = rest.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
-    return torch.cat([first, rest], dim=2)[:, :, :width]
+    mask = causal_mask(window, window, window, q.device)
+    later = F.scaled_dot_product_attention(q[:, 1:].flatten(0, 1), k, v, attn_mask=mask, scale=scale)
+    later = later.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([first, later], dim=2)[:, :, :width]
 
 
-def _seen(width: int, before: int, window: int, device: torch.device) -> Tensor:
+def causal_mask(width: int, before: int, window: int, device: torch.device) -> Tensor:
     """[width, before + width]: whether a query sees a key, where `before` keys come before the first query."""
-    query, key = torch.arange(width, device=device)[:, None], torch.arange(-before, width, device=device)
+    query = torch.arange(width, device=device)[:, None]
+    key = torch.arange(-before, width, device=device)
     return (key <= query) & (key > query - window)
 
 
@@ -192,7 +206,7 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def repeats(heads: int, ranks: int) -> int:
-    """How often each head is repeated so that all ranks have the same number."""
+    """The number of copies of each head with which all ranks have the same number of heads."""
     return ranks // gcd(heads, ranks)
 
 
@@ -200,13 +214,13 @@ class _Exchange(torch.autograd.Function):
     """A collective whose gradient is another collective."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
+    def forward(ctx, x: Tensor, group: RankGroup, collective: Collective, reverse: Collective) -> Tensor:
+        ctx.group, ctx.reverse = group, reverse
+        return collective(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.back(grad, ctx.group), None, None, None
+        return ctx.reverse(grad, ctx.group), None, None, None
 
 
 _exchange = torch.compiler.disable(_Exchange.apply)
@@ -214,9 +228,9 @@ _exchange = torch.compiler.disable(_Exchange.apply)
 
 class _GatherUneven(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, own: Tensor, counts: list[int], group: Group) -> Tensor:
+    def forward(ctx, scores: Tensor, counts: list[int], group: RankGroup) -> Tensor:
         ctx.counts, ctx.rank = counts, group.rank
-        parts = _all_gather(F.pad(own, (0, max(counts) - own.shape[1]))[None], group)
+        parts = _all_gather(F.pad(scores, (0, max(counts) - scores.shape[1]))[None], group)
         return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)
 
     @staticmethod
@@ -226,14 +240,14 @@ class _GatherUneven(torch.autograd.Function):
 
 
 def gather_scores(
-    own: tuple[Tensor, ...], counts: list[int], group: Group, order: Tensor | None = None
+    local: tuple[Tensor, ...], counts: list[int], group: RankGroup, order: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """All-gather scores, each [own], in the order of ranks, or of `order`: of each score, the index in that order.
-    `counts`: number of scores of each rank."""
+    """All-gather scores, [local scores] each, in the order of ranks, or by `order`, which has the index of each score
+    in the order of ranks. `counts`: number of scores of each rank."""
     if group.size == 1 or not max(counts):
-        scores = own  # empty scores stay in the graph, whose backward pass has collectives
+        scores = local  # empty scores stay in the graph, whose backward pass has collectives
     else:
-        gathered = _GatherUneven.apply(torch.stack(own), counts, group)
+        gathered = _GatherUneven.apply(torch.stack(local), counts, group)
         scores = tuple(gathered if order is None else gathered[:, order])
     # FSDP2 hooks on to what a module returns, and warns of views.
     return tuple(score.clone() if score._is_view() else score for score in scores)
@@ -241,30 +255,30 @@ def gather_scores(
 
 # Not compiled: that would need functional collectives.
 @torch.compiler.disable
-def gather_tokens(own: Tensor, group: Group) -> Tensor:
+def gather_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
     """[1, tokens, dim] of this rank to [1, tokens * ranks, dim]; gradients are summed over ranks."""
-    return _Exchange.apply(own[0], group, _all_gather, _reduce_scatter)[None]
+    return _Exchange.apply(tokens[0], group, _all_gather, _reduce_scatter)[None]
 
 
 @torch.compiler.disable
-def scatter_tokens(part: Tensor, group: Group) -> Tensor:
+def scatter_tokens(partial_sums: Tensor, group: RankGroup) -> Tensor:
     """Partial sums [1, tokens, dim] to this rank's [1, tokens / ranks, dim]."""
-    return _Exchange.apply(part[0], group, _reduce_scatter, _all_gather)[None]
+    return _Exchange.apply(partial_sums[0], group, _reduce_scatter, _all_gather)[None]
 
 
-def _all_gather(own: Tensor, group: Group) -> Tensor:
-    parts = own.new_empty(group.size * own.shape[0], *own.shape[1:])
-    dist.all_gather_single(parts, own.contiguous(), group=group.group)
-    return parts
+def _all_gather(local: Tensor, group: RankGroup) -> Tensor:
+    gathered = local.new_empty(group.size * local.shape[0], *local.shape[1:])
+    dist.all_gather_single(gathered, local.contiguous(), group=group.group)
+    return gathered
 
 
-def _reduce_scatter(part: Tensor, group: Group) -> Tensor:
-    own = part.new_empty(part.shape[0] // group.size, *part.shape[1:])
-    dist.reduce_scatter_single(own, part.contiguous(), group=group.group)
-    return own
+def _reduce_scatter(addends: Tensor, group: RankGroup) -> Tensor:
+    local = addends.new_empty(addends.shape[0] // group.size, *addends.shape[1:])
+    dist.reduce_scatter_single(local, addends.contiguous(), group=group.group)
+    return local
 
 
-def _all_to_all(parts: Tensor, group: Group) -> Tensor:
-    mine = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(mine, parts.contiguous(), group=group.group)
-    return mine
+def _all_to_all(parts: Tensor, group: RankGroup) -> Tensor:
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=group.group)
+    return received

@@ -105,8 +105,8 @@ class Snapshot:
         aside = self.final.with_suffix(UNFINISHED)
 
         def prepare() -> None:
-            for left in self.final.parent.glob(f"step_*{UNFINISHED}"):
-                shutil.rmtree(left)
+            for leftover in self.final.parent.glob(f"step_*{UNFINISHED}"):
+                shutil.rmtree(leftover)
             aside.mkdir(parents=True)
 
         def write_files() -> None:
@@ -124,10 +124,13 @@ class Snapshot:
 
         def rename() -> None:
             replaced = self.final.with_suffix(REPLACED)
-            others = {rank for rank in range(1, self.ranks.world_size)}
-            listed = {path.name for rank in others for path in (*aside.glob(f"__{rank}_*"), aside / f"rank_{rank}.pt")}
+            other_ranks = {rank for rank in range(1, self.ranks.world_size)}
+            listed = {
+                path.name for rank in other_ranks for path in (*aside.glob(f"__{rank}_*"), aside / f"rank_{rank}.pt")
+            }
             write_checksums(aside, {path.name for path in aside.iterdir()} - listed)
             sync(aside)
+            # Renames are atomic: at any time there is a complete checkpoint of this name, or the one that it replaces.
             if self.final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.replace(self.final, replaced)
@@ -135,6 +138,7 @@ class Snapshot:
             sync(self.final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 
+        # Stage by stage on all ranks: none continues where another has failed.
         self._together(prepare, group, lead=True)
         self._together(lambda: dcp.save(self.shards, checkpoint_id=aside, process_group=group), group)
         self._together(write_files, group)
@@ -151,22 +155,23 @@ class Snapshot:
         # CheckpointException is a BaseException
         except (Exception, CheckpointException) as raised:
             error = raised
-        own = (None if error is None else _reason(error), self.size)
-        parts = [own] * self.ranks.world_size
+        report = (None if error is None else _reason(error), self.size)
+        parts = [report] * self.ranks.world_size
         if self.ranks.mesh is not None:
-            dist.all_gather_object(parts, own, group=group)
+            dist.all_gather_object(parts, report, group=group)
         reason = next((text for text, _ in parts if text), None)
+        # No rank failed.
         if reason is None:
             return
         if self.ranks.rank == 0:
             # Free its space for the rest of the run.
             shutil.rmtree(self.final.with_suffix(UNFINISHED), ignore_errors=True)
-        there = checkpoints(self.final.parent)
-        left = f"the newest is {there[-1]}" if there else "there is no other"
+        complete = checkpoints(self.final.parent)
+        remark = f"the newest is {complete[-1]}" if complete else "there is no other"
         with suppress(OSError):  # the folder itself may not exist
             free, size = free_bytes(self.final.parent), sum(size for _, size in parts)
-            left += f"; it needs {size:,} bytes, and its disk has {free:,} free"
-        raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {left}") from error
+            remark += f"; it needs {size:,} bytes, and its disk has {free:,} free"
+        raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {remark}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -252,9 +257,9 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     """
     checkpoint = _complete(checkpoint)
     _check_together(checkpoint, trainer.ranks)
-    own = checkpoint / f"rank_{trainer.ranks.rank}.pt"
+    rank_file = checkpoint / f"rank_{trainer.ranks.rank}.pt"
     # A new rank, which the checkpoint has no random state for, keeps its own.
-    saved = load_plain(own if own.exists() else checkpoint / "rank_0.pt")
+    saved = load_plain(rank_file if rank_file.exists() else checkpoint / "rank_0.pt")
     if (wrote := saved.get("optimizer", "adamw")) != (now := _optimizer(trainer)):
         raise ValueError(f"{checkpoint} was written with the optimizer {wrote}, and this trainer has {now}")
     state = _state(trainer)
@@ -272,7 +277,7 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         options=StateDictOptions(strict=not _frozen(trainer)),
     )
     trainer.step = saved["step"]
-    if own.exists():
+    if rank_file.exists():
         torch.set_rng_state(saved["rng"])
         if "device" in saved and trainer.ranks.device.type != "cpu":
             torch.get_device_module(trainer.ranks.device).set_rng_state(saved["device"])
@@ -306,8 +311,8 @@ def _optimizer(trainer: PolicyTrainer) -> str:
 
 
 def _frozen(trainer: PolicyTrainer) -> set[str]:
-    named = trainer.policy.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if not parameter.requires_grad}
+    parameters = trainer.policy.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in parameters if not parameter.requires_grad}
 
 
 def extra(checkpoint: str | Path) -> dict[str, Any]:
@@ -376,7 +381,7 @@ def _complete(checkpoint: str | Path) -> Path:
     """The checkpoint of this name, or the one it was replacing when its writer was killed."""
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)
-    found = replaced if replaced.exists() and not checkpoint.exists() else checkpoint
-    if found.suffix == UNFINISHED or not found.is_dir():
+    folder = replaced if replaced.exists() and not checkpoint.exists() else checkpoint
+    if folder.suffix == UNFINISHED or not folder.is_dir():
         raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint")
-    return found
+    return folder

@@ -22,9 +22,9 @@ from ..types import Batch, Episode, Group
 
 @phase("rollout_metrics")
 def record_rollouts(episodes: Iterable[Episode]) -> None:
-    """Metrics of the sampled episodes that a step trains on: reward, accuracy and lengths, and of dialogues their turns
-    and calls. They are recorded here, not where episodes are sampled: sampling runs ahead of training, and evaluation
-    samples as well."""
+    """Record metrics of the sampled episodes that a step trains on: reward, accuracy, lengths, and the turns and calls
+    of dialogues. This is not done where episodes are sampled: sampling runs ahead of training, and evaluation samples
+    as well."""
     tokens = 0
     for episode in episodes:
         info = episode.info
@@ -35,12 +35,14 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
             record_metric("accuracy", info["correct"])
         for name, part in (info.get("parts") or {}).items():
             record_metric(f"reward/{name}", part)
+        # Lengths are those of turns; an episode of one turn has none.
         branches = (*episode.branches, episode)
         turns = [(turn.end - turn.start, turn.finish) for branch in branches for turn in branch.turns]
         for length, finish in turns or [(sum(episode.mask), info.get("finish", ""))]:
             tokens += length
             record_metric("generation/completion_length", length)
             record_metric("generation/truncated", finish == "length")
+        # Metrics of dialogues only.
         if episode.turns:
             record_metric("episode/turns", info["turns"])
             record_metric("episode/tokens", sum(len(branch.tokens) for branch in branches))
@@ -57,25 +59,32 @@ def make_batch(
 ) -> Batch:
     """The groups as one batch that trains weights `version`, with episode-level advantages.
 
-    Sequences without gradient are left out, see `skip_idle`. Records the age of the groups in versions, and the share
+    Sequences without gradient are omitted, see `skip_idle`. Records the age of the groups in versions, and the share
     of groups without signal.
 
     Args:
         recorded: the groups among these whose tokens are numbered in the batch's `recorded`.
         shares: `aggregation` and `horizon` of `forge.data.packing.pack`.
     """
+    # Groups of a file, of version -1, have no age.
     for age in (version - group.version for group in groups if group.version >= 0):
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
-    batch = pack(episodes := learnable(groups, algorithm), **shares)
+    sequences = learnable(groups, algorithm)
+    batch = pack(sequences, **shares)
     # Numbered in the order of the data: groups arrive in another one in each run, and mini-batches are drawn by number.
     groups = sorted(groups, key=lambda group: group.index)
-    of = {id(e): i for i, group in enumerate(groups) for whole in group.episodes for e in (*whole.branches, whole)}
-    batch.groups = np.array([of[id(episode)] for episode in episodes])
+    numbers = {
+        id(branch): number
+        for number, group in enumerate(groups)
+        for episode in group.episodes
+        for branch in (*episode.branches, episode)
+    }
+    batch.groups = np.array([numbers[id(sequence)] for sequence in sequences])
     if recorded:
-        chosen = {id(group) for group in recorded}
-        wanted = np.repeat([id(groups[number]) in chosen for number in batch.groups], batch.lengths)
-        batch.recorded = np.where(wanted, np.cumsum(wanted) - 1, -1)
+        recorded_ids = {id(group) for group in recorded}
+        is_recorded = np.repeat([id(groups[number]) in recorded_ids for number in batch.groups], batch.lengths)
+        batch.recorded = np.where(is_recorded, np.cumsum(is_recorded) - 1, -1)
     return skip_idle(batch, algorithm)
 
 
@@ -117,14 +126,13 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
     kl_in_reward = algorithm.beta > 0 and algorithm.kl_in == "reward"
     if not (kl_in_reward or algorithm.needs_critic or algorithm.whiten):
         return
-    own = batch.mask
     counts = batch.trained_counts().tolist()
 
     def trained(name: str) -> torch.Tensor:
         values = getattr(batch, name)
-        if values is None or np.isnan(values[own]).any():
+        if values is None or np.isnan(values[batch.mask]).any():
             raise ValueError(f"{type(algorithm).__name__} needs {name} of every trained token")
-        return torch.from_numpy(values[own])
+        return torch.from_numpy(values[batch.mask])
 
     advantages = trained("advantages")
     mask = padded(torch.ones_like(advantages), counts)
@@ -132,18 +140,27 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
     if kl_in_reward:
         cost = algorithm.beta * kl(trained("logprobs"), trained("ref_logprobs"), algorithm.kl)
     if algorithm.needs_critic:
-        rewards, values = padded(trained("rewards") - cost, counts), padded(trained("values"), counts)
+        rewards = padded(trained("rewards") - cost, counts)
+        values = padded(trained("values"), counts)
         wide, returns = gae(rewards, values, mask, discount=algorithm.discount, trace=algorithm.trace)
         advantages = packed(wide, counts)
-        batch.returns = np.zeros(len(own), np.float32)
-        batch.returns[own] = packed(returns, counts).numpy()
-        spread = np.var(batch.returns[own], dtype=np.float64)
-        if spread > (ROUNDING * np.abs(batch.returns[own]).max()) ** 2:  # of equal returns there is nothing to explain
-            unexplained = np.var((batch.returns - batch.values)[own], dtype=np.float64) / spread  # type: ignore[operator]
-            record_metric("critic/explained_variance", 1.0 - float(unexplained))
+        batch.returns = np.zeros(len(batch.mask), np.float32)
+        batch.returns[batch.mask] = packed(returns, counts).numpy()
+        _record_explained_variance(batch)
     elif kl_in_reward:
-        still_to_come, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
-        advantages = advantages - packed(still_to_come, counts)
+        # Without a critic, an undiscounted sum: what the rest of the episode will cost.
+        future_cost, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
+        advantages = advantages - packed(future_cost, counts)
     if algorithm.whiten:
         advantages = whiten(advantages)
-    batch.advantages[own] = advantages.numpy()
+    batch.advantages[batch.mask] = advantages.numpy()
+
+
+def _record_explained_variance(batch: Batch) -> None:
+    """Record the share of the returns' variance that the critic's values explain."""
+    assert batch.returns is not None and batch.values is not None
+    returns = batch.returns[batch.mask]
+    variance = np.var(returns, dtype=np.float64)
+    if variance > (ROUNDING * np.abs(returns).max()) ** 2:  # equal returns have no variance to explain
+        unexplained = np.var((batch.returns - batch.values)[batch.mask], dtype=np.float64) / variance
+        record_metric("critic/explained_variance", 1.0 - float(unexplained))

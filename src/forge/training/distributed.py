@@ -16,22 +16,22 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective h
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A process group and this rank's place in it; `group` is None for a single rank."""
+class RankGroup:
+    """A process group and this rank's number in it; `group` is None for a single rank."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
 
-ALONE = Group()
+ALONE = RankGroup()
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's place in the mesh. Ranks count tensor parallelism first, then context, shards and replicas.
+    """This rank's position in the mesh. Ranks count tensor parallelism first, then context, shards and replicas.
 
-    mesh: of the parameters, with dimensions "replicate" (only with HSDP), "shard" (context parallelism included) and
+    mesh: for the parameters, with dimensions "replicate" (only with HSDP), "shard" (context parallelism included) and
         "tensor" (only with tensor parallelism); None for a single process without a mesh.
     data: the data-parallel ranks, over which batches are divided.
     context, tensor: the context- and tensor-parallel ranks.
@@ -43,10 +43,10 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh | None
-    data: Group = ALONE
-    context: Group = ALONE
-    tensor: Group = ALONE
-    sequence: Group = ALONE
+    data: RankGroup = ALONE
+    context: RankGroup = ALONE
+    tensor: RankGroup = ALONE
+    sequence: RankGroup = ALONE
     experts: int = 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def join(
     """Join the process group of `world_size` ranks and make its mesh.
 
     Args:
-        store: where the ranks find one another, which no other process group used; not needed for one process.
+        store: the rendezvous of the ranks, which no other process group used; not needed for one process.
         cpu_offload: parameters will be in host memory, for which FSDP needs a mesh even with a single process.
         mesh: make one for a single process as well: in bfloat16 FSDP casts weights and keeps states in bfloat16, where
             autocast keeps states in float32.
@@ -88,6 +88,7 @@ def join(
         torch.accelerator.set_device_index(device.index)
     if world_size == 1 and not (cpu_offload or mesh):
         return Ranks(0, 1, device, None)
+    # FSDP2 needs a process group even for a single process.
     if world_size == 1:
         store = dist.HashStore()
     elif store is None:
@@ -105,17 +106,24 @@ def join(
 
 
 def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
-    """This rank's place in the process group; every rank must call this with the same layout. ValueError: see
-    `Parallelism.over`."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """The mesh and groups of this rank in the process group; every rank must call this with the same layout.
+
+    Raises:
+        ValueError: see `Parallelism.over`.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     layout = layout.over(world_size)
-    copies, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
-    context, tensor = layout.context_parallel_degree, layout.tensor_parallel_degree
+    copies = layout.data_parallel_replicate_degree
+    shards = layout.data_parallel_shard_degree
+    context = layout.context_parallel_degree
+    tensor = layout.tensor_parallel_degree
     assert copies is not None
     # Context parallelism divides tokens only: for the weights its ranks are data-parallel ones.
     dims = {"replicate": copies, "shard": shards * context, "tensor": tensor}
     dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    # Each group is the ranks that differ in some of these dimensions only.
     everyone = torch.arange(world_size).view(copies * shards, context, tensor)
     return Ranks(
         rank,
@@ -130,14 +138,14 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
     )
 
 
-def _group(rows: torch.Tensor, rank: int) -> Group:
+def _group(rows: torch.Tensor, rank: int) -> RankGroup:
     """The group of this rank's row of [groups, size]; every rank must call this with the same rows."""
     if rows.shape[1] == 1:
         return ALONE
     if len(rows) == 1:
-        return Group(rank, rows.shape[1], dist.group.WORLD)
+        return RankGroup(rank, rows.shape[1], dist.group.WORLD)
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=COLLECTIVE_TIMEOUT)
-    return Group(dist.get_rank(group), rows.shape[1], group)
+    return RankGroup(dist.get_rank(group), rows.shape[1], group)
 
 
 def leave() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,12 @@ class Routers:
     """
 
     def __init__(self, routers: Mapping[int, nn.Module], k: int, normalised: bool) -> None:
-        self.k, self.normalised, self.layers = k, normalised, list(routers)
+        self.k = k
+        self.normalised = normalised
+        self.layers = list(routers)
         self._replayed: Tensor | None = None
-        self._seen: list[tuple[Tensor, Tensor]] | None = None  # probabilities and experts of each layer
+        self._real = 0
+        self._routed: list[tuple[Tensor, Tensor]] | None = None  # probabilities and experts of each layer
         for number, router in enumerate(routers.values()):
             router.register_forward_hook(partial(self._hook, number))
 
@@ -44,39 +46,43 @@ class Routers:
             raise ValueError(
                 f"{k} experts in each of {layers} layers were recorded, the model has {self.k} in {len(self.layers)}"
             )
-        self._replayed, self._seen, self._real = replayed, [], real
+        self._replayed = replayed
+        self._routed = []
+        self._real = real
 
     def take(self) -> Tensor:
-        """The load of experts over this rank's real tokens, [2, layers, E], float32: how many tokens went to each, and
-        the sums of its probabilities, which alone have a gradient."""
-        assert self._seen is not None
-        probabilities = torch.stack([each[: self._real].sum(0) for each, _ in self._seen])
-        chosen = torch.stack([each[: self._real].flatten() for _, each in self._seen])
-        self._seen = None  # a recomputation is not noted
+        """The load of experts over this rank's real tokens, [2, layers, E], float32: the number of tokens of each
+        expert, and the sums of its probabilities, which alone have a gradient."""
+        assert self._routed is not None
+        probabilities = torch.stack([probs[: self._real].sum(0) for probs, _ in self._routed])
+        experts = torch.stack([experts[: self._real].flatten() for _, experts in self._routed])
+        self._routed = None  # a recomputation in the backward pass is not counted
         # Not `bincount`, which reads the largest number from the device: a wait of the host in every layer.
-        counts = torch.zeros_like(probabilities).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        counts = torch.zeros_like(probabilities).scatter_add_(1, experts, torch.ones_like(experts, dtype=torch.float32))
         return torch.stack([counts, probabilities])
 
-    def _hook(self, number: int, _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        logits, gates, chosen = output
-        return logits, *self.route(number, logits.float().softmax(-1), gates, chosen)
+    def _hook(
+        self, number: int, _router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits, gates, experts = output
+        return logits, *self.route(number, logits.float().softmax(-1), gates, experts)
 
-    def route(self, number: int, probabilities: Tensor, gates: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The gates and experts that a layer takes, both [tokens, k], in place of those that its router chose.
+    def route(self, number: int, probabilities: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """The gates and experts that a layer takes, both [tokens, k], in place of its router's.
         probabilities: [tokens, E], float32."""
         if self._replayed is not None:
-            wanted = self._replayed[:, number]
-            chosen = torch.where(wanted == UNKNOWN_EXPERT, chosen, wanted)
-            replayed = probabilities.gather(-1, chosen)
+            recorded = self._replayed[:, number]
+            experts = torch.where(recorded == UNKNOWN_EXPERT, experts, recorded)
+            replayed = probabilities.gather(-1, experts)
             if self.normalised:
                 replayed = replayed / replayed.sum(-1, keepdim=True)
             gates = replayed.to(gates.dtype)
-        if self._seen is not None:
-            self._seen.append((probabilities, chosen))
-        return gates, chosen
+        if self._routed is not None:
+            self._routed.append((probabilities, experts))
+        return gates, experts
 
 
-def balance(own: Tensor, everyone: Tensor, k: int) -> Tensor:
+def balance(local: Tensor, everyone: Tensor, k: int) -> Tensor:
     """A rank's share in the loss that balances experts, a scalar; shares add up to the loss over all ranks' tokens.
 
     The loss is that of Fedus et al. 2021 (Switch Transformer, equations 4 to 6) as transformers computes it, over all
@@ -86,16 +92,17 @@ def balance(own: Tensor, everyone: Tensor, k: int) -> Tensor:
     """
     counts = everyone[0].sum(0)
     rows = (counts.sum() / k).clamp(min=1)
-    return ((counts / rows).to(own.dtype) * own[1].sum(0)).sum() * (own.shape[2] / rows).to(own.dtype)
+    return ((counts / rows).to(local.dtype) * local[1].sum(0)).sum() * (local.shape[2] / rows).to(local.dtype)
 
 
 def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
-    """By layer, `experts/max_share_<layer>`, the share of tokens that went to the busiest expert (k / E to 1), and
-    `experts/entropy_<layer>` of the load, in nats (at most log E); and `router_aux_loss` of all. The load is in host
-    memory."""
+    """Metrics of a load in host memory: by layer `experts/max_share_<layer>`, the share of tokens that went to the
+    busiest expert (k / E to 1), and `experts/entropy_<layer>` of the load, in nats (at most log E); and
+    `router_aux_loss` over all layers."""
     shares = load[0] / load[0].sum(1, keepdim=True)
-    found = {"router_aux_loss": float(balance(load, load, k))}
-    largest, entropies = shares.amax(1).tolist(), torch.special.entr(shares).sum(1).tolist()
+    metrics = {"router_aux_loss": float(balance(load, load, k))}
+    largest = shares.amax(1).tolist()
+    entropies = torch.special.entr(shares).sum(1).tolist()
     for layer, share, entropy in zip(layers, largest, entropies, strict=True):
-        found |= {f"experts/max_share_{layer}": share * k, f"experts/entropy_{layer}": entropy}
-    return found
+        metrics |= {f"experts/max_share_{layer}": share * k, f"experts/entropy_{layer}": entropy}
+    return metrics

@@ -7,6 +7,7 @@ FlexAttention has no backward pass: tests compare its forward pass with the rect
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,12 +18,19 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .transfer import to_device
 
-# Packs are padded to a multiple of BLOCK, and to at least LEAST tokens: for shorter ones kernels are compiled again.
-BLOCK, LEAST = 128, 256
+# Packs are padded to a multiple of BLOCK, and to at least MIN_TOKENS: for shorter ones kernels are compiled again.
+BLOCK = 128
+MIN_TOKENS = 256
 
 
 class Runs(NamedTuple):
     """The runs of a pack in depth-first order, so that a run and all that continue it are an interval; arrays [runs].
+
+    Two runs of 3 and 2 tokens, and two that continue the first, of 1 and 4:
+
+        0 --- 1        first   0  1  2  3
+          `-- 2        end     3  2  3  4
+        3              before  0  3  3  0
 
     first, end: that interval. lengths: tokens. before: positions before its first token.
     """
@@ -35,11 +43,16 @@ class Runs(NamedTuple):
     @classmethod
     def of(cls, lengths: list[int], parents: list[int]) -> Runs:
         """Runs that lie back to back; parents come before, -1 is none."""
-        size, before = [1] * len(lengths), [0] * len(lengths)
+        # The number of runs in each subtree; parents come before, so that children are counted first.
+        size = [1] * len(lengths)
         for run in reversed(range(len(lengths))):
             if parents[run] >= 0:
                 size[parents[run]] += size[run]
-        first, free, roots = list[int](), list[int](), 0
+        # A run's number is the first free one of its parent's interval.
+        before = [0] * len(lengths)
+        first = list[int]()
+        free = list[int]()
+        roots = 0
         for run, parent in enumerate(parents):
             if parent < 0:
                 first.append(roots)
@@ -53,7 +66,7 @@ class Runs(NamedTuple):
         return cls(numbers, numbers + np.array(size), np.array(lengths), np.array(before))
 
     def columns(self) -> dict[str, Tensor]:
-        """Of each token, by the names of `TreeMask`, [tokens]."""
+        """The attributes of `TreeMask` for each token, [tokens]."""
         starts = self.lengths.cumsum() - self.lengths
         position = np.arange(self.lengths.sum()) + (self.before - starts).repeat(self.lengths)
         arrays = {"first": self.first.repeat(self.lengths), "end": self.end.repeat(self.lengths), "position": position}
@@ -68,32 +81,39 @@ class Runs(NamedTuple):
         """
         ends = self.lengths.cumsum()
         tokens = int(ends[-1])
+        # Pieces of runs within a block, each with its run and the interval of its positions.
         cuts = np.unique(np.concatenate([[0], ends, np.arange(BLOCK, tokens, BLOCK)]))
-        starts, stops = cuts[:-1], cuts[1:]
+        starts = cuts[:-1]
+        stops = cuts[1:]
         run = np.searchsorted(ends, starts, side="right")
         low = self.before[run] + starts - (ends - self.lengths)[run]
         high = low + stops - starts - 1
-        number, end = self.first[run], self.end[run]
-        continues = (number <= number[:, None]) & (number[:, None] < end)
-        nearest, furthest = low[:, None] - high, high[:, None] - low
-        some, every = continues & (furthest >= 0), continues & (nearest >= 0)
+        # Whether one piece continues the other's run, and sees some or all of its keys.
+        first = self.first[run]
+        end = self.end[run]
+        continues = (first <= first[:, None]) & (first[:, None] < end)
+        nearest = low[:, None] - high
+        furthest = high[:, None] - low
+        some = continues & (furthest >= 0)
+        every = continues & (nearest >= 0)
         if window is not None:
             some &= nearest < window
             every &= furthest < window
+        # Pieces to blocks.
         heads = np.searchsorted(starts, np.arange(0, tokens, BLOCK))
         some = np.logical_or.reduceat(np.logical_or.reduceat(some, heads, axis=0), heads, axis=1)
         every = np.logical_and.reduceat(np.logical_and.reduceat(every, heads, axis=0), heads, axis=1)
-        if tokens % BLOCK:  # what is beyond the last token sees nothing
+        if tokens % BLOCK:  # padding beyond the last token sees nothing
             every[-1] = every[:, -1] = False
         return some, every
 
 
 class TreeMask:
-    """Which tokens of a pack see which: those before them in their own run and in the runs that it continues.
+    """Attention mask of a pack: a token sees those before it in its run and in the runs that this one continues.
 
-    No dataclass: FSDP copies those for every layer, and each copy would make its own blocks.
+    Not a dataclass: FSDP copies those for every layer, and each copy would make its own blocks.
 
-    runs: of the pack, in host memory.
+    runs: the pack's, in host memory.
     first, end: [tokens], the interval of each token's run and those that continue it.
     position: [tokens], in the sequence.
     """
@@ -104,31 +124,32 @@ class TreeMask:
 
     @classmethod
     def of(cls, lengths: list[int], parents: list[int]) -> TreeMask:
-        """Of runs that lie back to back, in host memory; parents come before, -1 is none."""
+        """The mask of runs that lie back to back, in host memory; parents come before, -1 is none."""
         runs = Runs.of(lengths, parents)
         return cls(runs, **runs.columns())
 
     def sees(self, query: Tensor, key: Tensor, window: int | Tensor | None = None) -> Tensor:
         """Whether tokens see others, by index in the pack; `window` counts the token itself."""
         first, position = self.first, self.position
-        seen = (first[key] <= first[query]) & (first[query] < self.end[key]) & (position[key] <= position[query])
-        return seen if window is None else seen & (position[query] - position[key] < window)
+        visible = (first[key] <= first[query]) & (first[query] < self.end[key]) & (position[key] <= position[query])
+        return visible if window is None else visible & (position[query] - position[key] < window)
 
     def blocks(self, window: int | None) -> BlockMask:
         """The mask as FlexAttention takes it; made once for each kind of attention of a model.
 
-        From the runs, in host memory: `create_block_mask` asks for every pair of tokens, compiles that first, and takes
-        an H100 .6 ms for 8,192 tokens, and 64 times that for 65,536.
+        It is made from the runs, in host memory: `create_block_mask` asks for every pair of tokens, compiles that
+        first, and takes an H100 .6 ms for 8,192 tokens, and 64 times that for 65,536.
         """
         if window not in self._blocks:
-            count, device = len(self.first), self.first.device
-            # A tensor: as a number it would be compiled into the kernels, or be a symbol that inductor has not
-            # everywhere.
+            count = len(self.first)
+            device = self.first.device
+            # A tensor: as a number it would be compiled into the kernels, or be a symbol that inductor lacks in places.
             size = None if window is None else torch.full((), window, device=device)
 
             def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return self.sees(query, key, size)
 
+            # Blocks where the mask decides, and full ones, by query and (for the backward pass) by key.
             some, every = self.runs.blocks(window)
             kinds = {"": some & ~every, "full_": every}
             lists = {f"{kind}kv": ordered(blocks) for kind, blocks in kinds.items()}
@@ -141,8 +162,8 @@ class TreeMask:
 
 
 def ordered(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Of each row of a bool matrix the number of columns that are set, [1, 1, rows], and those columns before the
-    others, [1, 1, rows, columns]; int32."""
+    """The number of true columns of each row of a bool matrix, [1, 1, rows], and the columns, true ones first,
+    [1, 1, rows, columns]; int32."""
     columns = torch.from_numpy((~blocks).argsort(axis=1, kind="stable").astype(np.int32))
     return torch.from_numpy(blocks.sum(1, dtype=np.int32))[None, None], columns[None, None]
 
@@ -151,13 +172,13 @@ def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Query [1, heads, tokens, head_dim], key and value [1, key heads, ...] -> [tokens, heads, head_dim]."""
-    attend = flex_attention if query.device.type == "cpu" else _compiled_attention()
+    attend: Any = flex_attention if query.device.type == "cpu" else _compiled_attention()
     grouped = query.shape[1] != key.shape[1]
     out = attend(query, key, value, block_mask=mask.blocks(window), scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1)
 
 
 @lru_cache
-def _compiled_attention() -> Any:
-    """Dynamic, as every pack has another number of tokens."""
+def _compiled_attention() -> Callable[..., Any]:
+    """FlexAttention for any number of tokens, as every pack has another."""
     return torch.compile(flex_attention, dynamic=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from ..system.devices import has_wide_products
 
+A = TypeVar("A")
+
 # oneDNN caches a kernel for every shape: callers pad rows to a multiple of this, or memory grows with every new length.
 ROWS = 64
 # Rows of logits at a time. On a CPU 256, which are 156 MB of a 152k vocabulary in float32. On a GPU as many as take
 # half a gigabyte: each chunk adds to the head's whole gradient, and with 256 rows that took a third of an H100's step.
-CHUNK, CHUNK_BYTES = 256, 2**29
+CHUNK = 256
+CHUNK_BYTES = 2**29
 
 AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
@@ -79,7 +82,7 @@ def speed_up(model: nn.Module) -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """In float32; float64 stays."""
+    """The tensor in float32, or unchanged in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -91,14 +94,14 @@ def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b.T` in at least float32. Of half-precision matrices on CUDA the sums are not rounded to half precision."""
+    """`a @ b.T` in at least float32. For half-precision matrices on CUDA sums are not rounded to half precision."""
     if has_wide_products(a, b):
         return torch.mm(a, b.T, out_dtype=torch.float32)
     return at_least_float32(product(a, b))
 
 
 def scores_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of logits [rows, vocabulary] the label's log-probability, the log-normaliser and the entropy."""
+    """The label's log-probability, the log-normaliser and the entropy of each row of logits [rows, vocabulary]."""
     logits = logits / temperature
     normaliser = logits.logsumexp(-1)
     logp = logits - normaliser[:, None]
@@ -115,7 +118,7 @@ def gradient_of(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of logits [rows, vocabulary] from those of each row's scores, in `dtype`.
+    """The gradient of logits [rows, vocabulary] from the gradients of each row's scores, in `dtype`.
 
     d logp(y) / d logit_j = [j = y] - p_j   and   d H / d logit_j = -p_j (logp_j + H)
     """
@@ -126,13 +129,13 @@ def gradient_of(
 
 
 @lru_cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One pass over the logits where there would be ten; the last chunk of a batch has another number of rows."""
+def _compiled(function: Callable[..., A]) -> Callable[..., A]:
+    """A function compiled for any number of rows: one pass over the logits instead of ten."""
     return torch.compile(function, dynamic=True)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps one log-normaliser and one entropy per row; backward recomputes each chunk's logits."""
+    """Log-probabilities in chunks: one log-normaliser and one entropy per row are saved; backward recomputes logits."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int):
@@ -140,6 +143,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
             if hidden.device.type == "cpu":
+                # As `scores_of`, in place: a new matrix of logits takes longer than the arithmetic.
                 logits = at_least_float32(product(h, head)).div_(temperature)
                 normaliser = logits.logsumexp(-1)
                 logprob = logits.gather(-1, y[:, None])[:, 0] - normaliser
@@ -150,7 +154,8 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs.append(logprob)
             normalisers.append(normaliser)
             entropies.append(entropy)
-        normaliser, entropy = torch.cat(normalisers), torch.cat(entropies)
+        normaliser = torch.cat(normalisers)
+        entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return torch.cat(logprobs), entropy
@@ -158,33 +163,35 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
-        grad_hidden, head = torch.empty_like(hidden), weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden)
+        head = weight.to(hidden.dtype)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             # Accumulated in float32: thousands of small bf16 additions would be lost.
             wide = torch.promote_types(weight.dtype, torch.float32)
             grad_weight = torch.zeros_like(weight, dtype=wide)
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
-        at = 0
+        start = 0
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
             if hidden.device.type == "cpu":
+                # As `gradient_of`, in place.
                 logp = at_least_float32(product(h, head)).div_(ctx.temperature).sub_(lse[:, None])
                 p = logp.exp()
                 grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
                 grad.scatter_add_(1, y[:, None], g_logp[:, None])
                 grad = grad.div_(ctx.temperature).to(hidden.dtype)
             else:
-                of_rows = (y, lse, ent, g_logp, g_ent)
-                grad = _fused(gradient_of, h)(wide_product(h, head), *of_rows, ctx.temperature, hidden.dtype)
-            grad_hidden[at : at + len(h)] = product(grad, head.T)
+                logits = wide_product(h, head)
+                grad = _fused(gradient_of, h)(logits, y, lse, ent, g_logp, g_ent, ctx.temperature, hidden.dtype)
+            grad_hidden[start : start + len(h)] = product(grad, head.T)
             if grad_weight is not None:
                 grad_weight += wide_product(grad.T, h.T)
-            at += len(h)
+            start += len(h)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _fused(function: Callable[..., Any], rows: Tensor) -> Callable[..., Any]:
-    """Compiled for a GPU."""
+def _fused(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
+    """The function, compiled on a GPU."""
     return _compiled(function) if rows.device.type in ("cuda", "xpu") else function
 
 
@@ -203,10 +210,12 @@ def token_logprobs(
     """
     if not len(labels):
         # Keeps the graph connected: a rank with nothing to train still takes part in the backward collectives.
-        nothing = at_least_float32(hidden).sum(-1) + at_least_float32(weight).sum() * 0.0
-        return nothing, nothing
-    count, surplus = len(labels), -len(labels) % ROWS
-    hidden, labels = F.pad(hidden, (0, 0, 0, surplus)), F.pad(labels, (0, surplus))
+        empty = at_least_float32(hidden).sum(-1) + at_least_float32(weight).sum() * 0.0
+        return empty, empty
+    count = len(labels)
+    surplus = -count % ROWS
+    hidden = F.pad(hidden, (0, 0, 0, surplus))
+    labels = F.pad(labels, (0, surplus))
     device = hidden.device.type
     # Backward runs outside autocast and must compute the same logits as forward.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

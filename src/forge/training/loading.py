@@ -38,19 +38,21 @@ def on_meta(
     folder = Path(path)
     if not folder.is_dir() or (folder / "adapter_config.json").exists():
         return None
+    # Weights that transformers converts have other names or values than the files.
     config = AutoConfig.from_pretrained(path, **settings, trust_remote_code=False)
     if any(getattr(config, name, None) for name in ("quantization_config", "transformers_weights")):
         return None
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
-    there = files_of(folder)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    missing = {name for name, _ in split_experts(model.named_parameters())} - there.keys()
-    if missing - set(new) or model.state_dict().keys() - named.keys():
+    files = files_of(folder)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = {name for name, _ in split_experts(model.named_parameters())} - files.keys()
+    if missing - set(new) or model.state_dict().keys() - parameters.keys():
         return None
     for name in missing:
         module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, nn.Parameter(torch.empty_like(named[name], device="cpu")))
+        setattr(model.get_submodule(module), key, nn.Parameter(torch.empty_like(parameters[name], device="cpu")))
+    # Buffers are computed, not read.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
@@ -76,15 +78,16 @@ def fill(model: PreTrainedModel, path: str | Path, device: torch.device) -> None
 
 
 @torch.no_grad()
-def read_weights(named: Mapping[str, Tensor], folder: Path) -> None:
+def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Read this rank's part of tensors, by their names in transformers' models, from a folder's safetensors files.
 
     Raises:
         ValueError: the files lack a tensor, or it has another shape; names it.
     """
     files = files_of(folder)
+    # Which part of which file each tensor needs, file by file.
     reads: dict[Path, list[Read]] = {}
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         for read in _parts(name, tensor.detach()):
             if read[0] not in files:
                 raise ValueError(f"{folder} has no safetensors file with tensor {read[0]!r}")

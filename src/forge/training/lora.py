@@ -37,22 +37,27 @@ def add_adapters(model: nn.Module, settings: LoraSettings) -> None:
         ValueError: a target is not a linear layer of the backbone; lists those.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    inner = {name: module for name, module in linear.items() if name.startswith("model.")}
-    there = sorted({name.rpartition(".")[2] for name in inner})
-    layers = settings.layers(there)
-    if unknown := sorted(set(layers) - set(there)):
-        raise ValueError(f"lora.targets: the model has no linear layers {unknown}; its linear layers are {there}")
+    backbone = {name: module for name, module in linear.items() if name.startswith("model.")}
+    names = sorted({path.rpartition(".")[2] for path in backbone})
+    targets = settings.layers(names)
+    if unknown := sorted(set(targets) - set(names)):
+        raise ValueError(f"lora.targets: the model has no linear layers {unknown}; its linear layers are {names}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == SCORE)
-    for name, module in inner.items():
-        if name.rpartition(".")[2] not in layers:
+    for path, module in backbone.items():
+        if path.rpartition(".")[2] not in targets:
             continue
-        device = "cpu" if module.weight.is_meta else module.weight.device  # `loading.fill` reads the layer alone
-        seed, like = zlib.crc32(name.encode()), {"device": device, "dtype": module.weight.dtype}
-        a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, **like)
-        b = nn.utils.skip_init(FastLinear, settings.rank, module.out_features, bias=False, **like)
-        nn.init.kaiming_uniform_(a.weight, math.sqrt(5), generator=torch.Generator().manual_seed(seed))
+        # `loading.fill` reads only the layer, not its adapter: that one is never on the meta device.
+        device = torch.device("cpu") if module.weight.is_meta else module.weight.device
+        dtype = module.weight.dtype
+        a = nn.utils.skip_init(FastLinear, module.in_features, settings.rank, bias=False, device=device, dtype=dtype)
+        b = nn.utils.skip_init(FastLinear, settings.rank, module.out_features, bias=False, device=device, dtype=dtype)
+        generator = torch.Generator().manual_seed(zlib.crc32(path.encode()))
+        nn.init.kaiming_uniform_(a.weight, math.sqrt(5), generator=generator)
         nn.init.zeros_(b.weight)
+        # The module keeps its place in the model and its parameters' names.
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)
-        module.lora_A, module.lora_B, module.scaling = a, b, settings.alpha / settings.rank
+        module.lora_A = a
+        module.lora_B = b
+        module.scaling = settings.alpha / settings.rank

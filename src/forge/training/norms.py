@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) of transformers: seven kernels, and of its gradient twelve.
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) as one kernel; transformers' has seven, its gradient twelve.
 
     The parameters are the same under the same names. In half precision the result is rounded once, not twice, as in
     the embedded engine.
@@ -25,10 +25,11 @@ class FusedNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Have the norms of a model, but Gemma's, whose weights are offsets from 1, be a `FusedNorm`, in place."""
+    """Turn the norms of a model into `FusedNorm`, in place; not Gemma's, whose weights are offsets from 1."""
     for module in model.modules():
         kind = type(module)
         if issubclass(kind, FusedNorm):
             continue
+        # A subclass of both, so that the module is still an instance of transformers' class.
         if kind.__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.__class__ = type(kind.__name__, (FusedNorm, kind), {})

@@ -1,4 +1,4 @@
-"""The optimisers of a trainer: AdamW, Muon and 8-bit AdamW, with state in a dtype of its own."""
+"""The optimisers of a trainer: AdamW, Muon and 8-bit AdamW, with state in a dtype that is set separately."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from torch.optim.adamw import adamw
 
 from .settings import OptimizerSettings
 
+ParameterGroup = dict[str, Any]
+
 # Muon as Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), scaled as Liu et al. 2025 (arXiv 2502.16982):
 # an update has the root mean square of AdamW's, about 0.2 of the learning rate.
-MOMENTUM, RMS = 0.95, 0.2
-COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+MOMENTUM = 0.95
+RMS = 0.2
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -27,12 +31,12 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     Raises:
         ImportError: adamw8bit without torchao.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    inner = {name for name, p in named if settings.optimizer == "muon" and ".layers." in name and p.dim() >= 2}
-    matrices = [p for name, p in named if p.dim() >= 2 and name not in inner]
-    groups: list[dict[str, Any]] = [
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    inner = {name for name, p in trainable if settings.optimizer == "muon" and ".layers." in name and p.dim() >= 2}
+    matrices = [p for name, p in trainable if p.dim() >= 2 and name not in inner]
+    groups: list[ParameterGroup] = [
         {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for _, p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     adam: Any = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
     if settings.optimizer == "adamw8bit":
@@ -40,13 +44,14 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         from .lowbit import AdamW8bit
 
         return AdamW8bit(groups, **adam)
-    state = settings.optimizer_dtype and getattr(torch, settings.optimizer_dtype)
-    if settings.optimizer == "adamw" and all(state in (None, p.dtype) for _, p in named):
+    # torch's AdamW has its state in the dtype of the weights.
+    state_dtype = settings.optimizer_dtype and getattr(torch, settings.optimizer_dtype)
+    if settings.optimizer == "adamw" and all(state_dtype in (None, p.dtype) for _, p in trainable):
         return torch.optim.AdamW(groups, **adam, fused=True)
     if inner:
-        first = [p for name, p in named if name in inner]
-        groups.insert(0, {"params": first, "weight_decay": settings.weight_decay, "muon": True})
-    return MixedOptimizer(groups, state, **adam)
+        orthogonalised = [p for name, p in trainable if name in inner]
+        groups.insert(0, {"params": orthogonalised, "weight_decay": settings.weight_decay, "muon": True})
+    return MixedOptimizer(groups, state_dtype, **adam)
 
 
 @torch.no_grad()
@@ -74,7 +79,7 @@ class MixedOptimizer(torch.optim.Optimizer):
         dtype: of the state; None: the dtype of each weight.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype | None, **adam: Any) -> None:
+    def __init__(self, groups: list[ParameterGroup], dtype: torch.dtype | None, **adam: Any) -> None:
         self.dtype = dtype
         super().__init__(groups, adam | {"weight_decay": 0.0, "muon": False})
 
@@ -105,25 +110,41 @@ class MixedOptimizer(torch.optim.Optimizer):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: ParameterGroup) -> None:
         assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter] = self._begin(parameter, group["muon"])
+        # In float32, on this rank's part.
         state = {name: local(value) for name, value in self.state[parameter].items()}
-        weight, gradient = local(parameter), local(parameter.grad).float()
+        weight = local(parameter)
+        gradient = local(parameter.grad).float()
         exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
         moments = {name: value.float() for name, value in state.items() if name not in ("step", "remainder")}
-        rate, decay = group["lr"], group["weight_decay"]
+        rate = group["lr"]
+        decay = group["weight_decay"]
         if group["muon"]:
             momentum = moments["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
             update = orthogonal(gradient.lerp(momentum, MOMENTUM), parameter)
             exact.mul_(1 - rate * decay).add_(update, alpha=-rate * RMS * math.sqrt(max(parameter.shape[-2:])))
         else:
             beta1, beta2 = group["betas"]
-            how: Any = {"amsgrad": False, "maximize": False, "fused": True}
-            of_adam: Any = {"beta1": beta1, "beta2": beta2, "lr": rate, "weight_decay": decay, "eps": group["eps"]}
-            mean, square = [moments["exp_avg"]], [moments["exp_avg_sq"]]
-            adamw([exact], [gradient], mean, square, [], [state["step"]], **how, **of_adam)
+            adamw(
+                [exact],
+                [gradient],
+                [moments["exp_avg"]],
+                [moments["exp_avg_sq"]],
+                [],
+                [state["step"]],
+                amsgrad=False,
+                maximize=False,
+                fused=True,
+                beta1=beta1,
+                beta2=beta2,
+                lr=rate,
+                weight_decay=decay,
+                eps=group["eps"],
+            )
+        # Back to the dtypes in which weights and state are stored.
         for name, value in moments.items():
             if state[name].dtype != value.dtype:
                 state[name].copy_(value)
@@ -152,17 +173,19 @@ def split_bits(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def orthogonal(update: Tensor, parameter: Tensor) -> Tensor:
-    """`newton_schulz` of an update of which each rank has the part that it has of the parameter.
+    """`newton_schulz` of an update that is sharded as its parameter is.
 
     It needs whole matrices: each rank gathers one at a time, in bfloat16, and all compute the same.
     """
     half = update.bfloat16()
     if not isinstance(parameter, DTensor):
         return newton_schulz(half)
-    mesh, places = parameter.device_mesh, parameter.placements
-    parts = DTensor.from_local(half, mesh, places, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    parts = DTensor.from_local(
+        half, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
     copies = DTensor.from_local(newton_schulz(parts.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return copies.redistribute(placements=places).to_local().to(update.device)
+    return copies.redistribute(placements=placements).to_local().to(update.device)
 
 
 def newton_schulz(update: Tensor) -> Tensor:

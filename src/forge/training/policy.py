@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,19 +26,13 @@ from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
 from .experts import Routers
-from .flex import BLOCK, LEAST, Runs, TreeMask
+from .flex import BLOCK, MIN_TOKENS, Runs, TreeMask
 from .linear import ROWS, at_least_float32, speed_up, token_logprobs
-from .loading import fill, on_meta
-from .lora import SCORE, add_adapters
+from .loading import on_meta
+from .lora import SCORE
 from .norms import fuse_norms
-from .settings import LoraSettings, Parallelism
-from .tensor_parallel import parallelize
 from .transfer import to_device
 
-if TYPE_CHECKING:
-    from .titan import TitanPolicy
-
-Backend = Literal["fsdp", "titan"]
 Head = Literal["policy", "value", "reward"]
 
 
@@ -57,26 +49,26 @@ class TokenValues(NamedTuple):
     values: Tensor
 
 
-class OwnTokens(NamedTuple):
+class RankTokens(NamedTuple):
     """A rank's share of a pack, and the positions whose states it reads. A prefix that sequences share is one run of
     the pack, computed once.
 
-    tokens: [own] ids.
-    gathered, positions: [own * tensor-parallel ranks], the tokens of all of those ranks and their positions.
+    tokens: [local] ids.
+    gathered, positions: [local * tensor-parallel ranks], the tokens of all of those ranks and their positions.
     layout: of the whole pack.
-    at: [read], indices of this rank's tokens whose states are read.
+    state_indices: [read], indices of this rank's tokens whose states are read.
     labels: [read], the token ids that they are read for.
-    experts: [own, layers, k], those to replay, if any.
-    real: number of own tokens that are not padding.
+    experts: [local, layers, k], those to replay, if any.
+    real: number of local tokens that are not padding.
     counts: number of states that each rank reads.
-    order: [all that is read], of each token with mask True the index of its state in the order of ranks.
+    order: [read by all ranks], the index in the order of ranks of the state of each token with mask True.
     """
 
     tokens: Tensor
     gathered: Tensor
     positions: Tensor
     layout: PackedLayout
-    at: Tensor
+    state_indices: Tensor
     labels: Tensor
     experts: Tensor | None
     real: int
@@ -84,34 +76,37 @@ class OwnTokens(NamedTuple):
     order: Tensor
 
 
-def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
+def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     """This rank's share of a batch, whose states are read `lag` tokens before those with mask True."""
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
+    # The pack of all ranks: the batch with each shared prefix once, padded.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
     surplus = padding(len(tree.source), sequence.size, device)
     lengths = tree.lengths + [1] * surplus  # padding: untrained sequences of one token
     parents = tree.parents + [-1] * surplus
     tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
     positions = F.pad(torch.from_numpy(tree.positions), (0, surplus))
-    own = tokens.chunk(sequence.size)[sequence.rank]
-    first = sequence.rank * len(own)
-    real = min(max(len(tree.source) - first, 0), len(own))
+    local = tokens.chunk(sequence.size)[sequence.rank]
+    first = sequence.rank * len(local)
+    real = min(max(len(tree.source) - first, 0), len(local))
+    # Which rank has the state that each trained token is read from.
     trained = np.flatnonzero(batch.mask)
-    read = torch.from_numpy(tree.place[trained - lag])
-    rank = read // len(own)
+    read = torch.from_numpy(tree.index[trained - lag])
+    rank = read // len(local)
     by_rank = rank.argsort(stable=True)
-    mine = (rank == sequence.rank).nonzero()[:, 0]
+    local_reads = (rank == sequence.rank).nonzero()[:, 0]
     columns = {
-        "tokens": own,
+        "tokens": local,
         "gathered": tokens.chunk(context.size)[context.rank],
         "positions": positions.chunk(context.size)[context.rank],
-        "at": read[mine] - first,
-        "labels": torch.from_numpy(batch.tokens[trained])[mine],
+        "state_indices": read[local_reads] - first,
+        "labels": torch.from_numpy(batch.tokens[trained])[local_reads],
         "order": torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))),
     }
     if batch.experts is not None:
         experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long()
-        columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(own) - real), value=UNKNOWN_EXPERT)
+        columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(local) - real), value=UNKNOWN_EXPERT)
+    # All tensors go to the device in one copy, those of an accelerator's mask among them.
     runs = None if device.type == "cpu" else Runs.of(lengths, parents)
     if runs is not None:
         columns |= runs.columns()
@@ -121,14 +116,14 @@ def own_tokens(batch: Batch, lag: int, ranks: Ranks) -> OwnTokens:
     else:
         layout = PackedLayout.masked(TreeMask(runs, *(on_device.pop(name) for name in ("first", "end", "position"))))
     counts = torch.bincount(rank, minlength=sequence.size).tolist()
-    return OwnTokens(layout=layout, experts=on_device.pop("experts", None), real=real, counts=counts, **on_device)
+    return RankTokens(layout=layout, experts=on_device.pop("experts", None), real=real, counts=counts, **on_device)
 
 
 def padding(tokens: int, ranks: int, device: torch.device) -> int:
     """The number of tokens to add to a pack of `tokens`, which `ranks` share."""
     if device.type == "cpu":
         return -tokens % lcm(ROWS, ranks)
-    return max(tokens, LEAST) + -max(tokens, LEAST) % lcm(BLOCK, ranks) - tokens
+    return max(tokens, MIN_TOKENS) + -max(tokens, MIN_TOKENS) % lcm(BLOCK, ranks) - tokens
 
 
 class PackedModel(nn.Module):
@@ -159,25 +154,26 @@ class PackedModel(nn.Module):
         """Write all but weights and tokenizer in Hugging Face format."""
         self.model.save_pretrained(folder, state_dict={})
 
-    def states(self, batch: Batch, lag: int) -> tuple[Tensor, OwnTokens, Ranks]:
+    def states(self, batch: Batch, lag: int) -> tuple[Tensor, RankTokens, Ranks]:
         """The backbone's states [read, dim], `lag` tokens before those with mask True, of this rank's tokens."""
         ranks = self.ranks or Ranks(0, 1, next(self.model.parameters()).device, None)
-        own = own_tokens(batch, lag, ranks)
-        limit, length = rotary_limit(self.model.config), int(batch.lengths.max())
+        local = rank_tokens(batch, lag, ranks)
+        limit = rotary_limit(self.model.config)
+        length = int(batch.lengths.max())
         if limit is not None and length > limit[0]:
             raise ValueError(
                 f"a sequence of {length} tokens: beyond {limit[0]} this model's {limit[1]} is not supported"
             )
         if self.routers is not None:
-            self.routers.begin(own.experts, own.real)
+            self.routers.begin(local.experts, local.real)
         hidden = self.model.model(
-            input_ids=own.tokens[None],
-            position_ids=own.positions[None],
+            input_ids=local.tokens[None],
+            position_ids=local.positions[None],
             use_cache=False,
-            layout=own.layout,
+            layout=local.layout,
             context=ranks.context,
         ).last_hidden_state[0]
-        return hidden[own.at], own, ranks
+        return hidden[local.state_indices], local, ranks
 
 
 class Policy(PackedModel):
@@ -202,7 +198,7 @@ class Policy(PackedModel):
         meta: bool = False,
     ) -> Policy:
         """Load weights in `dtype` from a folder or a hub id (see `forge.models.resolve_model`). With `meta` those that
-        `loading.fill` can read are left on the meta device."""
+        `loading.fill` can read stay on the meta device."""
         built = on_meta(AutoModelForCausalLM, path, dtype) if meta else None
         if built is not None:
             model = built[0]
@@ -216,9 +212,9 @@ class Policy(PackedModel):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Log-probability and entropy of each token with mask True."""
-        states, own, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
-        scores = token_logprobs(states, self.model.lm_head.weight, own.labels, temperature=temperature)
-        return TokenScores(*gather_scores(scores, own.counts, ranks.sequence, own.order))
+        states, local, ranks = self.states(batch, lag=1)  # the state at t - 1 predicts token t
+        scores = token_logprobs(states, self.model.lm_head.weight, local.labels, temperature=temperature)
+        return TokenScores(*gather_scores(scores, local.counts, ranks.sequence, local.order))
 
 
 class ScalarModel(PackedModel):
@@ -262,7 +258,7 @@ class ScalarModel(PackedModel):
             model, missing = built
         else:
             with quiet_loading():
-                model, found = kind.from_pretrained(
+                model, info = kind.from_pretrained(
                     path,
                     num_labels=1,
                     dtype=dtype,
@@ -271,9 +267,10 @@ class ScalarModel(PackedModel):
                     trust_remote_code=False,
                     use_safetensors=True,
                 )
-            missing = found["missing_keys"]
-        if others := sorted(missing - {SCORE}):
-            raise ValueError(f"{path} lacks {len(others)} weights of a {head} model, {others[0]!r} among them")
+            missing = info["missing_keys"]
+        if lacking := sorted(missing - {SCORE}):
+            raise ValueError(f"{path} lacks {len(lacking)} weights of a {head} model, {lacking[0]!r} among them")
+        # A causal language model's backbone: the head is new.
         if missing:
             score = model.get_parameter(SCORE).data
             spread = 0.0 if head == "value" else (score.shape[1] + 1) ** -0.5
@@ -284,156 +281,18 @@ class ScalarModel(PackedModel):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenValues:
         """One scalar for each token with mask True; the temperature is ignored."""
-        states, own, ranks = self.states(batch, self.lag)
+        states, local, ranks = self.states(batch, self.lag)
         # In float32 for any dtype of the backbone: in bfloat16 100 and 100.4 are equal.
         with torch.autocast(states.device.type, enabled=False):
             score: Any = self.model.score
             values = at_least_float32(states) @ at_least_float32(score.weight)[0]
-        return TokenValues(*gather_scores((values,), own.counts, ranks.sequence, own.order))
+        return TokenValues(*gather_scores((values,), local.counts, ranks.sequence, local.order))
 
     def save_config(self, folder: Path, words: PreTrainedTokenizerBase) -> None:
-        """Also with a padding id, by which transformers finds a sequence's last token."""
+        """Write the config also with a padding id, by which transformers finds a sequence's last token."""
         config = self.model.config
         if config.pad_token_id is None:
             # If the tokenizer has none either: eos, which the classifier then skips as padding.
             eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
             config.pad_token_id = eos if words.pad_token_id is None else words.pad_token_id
         super().save_config(folder, words)
-
-
-def load(path: str | Path, head: Head, **how: Any) -> Policy | ScalarModel:
-    """The model of a folder or hub id with this head; `how` is `dtype`, `gradient_checkpointing` and `meta`.
-
-    Raises:
-        ValueError: an unknown head, or a model that does not suit it.
-    """
-    if head == "policy":
-        return Policy.from_pretrained(path, **how)
-    if head not in ("value", "reward"):
-        raise ValueError(f"head must be policy, value or reward, got {head!r}")
-    return ScalarModel.from_pretrained(path, head, **how)
-
-
-def build(
-    path: str | Path,
-    head: Head,
-    ranks: Ranks,
-    *,
-    backend: Backend = "fsdp",
-    seq_len: int = 4096,
-    lora: LoraSettings | None = None,
-    dtype: torch.dtype = torch.float32,
-    weights_dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
-    cpu_offload: bool = False,
-    compile: bool = False,
-) -> Policy | ScalarModel | TitanPolicy:
-    """The model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
-
-    Where there is a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
-
-    Args:
-        backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
-        seq_len: of the longest sequence.
-        dtype: of the forward and backward pass.
-        weights_dtype: of the parameters.
-        compile: each decoder layer; with `gradient_checkpointing` its norms and feed-forward.
-
-    Raises:
-        ValueError: an unknown backend or head, an unsuitable model, sizes that are not a multiple of a degree, or
-            invalid adapters.
-        ImportError: TorchTitan is not installed.
-    """
-    common: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
-    if backend == "titan":
-        if head != "policy" or lora is not None or weights_dtype != torch.float32:
-            raise ValueError(
-                "trainer.backend titan trains all weights of policies, in float32: use fsdp for adapters, heads and "
-                "bfloat16 weights"
-            )
-        from .titan import build_titan
-
-        return build_titan(
-            path, ranks, seq_len=seq_len, dtype=dtype, cpu_offload=cpu_offload, compile=compile, **common
-        )
-    if backend != "fsdp":
-        raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
-    policy = load(path, head, dtype=weights_dtype, meta=ranks.mesh is not None, **common)
-    degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
-    degrees.check(policy.model.config)
-    if lora is not None:
-        add_adapters(policy.model, lora)
-    if ranks.tensor.size > 1:
-        parallelize(policy.model, ranks)
-    layers = list(policy.model.model.layers)
-    if compile:
-        for layer in layers:
-            # A checkpointed layer does not trace across the graph break of its attention, only the parts around it.
-            parts = [part for name, part in layer.named_children() if name != "self_attn"]
-            for part in parts if gradient_checkpointing else (layer,):
-                part.compile(dynamic=True)
-    policy.ranks = ranks
-    policy.train()
-    if ranks.mesh is None:
-        return policy.to(ranks.device)
-    # FSDP2: one group per decoder layer, one for embedding, final norm and head (which may be tied).
-    mesh = ranks.mesh[tuple(name for name in ranks.mesh.mesh_dim_names or () if name != "tensor")]
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
-    fill(policy.model, path, torch.device("cpu") if cpu_offload else ranks.device)
-    sum_gradients(policy)
-    return policy
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Have FSDP2 sum gradients, not average them: weights of the loss are already shares of the whole batch."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
-
-
-def reduce_over_copies(model: nn.Module, ranks: Ranks, now: bool) -> None:
-    """Have the next backward pass sum gradients over the copies of shards (HSDP), or leave that to a later one of the
-    same update: a network between hosts carries them once.
-
-    Not of a mixture of experts: what the later pass does not use, it would not sum.
-    """
-    copies = ranks.mesh is not None and "replicate" in (ranks.mesh.mesh_dim_names or ())
-    if copies and getattr(model, "routers", None) is None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_requires_all_reduce(now, recurse=False)
-
-
-def reshard(model: nn.Module) -> None:
-    """Drop what a forward pass without a backward pass leaves in place of parameters: gathered copies, in its dtype."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def precision(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """What a forward pass in `dtype` runs in: autocast in one process; FSDP2 has its own mixed precision."""
-    mixed = dtype != torch.float32 and ranks.mesh is None
-    return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()
-
-
-def round_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the matrices of linear layers in `dtype`, as autocast rounds them at every product: half the memory for the
-    same results. Embeddings (and a head that is tied to them), norms, biases and experts stay as they are."""
-    embedding = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight not in embedding:
-            module.weight.data = module.weight.data.to(dtype)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the forward pass: bfloat16 only where the device computes in it."""
-    if name == "bfloat16" and device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        print("training.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
-        return torch.float32
-    return getattr(torch, name)

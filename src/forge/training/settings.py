@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from ..config.sections import Section
 from ..models.architecture import BIASES, MLP_BIASES, sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -25,12 +28,12 @@ class OptimizerSettings(Section):
     """`muon`: Muon for the matrices of decoder layers, AdamW for all else, with the same learning rate; `adamw8bit`:
     torchao's AdamW, whose moments have 8 bits ([parallelism.md](parallelism.md))."""
     optimizer_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the optimiser's state; null: that of the weights. float32 with bfloat16 weights keeps their low bits as well:
-    no update is lost, at 14 bytes a parameter. bfloat16 with float32 weights: 12 bytes."""
+    """Data type of the optimiser's state; null: that of the weights. float32 with bfloat16 weights keeps their low bits
+    as well: no update is lost, at 14 bytes a parameter. bfloat16 with float32 weights: 12 bytes."""
     learning_rate: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
-    """On matrices only."""
+    """Weight decay of matrices; other parameters have none."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the running mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -49,6 +52,7 @@ class OptimizerSettings(Section):
     """Optimiser steps of the run."""
 
     def _check(self) -> None:
+        # Combinations that would silently do something else.
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
             raise ValueError(f"a {self.schedule} schedule needs steps > warmup_steps, got {self.steps}")
         if self.optimizer_dtype is not None and self.optimizer == "adamw8bit":
@@ -66,43 +70,44 @@ class OptimizerSettings(Section):
 
     def kind(self, weights_dtype: str) -> str:
         """The optimiser, and the dtype of its state where the weights have another."""
-        other = self.optimizer_dtype not in (None, weights_dtype)
-        return f"{self.optimizer} with {self.optimizer_dtype} state" if other else self.optimizer
+        differs = self.optimizer_dtype not in (None, weights_dtype)
+        return f"{self.optimizer} with {self.optimizer_dtype} state" if differs else self.optimizer
 
     def scale(self, step: int) -> float:
         """Share of the peak rate at optimiser step `step` (from 0)."""
+        # Step 0 has a rate above 0: it would be wasted otherwise.
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        shape = 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * decay
 
 
 class PassSettings(Section):
-    """How a step passes its batch through the model: the parts it is cut into, memory and precision."""
+    """The passes of a step's batch through the model: its parts, memory and precision."""
 
     seq_len: PositiveInt = 4096
     """Longest sequence, and most tokens of a packed micro-batch: lower it when memory runs out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward pass. A CPU without bfloat16 arithmetic computes in float32 and logs it."""
+    """Data type of the forward and backward pass. A CPU without bfloat16 arithmetic computes in float32 and logs it."""
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights, gradients and, unless `optimizer_dtype` is set, AdamW's two moments: 16 or 8 bytes a parameter. In
+    """Data type of weights, gradients and, unless `optimizer_dtype` is set, moments: 16 or 8 bytes a parameter. In
     bfloat16 an update below about 1/256 of a weight is lost to rounding: set `optimizer_dtype` to float32, raise the
     learning rate, or train adapters (`lora`), which then are bfloat16 as well."""
     gradient_accumulation_steps: PositiveInt = 1
     """Least number of micro-batches of an update on each rank."""
     mini_batches: PositiveInt = 1
-    """Parts a batch is cut into, each with an update of its own. The samples of a prompt stay together, unless there
-    are fewer prompts than parts."""
+    """Number of parts of a batch; each makes an update. The samples of a prompt stay together, unless there are fewer
+    prompts than parts."""
     epochs: PositiveInt = 1
     """Passes of a step over its batch: a step makes `mini_batches` * `epochs` updates. Policy versions count steps."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     router_aux_loss: float = Field(0.0, ge=0)
-    """Of a mixture of experts: weight of the loss that balances its experts' load ([mixtures.md](mixtures.md)). A
-    model's own is `router_aux_loss_coef` in its config.json."""
+    """For a mixture of experts: weight of the loss that balances its experts' load ([mixtures.md](mixtures.md)). The
+    model's authors' is `router_aux_loss_coef` in its config.json."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
     compile: bool = False
@@ -113,7 +118,7 @@ class PassSettings(Section):
         if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
 
-    def check(self, config: Any) -> None:
+    def check(self, config: PreTrainedConfig) -> None:
         """ValueError: a setting that a policy of this transformers config does not have."""
         experts = sparse_layers(config)
         if self.compile and experts:
@@ -133,11 +138,11 @@ class LoraSettings(Section):
     targets: list[str] | None = Field(None, min_length=1)
     """Names of linear layers, without the path to them; null: all of attention and feed-forward, but experts."""
 
-    def layers(self, there: Iterable[str]) -> tuple[str, ...]:
-        """The names of the linear layers that get an adapter, in a model that has those of `there`."""
+    def layers(self, linear_layers: Iterable[str]) -> tuple[str, ...]:
+        """The names of the linear layers that get an adapter, in a model that has `linear_layers`."""
         if self.targets is not None:
             return tuple(self.targets)
-        return tuple(name for name in (*TARGETS, *FUSED) if name in there)
+        return tuple(name for name in (*TARGETS, *FUSED) if name in linear_layers)
 
 
 class Parallelism(Section):
@@ -153,19 +158,21 @@ class Parallelism(Section):
     context_parallel_degree: int = 1
     """Ranks that share the weights, the tokens of a sequence and, in attention, the heads (Ulysses)."""
     expert_parallel_degree: int = 1
-    """Of a mixture of experts: neighbouring ranks, out of those of shards and context, that divide the experts between
+    """For a mixture of experts: neighbouring ranks, out of those of shards and context, that divide the experts between
     them and exchange tokens instead of weights ([mixtures.md](mixtures.md)). Needs `trainer.backend` titan."""
     pipeline_parallel_degree: int = 1
     """1: pipelines are not supported."""
 
-    def over(self, ranks: int, who: str | None = None) -> Parallelism:
-        """All degrees, filled in for a number of ranks, which errors call `who`.
+    def over(self, ranks: int, subject: str | None = None) -> Parallelism:
+        """All degrees, filled in for a number of ranks, which errors call `subject`.
 
         Raises:
             ValueError: an invalid or unsupported degree, or a product that is not the number of ranks.
         """
-        who = who or f"the trainer's {ranks} ranks"
-        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
+        subject = subject or f"the trainer's {ranks} ranks"
+        replicate = self.data_parallel_replicate_degree
+        shard = self.data_parallel_shard_degree
+        # Degrees by themselves.
         if self.pipeline_parallel_degree != 1:
             raise ValueError(
                 f"parallelism.pipeline_parallel_degree = {self.pipeline_parallel_degree} is not supported: set it to 1 "
@@ -175,24 +182,29 @@ class Parallelism(Section):
         for name in (f"{kind}_degree" for kind in degrees):
             if (degree := getattr(self, name)) is not None and degree < 1:
                 raise ValueError(f"parallelism.{name} must be at least 1, got {degree}")
+        # Their product with the number of ranks.
         if ranks % (self.tensor_parallel_degree * self.context_parallel_degree):
             raise ValueError(
                 f"parallelism: tensor_parallel_degree * context_parallel_degree = {self.tensor_parallel_degree} * "
-                f"{self.context_parallel_degree} does not divide {who}"
+                f"{self.context_parallel_degree} does not divide {subject}"
             )
-        rest = ranks // (self.tensor_parallel_degree * self.context_parallel_degree)
-        left = "" if rest == ranks else f", of which tensor and context parallelism leave {rest}"
-        for name, degree in (("replicate", replicate or 1), ("shard", rest if shard == -1 else shard)):
-            if degree < 1 or rest % degree:
-                raise ValueError(f"parallelism.data_parallel_{name}_degree = {degree} does not divide {who}{left}")
+        # Data parallelism has the ranks that tensor and context parallelism leave; -1 and null are the remaining ones.
+        data = ranks // (self.tensor_parallel_degree * self.context_parallel_degree)
+        remark = "" if data == ranks else f", of which tensor and context parallelism leave {data}"
+        for name, degree in (("replicate", replicate or 1), ("shard", data if shard == -1 else shard)):
+            if degree < 1 or data % degree:
+                raise ValueError(
+                    f"parallelism.data_parallel_{name}_degree = {degree} does not divide {subject}{remark}"
+                )
         if shard == -1:
-            shard = rest // (replicate or 1)
-        replicate = replicate or rest // shard
-        if replicate * shard != rest:
+            shard = data // (replicate or 1)
+        replicate = replicate or data // shard
+        if replicate * shard != data:
             raise ValueError(
                 f"parallelism: data_parallel_replicate_degree * data_parallel_shard_degree = {replicate} * {shard} "
-                f"does not make {who}{left}"
+                f"does not make {subject}{remark}"
             )
+        # Experts are divided among the ranks that shard a layer.
         if (shard * self.context_parallel_degree) % self.expert_parallel_degree:
             raise ValueError(
                 f"parallelism.expert_parallel_degree = {self.expert_parallel_degree} does not divide "
@@ -206,20 +218,23 @@ class Parallelism(Section):
         layout = self.over(ranks)
         return layout.data_parallel_shard_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
 
-    def check(self, config: Any) -> None:
+    def check(self, config: PreTrainedConfig) -> None:
         """ValueError: a transformers config of an unsupported family, or with a size that is not a multiple."""
-        tensor, context = self.tensor_parallel_degree, self.context_parallel_degree
+        tensor = self.tensor_parallel_degree
+        context = self.context_parallel_degree
         family = config.model_type
         biased = any(
             family in families and getattr(config, name, False)
             for name, families in (("attention_bias", BIASES), ("mlp_bias", MLP_BIASES))
         )
+        # Layers are divided by the names of their modules, which differ between families.
         if tensor > 1 and family not in SPLIT_BY_NAME:
-            known = ", ".join(SPLIT_BY_NAME)
-            raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {known}")
+            supported = ", ".join(SPLIT_BY_NAME)
+            raise ValueError(f"parallelism.tensor_parallel_degree: {family} models are not supported; use {supported}")
         if tensor > 1 and biased:
             raise ValueError("parallelism.tensor_parallel_degree: a bias of o_proj or down_proj is not supported")
-        for name, degree, whose in (
+        # Heads and columns are divided equally.
+        for name, degree, product in (
             ("num_attention_heads", tensor * context, "tensor_parallel_degree * context_parallel_degree"),
             ("num_key_value_heads", tensor, "tensor_parallel_degree"),
             ("intermediate_size", tensor, "tensor_parallel_degree"),
@@ -227,10 +242,10 @@ class Parallelism(Section):
         ):
             if degree > 1 and getattr(config, name) % degree:
                 raise ValueError(
-                    f"parallelism: the model's {name} = {getattr(config, name)} is no multiple of {whose} = {degree}"
+                    f"parallelism: the model's {name} = {getattr(config, name)} is no multiple of {product} = {degree}"
                 )
 
-    def check_experts(self, config: Any) -> None:
+    def check_experts(self, config: PreTrainedConfig) -> None:
         """ValueError: a transformers config whose experts these degrees, filled in by `over`, cannot divide with
         TorchTitan."""
         degree = self.expert_parallel_degree
@@ -240,15 +255,16 @@ class Parallelism(Section):
             raise ValueError(
                 f"parallelism.expert_parallel_degree needs a mixture of experts, this is {config.model_type}"
             )
-        if (there := config.num_experts) % degree:
+        experts = config.num_experts
+        if experts % degree:
             raise ValueError(
-                f"parallelism: the model's num_experts = {there} is no multiple of expert_parallel_degree = {degree}"
+                f"parallelism: the model's num_experts = {experts} is no multiple of expert_parallel_degree = {degree}"
             )
         ranks = self.data_parallel_shard_degree * self.context_parallel_degree
         if degree == 1:  # TorchTitan counts the copies as well, and would divide within experts
             ranks *= self.data_parallel_replicate_degree or 1
-        if ranks > there:
+        if ranks > experts:
             raise ValueError(
-                f"parallelism: the model's {there} experts cannot be divided over {ranks} ranks: "
+                f"parallelism: the model's {experts} experts cannot be divided over {ranks} ranks: "
                 + ("set expert_parallel_degree" if degree == 1 else "raise data_parallel_replicate_degree")
             )

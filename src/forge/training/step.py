@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from .distributed import Ranks
 from .policy import TokenScores, TokenValues
 from .transfer import to_device
 
+A = TypeVar("A")
 Loss = Callable[..., Tensor]
 Inputs = dict[str, Tensor | None]
 
@@ -40,19 +41,20 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
         return
     if not batch.weights.any():
         raise ValueError("all weights of this batch are 0: there is nothing to train")
-    unit_of = np.arange(len(batch)) // batch.unit
+    # The unit of each sequence.
+    units = np.arange(len(batch)) // batch.unit
     if batch.episodes is not None:
-        unit_of = np.unique(batch.episodes, return_inverse=True)[1]
+        units = np.unique(batch.episodes, return_inverse=True)[1]
     if batch.groups is not None and len(groups := np.unique(batch.groups)) >= parts:
-        unit_of = np.searchsorted(groups, batch.groups)
-    order = np.random.default_rng(seed).permutation(unit_of.max() + 1)
-    for units in np.array_split(order, parts):
-        if not len(units):
+        units = np.searchsorted(groups, batch.groups)
+    order = np.random.default_rng(seed).permutation(units.max() + 1)
+    for drawn in np.array_split(order, parts):
+        if not len(drawn):
             continue
         # In the batch's order, so that the packing does not depend on the order in which units were drawn.
-        part = batch.select(np.flatnonzero(np.isin(unit_of, units)))
+        part = batch.select(np.flatnonzero(np.isin(units, drawn)))
         if part.weights.any():
-            yield replace(part, weights=part.weights * np.float32(len(order) / len(units)))
+            yield replace(part, weights=part.weights * np.float32(len(order) / len(drawn)))
 
 
 def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
@@ -75,7 +77,8 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
         **to_device(columns, output[0].device),
         "padding_mask": torch.ones_like(output[0]),
     }
-    behaviour, proximal = inputs.pop("behaviour_logprobs"), inputs.pop("proximal_logprobs")
+    behaviour = inputs.pop("behaviour_logprobs")
+    proximal = inputs.pop("proximal_logprobs")
     if isinstance(output, TokenScores):
         proximal = output.logprobs.detach() if proximal is None else proximal
         assert behaviour is not None
@@ -85,31 +88,33 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     return inputs
 
 
-def parameters_of(loss: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """The parameters of a loss by name, without *args and **kwargs."""
     parameters = inspect.signature(getattr(loss, "forward", loss)).parameters
     return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def call_by_name(loss: Callable[..., Any], inputs: Inputs) -> Any:
+def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:
     """Call `loss` with the tensors that its parameters name.
 
     Raises:
         ValueError: a required tensor is missing; names it.
     """
-    wanted = {}
+    arguments = {}
     for name, parameter in parameters_of(loss).items():
         if inputs.get(name) is not None:
-            wanted[name] = inputs[name]
+            arguments[name] = inputs[name]
         elif parameter.default is not inspect.Parameter.empty:
             continue
         elif name == "ref_logprobs" and not getattr(loss, "beta", 0) and "behaviour_logprobs" in inputs:
             # Losses of the seed interface require ref_logprobs; without a KL term (beta 0) they take the ratio to it.
-            wanted[name] = inputs["behaviour_logprobs"]
+            arguments[name] = inputs["behaviour_logprobs"]
         else:
-            there = ", ".join(sorted(key for key, tensor in inputs.items() if tensor is not None))
-            raise ValueError(f"{getattr(loss, '__name__', type(loss).__name__)} needs {name!r}; this batch has {there}")
-    return loss(**wanted)
+            present = ", ".join(sorted(key for key, tensor in inputs.items() if tensor is not None))
+            raise ValueError(
+                f"{getattr(loss, '__name__', type(loss).__name__)} needs {name!r}; this batch has {present}"
+            )
+    return loss(**arguments)
 
 
 def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScores | TokenValues) -> Tensor:
@@ -135,20 +140,23 @@ def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScor
 
 
 @torch.no_grad()
-def score(of: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None) -> np.ndarray:
+def score(
+    forward: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None
+) -> np.ndarray:
     """One number per token with mask True, 0 elsewhere; [tokens], float32.
 
     Args:
-        of: returns the numbers of a part's tokens with mask True, [trained].
-        max_tokens: most tokens of a forward pass, unless a single sequence has more.
+        forward: returns the numbers of a part's tokens with mask True, [trained].
+        max_tokens: maximum tokens of a forward pass, unless a single sequence has more.
         ranks: share the work; every rank must call this with the same batch and gets the whole result.
     """
     rank, world_size = (ranks.data.rank, ranks.data.size) if ranks is not None else (0, 1)
-    most = min(max_tokens, math.ceil(len(batch.tokens) / world_size))
+    # Parts so small that every rank has one.
+    limit = min(max_tokens, math.ceil(len(batch.tokens) / world_size))
     runs: list[list[int]] = [[]]  # neighbouring sequences that fit into one forward pass
     filled = 0
     for sequence, length in enumerate(batch.lengths.tolist()):
-        if runs[-1] and filled + length > most:
+        if runs[-1] and filled + length > limit:
             runs.append([])
             filled = 0
         runs[-1].append(sequence)
@@ -159,7 +167,7 @@ def score(of: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks
         # A rank without a run repeats the last one: every rank takes part in every collective.
         run = runs[min(turn + rank, len(runs) - 1)]
         part = batch.select(np.array(run))
-        numbers = of(part).float().cpu().numpy()
+        numbers = forward(part).float().cpu().numpy()
         if turn + rank < len(runs):
             out[starts[run[0]] : starts[run[-1] + 1]][part.mask] = numbers
     if ranks is None or world_size == 1:
@@ -167,7 +175,7 @@ def score(of: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks
     return ranks.sum(torch.from_numpy(out).to(ranks.device)).cpu().numpy()
 
 
-def evaluate_pairs(loss: Callable[..., Any], batch: Batch, **outputs: np.ndarray) -> dict[str, float]:
+def evaluate_pairs(loss: Loss, batch: Batch, **outputs: np.ndarray) -> dict[str, float]:
     """`eval/loss` of held-out pairs, and the mean of every metric of the loss.
 
     Args:
@@ -184,35 +192,37 @@ def evaluate_pairs(loss: Callable[..., Any], batch: Batch, **outputs: np.ndarray
         "ref_logprobs": batch.ref_logprobs,
         **outputs,
     }
-    inputs = {name: None if given is None else torch.from_numpy(given[batch.mask]) for name, given in arrays.items()}
-    each = call_by_name(loss.metrics, inputs)  # type: ignore[attr-defined]
-    means = {f"eval/{name}": float(values.double().mean()) for name, values in each.items()}
+    inputs = {name: None if array is None else torch.from_numpy(array[batch.mask]) for name, array in arrays.items()}
+    metrics = call_by_name(loss.metrics, inputs)  # type: ignore[attr-defined]
+    means = {f"eval/{name}": float(values.double().mean()) for name, values in metrics.items()}
     return {"eval/loss": float(call_by_name(loss, inputs)), **means}
 
 
 def token_losses(loss: Loss, inputs: Inputs) -> Tensor:
     """[trained]: each token's part of `loss`, which sums to it where the loss is linear in `weights`, as all of this
     library's are; NaN for a loss without that parameter."""
-    given = inputs["weights"]
-    assert given is not None
-    if "weights" not in parameters_of(loss) or not len(given):
-        return torch.full_like(given, math.nan)
-    weights = given.detach().requires_grad_()
+    shares = inputs["weights"]
+    assert shares is not None
+    if "weights" not in parameters_of(loss) or not len(shares):
+        return torch.full_like(shares, math.nan)
+    # The gradient of each weight is the token's loss before weighting.
+    weights = shares.detach().requires_grad_()
     fixed = {name: None if values is None else values.detach() for name, values in inputs.items()}
     with torch.enable_grad():
         value = call_by_name(loss, fixed | {"weights": weights})
-    return torch.autograd.grad(value, weights)[0] * given
+    return torch.autograd.grad(value, weights)[0] * shares
 
 
 class TokenRecord:
-    """What a step computes of the tokens that a batch numbers in `recorded`; on all ranks together.
+    """A step's numbers of the tokens that a batch numbers in `recorded`, over all ranks.
 
     logprobs, ratio (to the policy that sampled): of the first epoch. entropy, clip_fraction and correction_fraction:
-    means over epochs. loss: the token's part of the step's loss. NaN: the token was not trained, or there is no such
-    number.
+    means over epochs. loss: the token's part of the step's loss. NaN: the token was not trained, or the loss has no
+    such number.
     """
 
-    ONCE, MEANS = ("logprobs", "ratio"), ("entropy", "clip_fraction", "correction_fraction")
+    ONCE = ("logprobs", "ratio")
+    MEANS = ("entropy", "clip_fraction", "correction_fraction")
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         assert batch.recorded is not None
@@ -224,32 +234,34 @@ class TokenRecord:
         """Add a micro-batch of this rank."""
         assert micro.recorded is not None
         numbers = micro.recorded[micro.mask]
-        chosen = np.flatnonzero(numbers >= 0)
-        if not len(chosen):
+        recorded = np.flatnonzero(numbers >= 0)
+        if not len(recorded):
             return
-        logprobs, behaviour = inputs["logprobs"], inputs["behaviour_logprobs"]
+        logprobs = inputs["logprobs"]
+        behaviour = inputs["behaviour_logprobs"]
         assert logprobs is not None and behaviour is not None
-        columns = {"own": torch.from_numpy(chosen), "at": torch.from_numpy(numbers[chosen])}
-        own, at = to_device(columns, logprobs.device).values()
+        # Indices of the recorded tokens: in the micro-batch, and in the record.
+        columns = {"source": torch.from_numpy(recorded), "target": torch.from_numpy(numbers[recorded])}
+        source, target = to_device(columns, logprobs.device).values()
         with torch.no_grad():
-            found = call_by_name(loss.metrics, inputs) if hasattr(loss, "metrics") else {}
-            found |= {"entropy": inputs["entropy"], "loss": token_losses(loss, inputs)}
+            values = call_by_name(loss.metrics, inputs) if hasattr(loss, "metrics") else {}
+            values |= {"entropy": inputs["entropy"], "loss": token_losses(loss, inputs)}
             if first_epoch:
-                found |= {"logprobs": logprobs, "ratio": importance_ratio(logprobs, behaviour)}
-            found["times"] = torch.ones_like(logprobs)
+                values |= {"logprobs": logprobs, "ratio": importance_ratio(logprobs, behaviour)}
+            values["times"] = torch.ones_like(logprobs)
             missing = torch.full_like(logprobs, math.nan)
             for name in self._sums.keys() - (set() if first_epoch else {*self.ONCE}):
-                self._sums[name][at] += found.get(name, missing).detach().float()[own]
+                self._sums[name][target] += values.get(name, missing).detach().float()[source]
 
     def reduce(self, ranks: Ranks, updates: int) -> dict[str, np.ndarray]:
-        """By name, each [recorded]; every rank must call this."""
+        """The numbers by name, [recorded] each; every rank must call this."""
         sums = ranks.sum(torch.stack(list(self._sums.values()))).cpu().numpy()
-        found = dict(zip(self._sums, sums, strict=True))
-        times = found.pop("times")
+        record = dict(zip(self._sums, sums, strict=True))
+        times = record.pop("times")
         for name in self.MEANS:
-            found[name] /= np.maximum(times, 1)
-        found["loss"] /= updates
-        return {name: np.where(times > 0, values, np.float32(np.nan)) for name, values in found.items()}
+            record[name] /= np.maximum(times, 1)
+        record["loss"] /= updates
+        return {name: np.where(times > 0, values, np.float32(np.nan)) for name, values in record.items()}
 
 
 @dataclass
@@ -260,12 +272,12 @@ class Metrics:
     _maxima: dict[str, Tensor] = field(default_factory=dict)
     load: Tensor = field(default_factory=lambda: torch.zeros(()))  # of experts, see `experts.load_metrics`
 
-    def add(self, name: str, values: Tensor, chosen: Tensor | None = None) -> None:
-        """Add every element of `values`, or those of the mask `chosen`, to the mean of this name."""
-        # A mask, not an index: the number of chosen elements would have to come back from the device.
-        terms = values.detach() if chosen is None else values.detach().where(chosen, 0.0)
+    def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Add every element of `values`, or those with mask True, to the mean of this name."""
+        # A mask, not an index: the number of its elements would have to come back from the device.
+        terms = values.detach() if mask is None else values.detach().where(mask, 0.0)
         total = terms.double().sum()
-        count = torch.full_like(total, values.numel()) if chosen is None else chosen.sum(dtype=torch.float64)
+        count = torch.full_like(total, values.numel()) if mask is None else mask.sum(dtype=torch.float64)
         term = torch.stack([total, count])
         self._sums[name] = self._sums[name] + term if name in self._sums else term
 
@@ -279,7 +291,7 @@ class Metrics:
         loss: Loss,
         inputs: Inputs,
         current: Tensor | None,
-        whole: Tensor | None,
+        current_sequences: Tensor | None,
         *,
         first_epoch: bool,
         scored_at_start: bool,
@@ -288,13 +300,13 @@ class Metrics:
 
         Args:
             current: [trained] bool, tokens sampled by the version in training; None: not a policy.
-            whole: [trained] bool, tokens of sequences that the version in training sampled from beginning to end.
+            current_sequences: [trained] bool, tokens of sequences that this version sampled from beginning to end.
             scored_at_start: the proximal policy is known: its distance to the sampler is that of trainer and engine.
         """
         if hasattr(loss, "metrics"):
             for name, values in call_by_name(loss.metrics, inputs).items():
                 self.add(name, values)
-        if current is None or whole is None:
+        if current is None or current_sequences is None:
             return
         logprobs, proximal, behaviour, entropy, ref = (
             inputs[name] for name in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "entropy", "ref_logprobs")
@@ -303,6 +315,7 @@ class Metrics:
         self.add("entropy", entropy)
         if ref is not None:
             self.add("kl", kl_k3(logprobs, ref))
+        # Later epochs compare weights that the step itself changed.
         if not first_epoch:
             return
         ratio = importance_ratio(logprobs, behaviour)
@@ -313,20 +326,22 @@ class Metrics:
         self._maxima["ratio_max_deviation"] = torch.maximum(self._maxima.get("ratio_max_deviation", largest), largest)
         self.add("on_policy", current)
         if scored_at_start:
-            apart = (proximal - behaviour).abs()
-            self.add("engine_difference", apart, current & whole)
+            difference = (proximal - behaviour).abs()
+            self.add("engine_difference", difference, current & current_sequences)
             # Their context was computed under older weights, and the engine may have kept its keys and values.
-            self.add("engine_difference_across_updates", apart, current & ~whole)
+            self.add("engine_difference_across_updates", difference, current & ~current_sequences)
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Means and maxima over all ranks; every rank must call this. Means over nothing are left out. The load is in
-        host memory then."""
-        sums, maxima = sorted(self._sums), sorted(self._maxima)
+        """Means and maxima over all ranks; every rank must call this. Means over no value are omitted. The load is in
+        host memory afterwards."""
+        sums = sorted(self._sums)
+        maxima = sorted(self._maxima)
         if ranks.data.group is not None:
             # Names may differ, as a rank may have had no token: agree on them first.
-            own, by_rank = (sums, maxima), [([], [])] * ranks.data.size  # type: ignore[var-annotated]
-            dist.all_gather_object(by_rank, own, group=ranks.data.group)
-            sums, maxima = (sorted({name for names in both for name in names}) for both in zip(*by_rank, strict=True))
+            by_rank: list[tuple[list[str], list[str]]] = [([], [])] * ranks.data.size
+            dist.all_gather_object(by_rank, (sums, maxima), group=ranks.data.group)
+            sums = sorted({name for names, _ in by_rank for name in names})
+            maxima = sorted({name for _, names in by_rank for name in names})
         zero = torch.zeros((), dtype=torch.float64, device=ranks.device)  # no maximum is negative
         totals = [self._sums.get(name, zero.expand(2)) for name in sums]
         largest = torch.stack([self._maxima.get(name, zero) for name in maxima]) if maxima else zero[None][:0]

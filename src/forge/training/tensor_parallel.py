@@ -8,7 +8,7 @@ of adapters) gets a partial gradient: `Partial` has FSDP2 sum it before it is re
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -23,8 +23,8 @@ ROW = ("o_proj", "down_proj")
 TABLES = ("embed_tokens", "lm_head")
 
 
-class Local(nn.Module):
-    """Computes with this rank's part of each parameter."""
+class LocalParameters(nn.Module):
+    """A module that computes with this rank's part of each parameter."""
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
@@ -33,15 +33,15 @@ class Local(nn.Module):
         return value.to_local(grad_placements=[p if isinstance(p, Shard) else Partial() for p in value.placements])
 
 
-class Whole(nn.Module):
-    """Computes with full parameters, gathered on use."""
+class FullParameters(nn.Module):
+    """A module that computes with full parameters, gathered on use."""
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         return value.full_tensor(grad_placements=[Partial()]) if _gathered(value) else value
 
 
-def _gathered(value: Any) -> bool:
+def _gathered(value: object) -> TypeGuard[DTensor]:
     """Whether FSDP2 has gathered this parameter; before that its mesh has one more dimension."""
     return isinstance(value, DTensor) and value.device_mesh.ndim == 1
 
@@ -49,29 +49,33 @@ def _gathered(value: Any) -> bool:
 def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
     """Shard a decoder and its head over the tensor-parallel ranks, in place, after `Parallelism.check`."""
     assert ranks.mesh is not None
-    tensor, mesh = ranks.tensor, ranks.mesh["tensor"]
-    done: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+    tensor = ranks.tensor
+    mesh = ranks.mesh["tensor"]
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
     for path, module in list(model.named_modules()):
+        # The layer's name, for its adapter's factors too.
         name = next((part for part in reversed(path.split(".")) if not part.startswith("lora_")), "")
         placement: Placement = Replicate()
         if name in TABLES or (name in ROW and not path.endswith(".lora_B")):
             placement = Shard(1)
         elif name in COLUMN and not path.endswith(".lora_A"):
             placement = Shard(0)  # of an adapter, the factor on the sharded side is sharded too
-        own = dict(module.named_parameters(recurse=False))
-        for key, parameter in own.items():
-            if parameter not in done:
+        parameters = dict(module.named_parameters(recurse=False))
+        for key, parameter in parameters.items():
+            if parameter not in sharded:
                 local = parameter.detach()
                 if isinstance(placement, Shard):
                     local = local.chunk(tensor.size, placement.dim)[tensor.rank].contiguous().clone()
                 if not local.is_meta:  # else `loading.fill` follows
                     local = local.to(ranks.device)
-                divided = DTensor.from_local(local, mesh, [placement], run_check=False)
-                done[parameter] = nn.Parameter(divided, parameter.requires_grad)
-            setattr(module, key, done[parameter])
-        if own:
+                distributed = DTensor.from_local(local, mesh, [placement], run_check=False)
+                sharded[parameter] = nn.Parameter(distributed, parameter.requires_grad)
+            setattr(module, key, sharded[parameter])
+        if parameters:
+            mixin = FullParameters if name in TABLES else LocalParameters
             kind: Any = type(module)
-            module.__class__ = _with_local_parameters(Whole if name in TABLES else Local, kind)
+            module.__class__ = _combine(mixin, kind)
+    # Norms work on this rank's tokens; attention and feed-forward on all, with this rank's heads and columns.
     for layer in model.model.layers:
         sandwich = getattr(layer, "pre_feedforward_layernorm", None)  # Gemma's other norms are of own tokens
         for norm in (layer.input_layernorm, sandwich or layer.post_attention_layernorm):
@@ -81,5 +85,5 @@ def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 @cache
-def _with_local_parameters(how: Any, kind: Any) -> type[nn.Module]:
-    return type(f"{how.__name__}{kind.__name__}", (how, kind), {})
+def _combine(mixin: Any, kind: Any) -> type[nn.Module]:
+    return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

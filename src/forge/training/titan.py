@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -25,11 +25,12 @@ from ..models.files import read_json
 from ..types import Batch
 from . import titan_setup
 from .attention import PackedLayout, gather_scores, packed_attention
-from .distributed import Group, Ranks
+from .distributed import RankGroup, Ranks
 from .experts import Routers
+from .fsdp import sum_gradients
 from .linear import token_logprobs
 from .loading import read_weights
-from .policy import TokenScores, own_tokens, sum_gradients
+from .policy import TokenScores, rank_tokens
 from .settings import Parallelism
 
 titan_setup.prepare()
@@ -66,7 +67,7 @@ FAMILIES = {
 
 assert tuple(FAMILIES) == titan_setup.FAMILIES
 
-READ = {"weight": skip_param_init}  # from the checkpoint: nothing is drawn
+READ = {"weight": skip_param_init}  # weights come from the checkpoint: no random values are drawn
 
 _OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 _LAYER = {
@@ -113,7 +114,7 @@ class PackedAttention(Module):
         k_BLNH: Tensor,
         v_BLNH: Tensor,
         *,
-        attention_masks: tuple[PackedLayout, Group],
+        attention_masks: tuple[PackedLayout, RankGroup],
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
@@ -123,7 +124,7 @@ class PackedAttention(Module):
         return packed_attention(self, q, k, v, scaling=scale, layout=layout, context=context)[0]
 
 
-class Experts(Module):
+class TitanExperts(Module):
     """The experts of a layer, stacked as transformers stacks them, in place of TorchTitan's, which compute in bfloat16
     whatever the dtype. E: experts, D: width, F: width within an expert."""
 
@@ -141,28 +142,32 @@ class Experts(Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """[rows, D] in and out, in the order of this rank's experts; counts [own experts], the rows of each."""
-        both, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.gate_up_proj, self.down_proj))
+        gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.gate_up_proj, self.down_proj))
+        # The kernel of all experts is for bfloat16 only.
         if x.is_cuda and x.dtype == torch.bfloat16:
             ends = counts.cumsum(0, dtype=torch.int32)
-            gate, up = F.grouped_mm(x, both.transpose(-2, -1), offs=ends).chunk(2, -1)
+            gate, up = F.grouped_mm(x, gate_up.transpose(-2, -1), offs=ends).chunk(2, -1)
             return F.grouped_mm(F.silu(gate) * up, down.transpose(-2, -1), offs=ends)
-        rows = []
-        for own, one, other in zip(x.split(counts.tolist()), both, down, strict=True):
-            gate, up = F.linear(own, one).chunk(2, -1)
-            rows.append(F.linear(F.silu(gate) * up, other))
-        return torch.cat(rows)
+        outputs = []
+        for rows, expert_gate_up, expert_down in zip(x.split(counts.tolist()), gate_up, down, strict=True):
+            gate, up = F.linear(rows, expert_gate_up).chunk(2, -1)
+            outputs.append(F.linear(F.silu(gate) * up, expert_down))
+        return torch.cat(outputs)
 
 
 class TitanRouters(Routers):
     """TorchTitan's routers, which return gates, experts and probabilities, [1, tokens, ...] each."""
 
-    def _hook(self, number: int, _router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        gates, chosen, probabilities = (each[0] for each in output)
+    def _hook(
+        self, number: int, _router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gates, experts, probabilities = (tensor[0] for tensor in output)
         # On a CPU, TorchTitan's autocast to float32 does nothing.
-        return *(each[None] for each in self.route(number, probabilities.float(), gates, chosen)), output[2]
+        gates, experts = self.route(number, probabilities.float(), gates, experts)
+        return gates[None], experts[None], output[2]
 
 
-class Head(Linear):
+class TitanHead(Linear):
     """Log-probabilities and entropies of some tokens, each [tokens]. A module, so that FSDP2 gathers its weight."""
 
     @dataclass(kw_only=True, slots=True)
@@ -171,46 +176,54 @@ class Head(Linear):
 
     def forward(self, states: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """states: [tokens, dim]."""
-        return token_logprobs(states, shared(self.weight), labels, temperature=temperature)
+        return token_logprobs(states, full_tensor(self.weight), labels, temperature=temperature)
 
 
-def shared(tensor: Tensor) -> Tensor:
-    """The whole of a tensor-parallel tensor. Each rank uses it for tokens of its own: gradients are summed."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A tensor-parallel tensor, gathered. Each rank uses it for other tokens: gradients are summed."""
     return tensor.full_tensor(grad_placements=[Partial()]) if isinstance(tensor, DTensor) else tensor
 
 
-class Rotary(CosSinRoPE):
+class TitanRotary(CosSinRoPE):
     """The rotary embedding of a transformers config, whatever its scaling."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
-        of: Any
+        model_config: PreTrainedConfig
 
     def _precompute_cache(self) -> Tensor:
         positions = torch.arange(self.config.max_seq_len)
-        cos, sin = LlamaRotaryEmbedding(self.config.of)(torch.zeros(()), positions[None])
+        cos, sin = LlamaRotaryEmbedding(self.config.model_config)(torch.zeros(()), positions[None])
         return torch.cat([cos, sin], dim=-1)[0]
 
 
-def titan_config(of: Any, seq_len: int) -> Decoder.Config:
+def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
     """TorchTitan's configuration of a transformers one, for sequences of up to `seq_len` tokens.
 
     Raises:
         ValueError: see `forge.training.titan_setup.check_model`.
     """
-    titan_setup.check_model(of)
-    dim, head = of.hidden_size, getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
-    (model, block), sparse = FAMILIES[of.model_type], sparse_layers(of)
+    titan_setup.check_model(config)
+    dim = config.hidden_size
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    model, block = FAMILIES[config.model_type]
+    sparse = sparse_layers(config)
 
     def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=of.rms_norm_eps, param_init=READ)
+        return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps, param_init=READ)
+
+    def feed_forward() -> Any:
+        return make_ffn_config(dim=dim, hidden_dim=config.intermediate_size, w1_param_init=READ, w2w3_param_init=READ)
 
     def mixture() -> MoE.Config:
-        E, k = of.num_experts, of.num_experts_per_tok
+        E, k = config.num_experts, config.num_experts_per_tok
         read = dict.fromkeys(("gate_up_proj", "down_proj"), skip_param_init)
-        experts: Any = Experts.Config(dim=dim, hidden_dim=of.moe_intermediate_size, num_experts=E, param_init=read)
+        experts: Any = TitanExperts.Config(
+            dim=dim, hidden_dim=config.moe_intermediate_size, num_experts=E, param_init=read
+        )
+        # Of TorchTitan's mixture only the exchange of tokens and the sums remain.
         tokens = make_token_dispatcher_config(num_experts=E, top_k=k, comm_backend="standard")
-        router = {"top_k": k, "score_func": "softmax", "route_norm": of.norm_topk_prob}
+        router = {"top_k": k, "score_func": "softmax", "route_norm": config.norm_topk_prob}
         return make_moe_config(
             num_experts=E,
             router=make_router_config(dim=dim, num_experts=E, gate_param_init=READ, **router),
@@ -218,35 +231,37 @@ def titan_config(of: Any, seq_len: int) -> Decoder.Config:
             load_balance_coeff=None,  # a bias update; Qwen3 is trained with the auxiliary loss of `experts.balance`
         )
 
-    def layer(index: int) -> Any:
+    max_seq_len = min(seq_len, config.max_position_embeddings)
+
+    def layer(index: int) -> Module.Config:
+        # A layer, with this library's attention, rotary embedding and experts in place of TorchTitan's.
         return block.Config(
             attention=make_gqa_config(
                 dim=dim,
-                n_heads=of.num_attention_heads,
-                n_kv_heads=of.num_key_value_heads,
+                n_heads=config.num_attention_heads,
+                n_kv_heads=config.num_key_value_heads,
                 head_dim=head,
                 wqkv_param_init=READ,
                 wo_param_init=READ,
                 inner_attention=PackedAttention.Config(),
-                rope=Rotary.Config(dim=head, max_seq_len=min(seq_len, of.max_position_embeddings), of=of),
-                qk_norm=norm(head) if of.model_type != "llama" else None,
+                rope=TitanRotary.Config(dim=head, max_seq_len=max_seq_len, model_config=config),
+                qk_norm=norm(head) if config.model_type != "llama" else None,
             ),
-            feed_forward=None
-            if index in sparse
-            else make_ffn_config(dim=dim, hidden_dim=of.intermediate_size, w1_param_init=READ, w2w3_param_init=READ),
+            feed_forward=None if index in sparse else feed_forward(),
             moe=mixture() if index in sparse else None,
             attention_norm=norm(dim),
             ffn_norm=norm(dim),
         )
 
+    # The model: what transformers has outside its layers, and the layers.
     return model.Config(
         dim=dim,
-        vocab_size=of.vocab_size,
-        enable_weight_tying=of.tie_word_embeddings,
-        tok_embeddings=Embedding.Config(num_embeddings=of.vocab_size, embedding_dim=dim, param_init=READ),
+        vocab_size=config.vocab_size,
+        enable_weight_tying=config.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=dim, param_init=READ),
         norm=norm(dim),
-        lm_head=Head.Config(in_features=dim, out_features=of.vocab_size, param_init=READ),
-        layers=[layer(index) for index in range(of.num_hidden_layers)],
+        lm_head=TitanHead.Config(in_features=dim, out_features=config.vocab_size, param_init=READ),
+        layers=[layer(index) for index in range(config.num_hidden_layers)],
     )
 
 
@@ -254,7 +269,7 @@ class TitanPolicy(nn.Module):
     """A causal language model of TorchTitan.
 
     Args:
-        model: already divided as `ranks` are.
+        model: already sharded over `ranks`.
         folder: the Hugging Face checkpoint that it was read from.
     """
 
@@ -274,13 +289,13 @@ class TitanPolicy(nn.Module):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """Log-probability and entropy of each token with mask True."""
-        own = own_tokens(batch, 1, self.ranks)  # the state at t - 1 predicts token t
+        local = rank_tokens(batch, 1, self.ranks)  # the state at t - 1 predicts token t
         if self.routers is not None:
-            self.routers.begin(own.experts, own.real)
-        hidden = self.model(own.gathered[None], own.positions[None], (own.layout, self.ranks.context))
-        states = shared(hidden)[0].chunk(self.ranks.tensor.size)[self.ranks.tensor.rank]
-        scores = self.model.lm_head(states[own.at], own.labels, temperature)
-        return TokenScores(*gather_scores(scores, own.counts, self.ranks.sequence, own.order))
+            self.routers.begin(local.experts, local.real)
+        hidden = self.model(local.gathered[None], local.positions[None], (local.layout, self.ranks.context))
+        states = full_tensor(hidden)[0].chunk(self.ranks.tensor.size)[self.ranks.tensor.rank]
+        scores = self.model.lm_head(states[local.state_indices], local.labels, temperature)
+        return TokenScores(*gather_scores(scores, local.counts, self.ranks.sequence, local.order))
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(Hugging Face name, this rank's part), a DTensor where it is sharded; of tied parameters the first."""
@@ -313,7 +328,9 @@ def build_titan(
         ValueError: TorchTitan lacks the model, a size is no multiple of a degree, or the folder lacks a tensor.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    sizes, checkpointing = titan_config(config, seq_len), FullAC.Config().build(dump_folder="")
+    sizes = titan_config(config, seq_len)
+    checkpointing = FullAC.Config().build(dump_folder="")
+    # Built and sharded without memory, then filled from the folder.
     with torch.device("meta"):
         if ranks.mesh is None:
             model = sizes.build()
@@ -335,35 +352,37 @@ def build_titan(
                 data_parallel_shard_degree=degrees["shard"],
                 expert_parallel_degree=ranks.experts,
             ).check_experts(config)
+            # TorchTitan sets the sharding of each module in its configuration.
             sizes.update_from_config(config=SimpleNamespace(parallelism=parallelism))
             # The head sees this rank's trained tokens alone: only its weight is sharded, not its input.
             head = sizes.lm_head.sharding_config
             sizes.lm_head.sharding_config = ShardingConfig(state_shardings=head.state_shardings)
             for layer in sizes.layers:
                 if layer.moe is not None:
-                    names, own = ("gate_up_proj", "down_proj"), expert_param_placement_sparse()
-                    by_expert = ShardingConfig(state_shardings=dict.fromkeys(names, own))
+                    placement = expert_param_placement_sparse()
+                    by_expert = ShardingConfig(state_shardings=dict.fromkeys(("gate_up_proj", "down_proj"), placement))
                     layer.moe.routed_experts.inner_experts.sharding_config = by_expert
             model = sizes.build()
-            places = ParallelDims.from_config(parallelism, ranks.world_size)
-            if places.tp_enabled or places.ep_enabled:
-                model.parallelize(places)
-                if config.tie_word_embeddings and places.tp_enabled:
+            dims = ParallelDims.from_config(parallelism, ranks.world_size)
+            if dims.tp_enabled or dims.ep_enabled:
+                model.parallelize(dims)
+                if config.tie_word_embeddings and dims.tp_enabled:
                     # TorchTitan shards each by itself; FSDP2 has to see that they are one.
                     model.tok_embeddings.weight = model.lm_head.weight
             if gradient_checkpointing:
                 checkpointing.apply(model)
-            copies = ["dp_replicate"] if places.dp_replicate_enabled else []
+            copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
             apply_fsdp_to_decoder(
                 model,
-                places.get_mesh([*copies, "fsdp"]),
-                ep_degree=places.ep,
-                edp_mesh=places.get_mesh([*copies, "efsdp"]) if places.ep_enabled else None,
+                dims.get_mesh([*copies, "fsdp"]),
+                ep_degree=dims.ep,
+                edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
                 param_dtype=dtype,
                 reduce_dtype=torch.float32,
                 pp_enabled=False,
                 cpu_offload=cpu_offload,
             )
+    # Memory, buffers, and this rank's part of the weights.
     model.to_empty(device="cpu" if cpu_offload else ranks.device)
     model.init_states(buffer_device=ranks.device)
     read_weights({plain_name(name): parameter for name, parameter in model.named_parameters()}, Path(path))

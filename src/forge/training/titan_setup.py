@@ -7,11 +7,14 @@ import sys
 import warnings
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..models.architecture import BIASES, MLP_BIASES, attention_kinds, check_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 VERSION = "0.3.0"
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
@@ -24,24 +27,25 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(f"trainer.backend titan needs TorchTitan {VERSION}: pip install torchtitan=={VERSION}")
-    if (found := version("torchtitan")) != VERSION:
-        raise ImportError(f"trainer.backend titan is written for torchtitan {VERSION}, this is {found}")
+    installed = version("torchtitan")
+    if installed != VERSION:
+        raise ImportError(f"trainer.backend titan is written for torchtitan {VERSION}, this is {installed}")
 
 
-def check_model(config: Any) -> None:
+def check_model(config: PreTrainedConfig) -> None:
     """Raises:
     ValueError: a transformers config with a feature that TorchTitan's models lack.
     """
     check_config(config)
     family = config.model_type
-    for fits, what in (
+    for supported, feature in (
         (family in FAMILIES, f"model_type {family!r} (it has {', '.join(FAMILIES)})"),
         (not (family in BIASES and config.attention_bias) and not (family in MLP_BIASES and config.mlp_bias), "biases"),
         (all(kind.window is None for kind in attention_kinds(config)), "sliding-window layers"),
         (getattr(config, "hidden_act", None) == "silu", f"hidden_act {getattr(config, 'hidden_act', None)!r}"),
     ):
-        if not fits:
-            raise ValueError(f"trainer.backend titan does not support {what}: take fsdp")
+        if not supported:
+            raise ValueError(f"trainer.backend titan does not support {feature}: take fsdp")
 
 
 def prepare() -> None:
@@ -61,6 +65,7 @@ def prepare() -> None:
         # Without an accelerator TorchTitan assumes CUDA when its modules are first imported.
         from torchtitan.tools import utils
 
-        utils.device_type, utils.device_module = "cpu", torch.cpu
-        # Of its routers, which ask for float32: they have it where the rest computes in it, else compute in bfloat16.
+        utils.device_type = "cpu"
+        utils.device_module = torch.cpu
+        # A warning of its routers, which ask for float32: they get it only where all else computes in it.
         warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")

@@ -21,20 +21,12 @@ from transformers import AutoConfig
 from ..data.packing import split
 from ..models.weight_layouts import adapters, merge_adapters
 from ..types import Batch
+from .build import Backend, build, precision, resolve_dtype
 from .distributed import Ranks
 from .experts import balance, load_metrics
+from .fsdp import reduce_over_copies, reshard
 from .optimizers import build_optimizer
-from .policy import (
-    Backend,
-    Head,
-    TokenScores,
-    TokenValues,
-    build,
-    precision,
-    reduce_over_copies,
-    reshard,
-    resolve_dtype,
-)
+from .policy import Head, TokenScores, TokenValues
 from .settings import LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
 from .transfer import to_device
@@ -71,12 +63,16 @@ class PolicyTrainer:
         temperature: float = 1.0,
         **settings: Any,
     ) -> None:
-        self.ranks, self.settings, self.temperature = ranks, optimizer, temperature
+        self.ranks = ranks
+        self.settings = optimizer
+        self.temperature = temperature
         self.passes = passes = PassSettings(**settings)
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be finite and above 0, got {temperature}")
+        # The device decides about the dtype, the head about the settings that apply.
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
-        self.head, self.offloaded = head, False
+        self.head = head
+        self.offloaded = False
         self.lora = None if lora is None else LoraSettings(**lora)
         if head == "policy":
             if backend == "fsdp" and ranks.experts > 1:
@@ -84,6 +80,7 @@ class PolicyTrainer:
             passes.check(AutoConfig.from_pretrained(model, trust_remote_code=False))
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
+        # Built and sharded, then the optimiser: its state follows the layout of the parameters.
         self.policy = build(
             model,
             head,
@@ -122,12 +119,14 @@ class PolicyTrainer:
                 ones of this step are.
             ValueError: the loss needs a missing tensor, or all weights of the batch are 0.
         """
-        several = self.passes.mini_batches * self.passes.epochs > 1  # otherwise the current policy is the proximal one
+        # With a single update the current policy is the proximal one.
+        several = self.passes.mini_batches * self.passes.epochs > 1
         if several and self.head == "policy" and self._uses_proximal(batch, loss):
             batch = replace(batch, proximal_logprobs=self.logprobs(batch))
         self.onload()
         rate = self.settings.learning_rate * self.settings.scale(self.step)
-        metrics, updates = Metrics(), list[dict[str, float]]()
+        metrics = Metrics()
+        updates = list[dict[str, float]]()
         recorded = batch.recorded is not None and self.head == "policy"
         record = TokenRecord(batch, self.ranks.device) if recorded else None
         for epoch in range(self.passes.epochs):
@@ -160,31 +159,31 @@ class PolicyTrainer:
         """This rank's part of every trained parameter, by Hugging Face name: DTensors if sharded. With `lora` the
         factors, with B scaled by alpha / rank: W + B A is the layer."""
         reshard(self.policy)
-        named = self.policy.named_weights()
+        parameters = self.policy.named_weights()
         if self.lora is None:
-            return {name: parameter.detach() for name, parameter in named}
+            return {name: parameter.detach() for name, parameter in parameters}
         scaling = self.lora.alpha / self.lora.rank
         return {
             name: parameter.detach() * scaling if name.endswith(".lora_B.weight") else parameter.detach()
-            for name, parameter in named
+            for name, parameter in parameters
             if parameter.requires_grad
         }
 
     def export_weights(self, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by Hugging Face name, adapters merged, each gathered as it comes. Every rank must iterate; all
-        get the same. With `meta` only their names, shapes and dtypes, of which one rank may ask."""
+        """Full tensors by Hugging Face name, adapters merged, each gathered when it is its turn. Every rank must
+        iterate; all get the same. With `meta` only names, shapes and dtypes, which a single rank may ask for."""
 
-        def whole(tensor: Tensor) -> Tensor:
+        def full(tensor: Tensor) -> Tensor:
             if meta:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if not isinstance(tensor, DTensor):
                 return tensor
-            there: Any = tensor.to(self.ranks.device)  # gathered on the device, also if offloaded
-            return there.full_tensor()
+            on_device: Any = tensor.to(self.ranks.device)  # gathered on the device, also if offloaded
+            return on_device.full_tensor()
 
-        factors = {name: whole(tensor) for name, tensor in adapters(self.weights().items()).items()}
-        named = self.policy.named_weights()
-        base = ((name, whole(parameter.detach())) for name, parameter in named if name not in factors)
+        factors = {name: full(tensor) for name, tensor in adapters(self.weights().items()).items()}
+        parameters = self.policy.named_weights()
+        base = ((name, full(parameter.detach())) for name, parameter in parameters if name not in factors)
         return merge_adapters(base, factors)
 
     def offload(self) -> None:
@@ -214,10 +213,11 @@ class PolicyTrainer:
         *,
         first: bool,
     ) -> dict[str, float]:
-        """One optimiser update on a mini-batch; `first` of its step."""
-        data, how = self.ranks.data, self.passes
-        parts = split(part, ranks=data.size, max_tokens=how.seq_len, at_least=how.gradient_accumulation_steps)
-        micro_batches = parts[data.rank]
+        """One optimiser update on a mini-batch, the `first` or a later one of its step."""
+        data = self.ranks.data
+        passes = self.passes
+        by_rank = split(part, ranks=data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps)
+        micro_batches = by_rank[data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
         for turn, micro in enumerate(micro_batches):
@@ -226,22 +226,21 @@ class PolicyTrainer:
             value = micro_batch_loss(loss, micro, inputs, output)
             total += value.detach()
             if self.policy.routers is not None:
-                tokens = sum(len(of_rank[turn].tokens) for of_rank in parts if of_rank[turn].mask.any())
-                value = value + how.router_aux_loss * tokens / len(part.tokens) * self._balance(micro, metrics)
+                # Over the tokens of this turn on all ranks, as a share of the mini-batch.
+                tokens = sum(len(batches[turn].tokens) for batches in by_rank if batches[turn].mask.any())
+                value = value + passes.router_aux_loss * tokens / len(part.tokens) * self._balance(micro, metrics)
             reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
             value.backward()
-            current = whole = None
+            current = current_sequences = None
             if isinstance(output, TokenScores):
-                sampled_now = micro.versions == self.step
-                before = micro.mask & ~sampled_now
-                began_before = np.add.reduceat(before, np.cumsum(micro.lengths) - micro.lengths) > 0
-                in_whole = ~np.repeat(began_before, micro.lengths)
-                masks = {"current": sampled_now, "whole": in_whole}
+                masks = sampled_by(self.step, micro)
                 columns = {name: torch.from_numpy(tokens[micro.mask]) for name, tokens in masks.items()}
-                current, whole = to_device(columns, self.ranks.device).values()
+                current, current_sequences = to_device(columns, self.ranks.device).values()
             # In the first update the current policy is the one at the start, scored or not.
-            known = first or micro.proximal_logprobs is not None
-            metrics.add_micro_batch(loss, inputs, current, whole, first_epoch=first_epoch, scored_at_start=known)
+            scored_at_start = first or micro.proximal_logprobs is not None
+            metrics.add_micro_batch(
+                loss, inputs, current, current_sequences, first_epoch=first_epoch, scored_at_start=scored_at_start
+            )
             if record is not None:
                 record.add(micro, loss, inputs, first_epoch=first_epoch)
         total = self.ranks.sum(total)
@@ -267,20 +266,20 @@ class PolicyTrainer:
             return self.policy(batch, self.temperature)
 
     def _balance(self, micro: Batch, metrics: Metrics) -> Tensor:
-        """This rank's share of the routers' loss of a micro-batch of all ranks; notes the load of experts."""
+        """This rank's share of the routers' loss of a micro-batch of all ranks; records the load of experts."""
         routers = self.policy.routers
         assert routers is not None
-        own = routers.take() * bool(micro.mask.any())  # else it stands in for a missing one
-        everyone = own.detach().double()
+        load = routers.take() * bool(micro.mask.any())  # 0 of a micro-batch that only stands in for a missing one
+        everyone = load.detach().double()
         if self.ranks.sequence.group is not None:
             dist.all_reduce(everyone, group=self.ranks.sequence.group)
         metrics.add_load(self.ranks.sum(everyone))
-        return balance(own, everyone, routers.k)
+        return balance(load, everyone, routers.k)
 
     def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
-            has, gives = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
-            raise ValueError(f"this trainer has a {has} head, which supports only {gives}")
+            head, method = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
+            raise ValueError(f"this trainer has a {head} head, which supports only {method}")
         self.onload()
         numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks)
         reshard(self.policy)
@@ -294,9 +293,18 @@ class PolicyTrainer:
         # This library's losses use it for their off-policy correction, if they have one.
         return "proximal_logprobs" in names and getattr(loss, "correction", loss) is not None
 
-    def _move(self, to: torch.device) -> None:
+    def _move(self, device: torch.device) -> None:
         reshard(self.policy)
-        move(self.policy, self.optimizer, to, buffers=self.ranks.device if self.passes.cpu_offload else to)
+        move(self.policy, self.optimizer, device, buffers=self.ranks.device if self.passes.cpu_offload else device)
+
+
+def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
+    """Masks of the tokens that a version sampled, and of the sequences that it sampled from beginning to end; bool
+    [tokens] each, by the names of `Metrics.add_micro_batch`."""
+    current = batch.versions == version
+    sampled_earlier = batch.mask & ~current
+    began_earlier = np.add.reduceat(sampled_earlier, np.cumsum(batch.lengths) - batch.lengths) > 0
+    return {"current": current, "current_sequences": ~np.repeat(began_earlier, batch.lengths)}
 
 
 @torch.no_grad()
@@ -308,20 +316,22 @@ def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, bound)
     # Each rank sums its squares, divided by the number of ranks with the same elements: each element counts once.
-    own, shares = [], []
+    local = []
+    shares = []
     for gradient in gradients:
-        local, parts = gradient, 1
+        parts = 1
         if isinstance(gradient, DTensor):
             sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            parts = math.prod(size for place, size in sizes if not isinstance(place, Replicate))
-            local = gradient.to_local()
-        own.append(local)
+            parts = math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
+            gradient = gradient.to_local()
+        local.append(gradient)
         shares.append(parts / dist.get_world_size())
-    squares = torch.stack(torch._foreach_norm(own)).double().square()
+    squares = torch.stack(torch._foreach_norm(local)).double().square()
     weights = to_device({"shares": torch.tensor(shares, dtype=torch.float64)}, squares.device)["shares"]
-    dist.all_reduce(total := (squares * weights).sum())
+    total = (squares * weights).sum()
+    dist.all_reduce(total)
     norm = total.sqrt()
-    torch._foreach_mul_(own, (bound / (norm + 1e-6)).clamp(max=1.0).float())
+    torch._foreach_mul_(local, (bound / (norm + 1e-6)).clamp(max=1.0).float())
     return norm
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes
+ALIGNMENT = 16  # bytes: a multiple of every element's size, which views need
 PINNED = ("cuda", "xpu")  # devices that copy from page-locked memory by themselves
 
 
@@ -19,15 +19,16 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
     """
     if device.type == "cpu":
         return dict(tensors)
-    places, size = dict[str, int](), 0
+    offsets = dict[str, int]()
+    size = 0
     for name, tensor in tensors.items():
-        places[name] = size
+        offsets[name] = size
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type in PINNED)
 
     def part(memory: Tensor, name: str) -> Tensor:
         tensor = tensors[name]
-        return memory[places[name] : places[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return memory[offsets[name] : offsets[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     for name, tensor in tensors.items():
         part(host, name).copy_(tensor)

@@ -16,16 +16,20 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 
 def write_weights(
-    folder: Path, planned: Iterable[tuple[str, Tensor]], named: Iterable[tuple[str, Tensor]], largest: int = LARGEST
+    folder: Path,
+    planned: Iterable[tuple[str, Tensor]],
+    named_tensors: Iterable[tuple[str, Tensor]],
+    largest: int = LARGEST,
 ) -> None:
     """Write tensors under these names into a folder, in several files with an index if they are larger than `largest`.
 
     Args:
-        planned: tensors without values, whose names, shapes and dtypes are those of `named`, in the same order.
+        planned: tensors without values, whose names, shapes and dtypes are those of `named_tensors`, in the same order.
 
     Raises:
         ValueError: a tensor is not the planned one; names it.
     """
+    # The headers first: they have the position of every tensor, and the index the file of each.
     headers: list[dict[str, Any]] = [{}]
     parameters = total = size = 0
     for name, tensor in planned:
@@ -43,18 +47,19 @@ def write_weights(
             "weight_map": {name: file for file, header in zip(files, headers, strict=True) for name in header},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    rest = iter(named)
+    remaining = iter(named_tensors)
+    # Then the tensors, in the same order, one in memory at a time.
     for file, header in zip(files, headers, strict=True):
         text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
         text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
         with (folder / file).open("wb") as opened:
             opened.write(len(text).to_bytes(8, "little") + text)
             for name, expected in header.items():
-                given, tensor = next(rest, ("", torch.empty(0)))
-                if (given, DTYPES[tensor.dtype], list(tensor.shape)) != (name, expected["dtype"], expected["shape"]):
-                    raise ValueError(f"{name!r} of shape {expected['shape']} was planned, {given!r} came")
+                received, tensor = next(remaining, ("", torch.empty(0)))
+                if (received, DTYPES[tensor.dtype], list(tensor.shape)) != (name, expected["dtype"], expected["shape"]):
+                    raise ValueError(f"{name!r} of shape {expected['shape']} was planned, {received!r} came")
                 values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
                 opened.write(values)
                 del tensor, values  # before the next one is made
-    for given, _ in rest:
-        raise ValueError(f"{given!r} was not planned")
+    for received, _ in remaining:
+        raise ValueError(f"{received!r} was not planned")

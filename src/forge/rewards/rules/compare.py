@@ -10,7 +10,7 @@ from .expressions import Tree, arithmetic, has_names, is_numeric, literal
 from .notation import LONGEST, Token, same_text, spelling, tokens, words
 from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, ordered, read, same_spelling, value_of
 from .symbolic import equivalent
-from .units import agree
+from .units import same_kind
 
 _MOST_ITEMS = 64  # of an unordered structure: each is compared with each
 _APPROXIMATE = Fraction(1, 100)  # how far the sides of "≈" may lie apart
@@ -49,14 +49,16 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
         return True
     if max(len(answer), len(target)) > LONGEST:
         return False
-    label, rest = choice(answer)
-    wanted, _ = choice(target)
-    if wanted and label:
-        both_have_text = rest and choice(target)[1]
-        return label == wanted and (not both_have_text or spelling(rest) == spelling(choice(target)[1]))
+    # Letters of choices decide, unless both have a text.
+    label, text = choice(answer)
+    target_label, _ = choice(target)
+    if target_label and label:
+        both_have_text = text and choice(target)[1]
+        return label == target_label and (not both_have_text or spelling(text) == spelling(choice(target)[1]))
+    # As values; of a labelled answer also its text alone.
     verdict = _same(read(answer), read(target), tolerance)
-    if verdict is False and label and rest:
-        return _same(value_of(rest), read(target), tolerance)
+    if verdict is False and label and text:
+        return _same(value_of(text), read(target), tolerance)
     return verdict
 
 
@@ -65,30 +67,33 @@ def choice(text: str) -> tuple[str, Sequence[Token]]:
     parts = tokens(text)
     if len(parts) > 1 and parts[0].text.lower() in ("option", "choice", "answer"):
         parts = parts[1:]
+    # One letter, in brackets or followed by a mark.
     bracketed = len(parts) > 2 and parts[0].text == "(" and parts[2].text == ")"
     letter = parts[1 if bracketed else 0] if parts else None
     if letter is None or len(letter.text) != 1 or not letter.text.isalpha():
         return "", ()
-    rest = parts[3:] if bracketed else parts[2:]
+    following = parts[3:] if bracketed else parts[2:]
     if not bracketed and len(parts) > 1 and parts[1].text not in (")", ".", ":"):
         return "", ()
-    labels = (token.text for token, after in pairwise(rest) if after.text in (")", ".", ":"))
+    # Several labels, or a word that continues the sentence, are no choice.
+    labels = (token.text for token, after in pairwise(following) if after.text in (")", ".", ":"))
     if (
         any(len(label) == 1 and label.isupper() for label in labels)
-        or (rest and rest[0].text.lower() in ("or", "and"))
-        or (rest and rest[0].text in _CONTINUED)
+        or (following and following[0].text.lower() in ("or", "and"))
+        or (following and following[0].text in _CONTINUED)
     ):
         return "", ()
-    return letter.text, rest
+    return letter.text, following
 
 
 def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """As `equal`, of two values."""
+    """`equal` for two values."""
     if same_spelling(answer, target):
         return True
     if answer.kind == "where" or target.kind == "where":
-        ours, theirs = (value.items if value.kind == "where" else (value,) for value in (answer, target))
-        return _all(_same(one, other, tolerance) for one, other in zip(ours, theirs, strict=False))
+        # Without a condition in one of them, only the values are compared.
+        sides = (value.items if value.kind == "where" else (value,) for value in (answer, target))
+        return _all(_same(one_side, other_side, tolerance) for one_side, other_side in zip(*sides, strict=False))
     if "relation" in (answer.kind, target.kind):
         return _same_relation(answer, target, tolerance)
     if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
@@ -97,6 +102,7 @@ def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
         target = as_interval(target) or target
     if answer.kind == target.kind == "expression":
         return _same_expression(answer, target, tolerance)
+    # Sums, integrals and limits, which only the symbolic parser reads.
     calculus = _calculus(answer), _calculus(target)
     if None not in calculus and "text" in (answer.kind, target.kind):
         return _number(target) is None and equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]
@@ -141,27 +147,28 @@ def _all(verdicts: Iterable[bool | None]) -> bool | None:
     return None if unknown else True
 
 
-def _all_same(ours: Sequence[Value], theirs: Sequence[Value], tolerance: float) -> bool | None:
-    if len(ours) != len(theirs):
+def _all_same(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
+    if len(answers) != len(targets):
         return False
-    return _all(_same(one, other, tolerance) for one, other in zip(ours, theirs, strict=True))
+    return _all(_same(answer, target, tolerance) for answer, target in zip(answers, targets, strict=True))
 
 
-def _same_members(ours: Sequence[Value], theirs: Sequence[Value], tolerance: float) -> bool | None:
+def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
     """Whether two collections hold the same values in any order."""
-    if len(ours) != len(theirs) or len(ours) > _MOST_ITEMS:
+    if len(answers) != len(targets) or len(answers) > _MOST_ITEMS:
         return False
-    left = list(theirs)
-    for one in ours:
-        verdicts = [_same(one, other, tolerance) for other in left]
+    unmatched = list(targets)
+    for answer in answers:
+        verdicts = [_same(answer, target, tolerance) for target in unmatched]
         if True not in verdicts:
             return None if None in verdicts else False
-        del left[verdicts.index(True)]
+        del unmatched[verdicts.index(True)]
     return True
 
 
 def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | None:
-    """As `_same`, where at least one is an equation, an inequality or another relation."""
+    """`_same` for two values of which at least one is an equation, an inequality or another relation."""
+    # One relation: it is an interval, or an equation that gives the other's value.
     if target.kind != "relation":
         interval = as_interval(answer) if target.kind in ("tuple", "union", "set", "such") else None
         if interval is not None:
@@ -173,11 +180,13 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
         if interval is not None:
             return _same(as_interval(answer) or answer, interval, tolerance)
         return gives_value and _same(answer, target.items[1], tolerance)
+    # Two equations that give values: of one name, the values decide; of two, different numbers are different answers.
     if gives_value and is_name(answer.items[0]) and set(answer.ends) <= EQUALITIES:
         if _same_name(answer.items[0], target.items[0]):
             return _equation_gives(answer, target.items[1], tolerance)
         if target.items[1].tree is not None and is_numeric(target.items[1].tree):
             return False
+    # Inequalities in one direction; different signs may still be one interval.
     if set(answer.ends) | set(target.ends) <= ORDER.keys():
         answer, target = (
             value._replace(items=sides, ends=ends) for value in (answer, target) for sides, ends in [ordered(value)]
@@ -190,6 +199,7 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
         return verdict
     if target.ends[0] in _SYMMETRIC and _all_same(answer.items[::-1], target.items, tolerance):
         return True
+    # Else as a difference of sides, which may be multiplied by a factor.
     kind = {"=": "equation", "<": "inequality", r"\leq": "inequality"}.get(target.ends[0])
     trees = [side.tree for side in (*answer.items, *target.items)]
     if kind is None or None in trees or (gives_value and is_numeric(target.items[1].tree or [])):
@@ -217,12 +227,13 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
             return False
         verdicts = [_same(side, target, tolerance) for side in sides]
         return True if True in verdicts else (None if None in verdicts else False)
+    # The last side is the answer; calculations before it must agree with it.
     verdicts = [_same(sides[-1], target, tolerance)]
     for side in sides[:-1]:
         value = arithmetic(side.tree) if side.tree is not None and not side.unit else None
-        wanted = _number(target)
-        if value is not None and wanted is not None:
-            verdicts.append(value in (wanted[0], wanted[0] / 100 if wanted[1] else wanted[0]))
+        expected = _number(target)
+        if value is not None and expected is not None:
+            verdicts.append(value in (expected[0], expected[0] / 100 if expected[1] else expected[0]))
         else:
             verdicts.append(_same(side._replace(computed=False), target, tolerance))
     return _all(verdicts)
@@ -242,24 +253,24 @@ def _number(value: Value) -> tuple[Fraction, bool] | None:
 
 
 def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | None:
-    if not agree(answer.unit, target.unit):
+    if not same_kind(answer.unit, target.unit):
         return False
     assert answer.tree is not None
     assert target.tree is not None
-    left, right = _number(answer), _number(target)
+    answer_number, target_number = _number(answer), _number(target)
     # A calculation is not its result, and letters are variables.
     is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))
-    if right is not None and (answer.computed or not is_value):
+    if target_number is not None and (answer.computed or not is_value):
         return False
-    if left is not None and right is not None:
-        return _same_number(*left, *right, Fraction(str(tolerance)))
+    if answer_number is not None and target_number is not None:
+        return _same_number(*answer_number, *target_number, Fraction(str(tolerance)))
     return answer.tree == target.tree or equivalent("expression", answer.tree, target.tree, tolerance)
 
 
-def _same_number(value: Fraction, percent: bool, wanted: Fraction, percent_wanted: bool, tolerance: Fraction) -> bool:
-    if abs(value - wanted) <= tolerance * min(Fraction(1), abs(wanted)):
+def _same_number(value: Fraction, percent: bool, target: Fraction, target_percent: bool, tolerance: Fraction) -> bool:
+    if abs(value - target) <= tolerance * min(Fraction(1), abs(target)):
         return True
-    if percent == percent_wanted:
+    if percent == target_percent:
         return False
-    value, wanted = (value / 100, wanted) if percent else (value, wanted / 100)
-    return abs(value - wanted) <= tolerance * min(Fraction(1), abs(wanted))
+    value, target = (value / 100, target) if percent else (value, target / 100)
+    return abs(value - target) <= tolerance * min(Fraction(1), abs(target))

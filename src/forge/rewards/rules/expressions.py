@@ -36,26 +36,26 @@ class Parser:
     or 2(2), rather than a value; powers, roots and fractions are values."""
 
     def __init__(self, parts: Sequence[Token]) -> None:
-        self._parts, self._at = parts, 0
+        self._parts, self._position = parts, 0
         self._bars = self._depth = 0
         self.computed = False
 
     def read(self) -> Tree:
         """The tree of all tokens. Unreadable: they are not one expression."""
         tree = self._sum()
-        if self._at < len(self._parts):
-            raise Unreadable(f"{self._parts[self._at].text!r} ends no expression")
+        if self._position < len(self._parts):
+            raise Unreadable(f"{self._parts[self._position].text!r} ends no expression")
         return tree
 
     def _peek(self, ahead: int = 0) -> str:
-        index = self._at + ahead
+        index = self._position + ahead
         return self._parts[index].text if index < len(self._parts) else ""
 
     def _take(self, text: str = "") -> Token:
-        if self._at >= len(self._parts) or (text and self._peek() != text):
+        if self._position >= len(self._parts) or (text and self._peek() != text):
             raise Unreadable(f"{text or 'an expression'} is missing")
-        self._at += 1
-        return self._parts[self._at - 1]
+        self._position += 1
+        return self._parts[self._position - 1]
 
     def _sum(self) -> Tree:
         self._depth += 1
@@ -86,6 +86,7 @@ class Parser:
         factors = [self._power()]
         numeric = is_numeric(factors[0])
         while True:
+            # An operator, or a factor that follows without one.
             operator = self._peek()
             if operator in ("*", "/", r"\div"):
                 self._take()
@@ -97,9 +98,9 @@ class Parser:
                 if mixed is not None:
                     factors[-1] = mixed
                     continue
-                before = self._parts[self._at - 1].kind
-                exponent = self._parts[self._at - 2].text == "^"  # 2^n 3^n
-                if self._parts[self._at].kind == "number" and before in ("number", "letter") and not exponent:
+                before = self._parts[self._position - 1].kind
+                exponent = self._parts[self._position - 2].text == "^"  # 2^n 3^n
+                if self._parts[self._position].kind == "number" and before in ("number", "letter") and not exponent:
                     raise Unreadable("two numbers, or a number after a name")
                 factor = self._power()
                 self.computed = self.computed or (is_rational(factors[-1]) and is_rational(factor))
@@ -111,12 +112,13 @@ class Parser:
             else:
                 factors.append(factor)
 
-    def _mixed(self, whole: Tree) -> Tree | None:
+    def _mixed(self, integer: Tree) -> Tree | None:
         """A whole number with the proper fraction that comes next, 1\\frac{1}{2} or 1 1/2; None if they are none."""
-        if whole[0] != "number" or self._parts[self._at - 1].text != whole[1]:
+        if integer[0] != "number" or self._parts[self._position - 1].text != integer[1]:
             return None
-        next_parts = self._parts[self._at : self._at + 3]
+        next_parts = self._parts[self._position : self._position + 3]
         texts = [part.text for part in next_parts]
+        # As a command, or as figures after a space.
         if texts[:1] == [r"\frac"]:
             top, bottom = texts[1:] if len(texts) == 3 else ("", "")
         elif texts[1:2] == ["/"] and next_parts[0].spaced:
@@ -125,13 +127,14 @@ class Parser:
             return None
         if not (top.isdigit() and bottom.isdigit()) or int(top) >= int(bottom) or self._peek(3) in ("^", "!"):
             return None
-        self._at += 3
-        return ["number", str(Fraction(whole[1]) + Fraction(int(top), int(bottom)))]
+        self._position += 3
+        return ["number", str(Fraction(integer[1]) + Fraction(int(top), int(bottom)))]
 
     def _starts_factor(self) -> bool:
-        if self._at >= len(self._parts):
+        if self._position >= len(self._parts):
             return False
-        token = self._parts[self._at]
+        # Bars open only outside of bars: inside they close.
+        token = self._parts[self._position]
         if token.text == "|":
             return not self._bars
         if token.kind in ("number", "letter"):
@@ -143,6 +146,7 @@ class Parser:
     def _power(self) -> Tree:
         tree = self._base()
         while True:
+            # Marks after a base: a power or degrees, a factorial, per cent.
             mark = self._peek()
             if mark == "^":
                 self._take()
@@ -188,11 +192,13 @@ class Parser:
             self._take("|")
             self._bars -= 1
             return ["abs", inner]
+        # Commands take their arguments as tokens or groups.
         if text == r"\frac":
             return ["divide", self._argument(), self._argument()]
         if text == r"\binom":
             return ["binomial", self._argument(), self._argument()]
         if text == r"\sqrt":
+            # The degree of a root is optional, in brackets.
             degree: Tree = ["number", "2"]
             if self._peek() == "[":
                 self._take()
@@ -211,11 +217,12 @@ class Parser:
         return [opening[2:], inner] if opening[0] == "\\" else inner
 
     def _argument(self, read: Callable[[], Tree] | None = None) -> Tree:
-        """What a command such as \\frac takes, one token or a group; or what `read` does. It may have a sign."""
+        """The argument of a command such as \\frac, a token or a group; or the result of `read`. It may have a sign."""
         sign = self._signs()
         return self._signed((read or self._base)(), sign)
 
     def _function(self, name: str) -> Tree:
+        # A power and a base may stand before the argument: sin^2 x, log_2 x.
         power: Tree | None = None
         base: Tree | None = None
         for _ in range(2):
@@ -231,8 +238,9 @@ class Parser:
         return tree if power is None else ["power", tree, power]
 
     def _operands(self) -> list[Tree]:
-        """Those of a function: in brackets, or the product that follows, up to the next function or operator."""
+        """The operands of a function: in brackets, or the product that follows, up to the next function or operator."""
         if self._peek() in ("(", "{"):
+            # Arguments in brackets, whose bars are counted separately.
             opening = self._take().text
             bars, self._bars = self._bars, 0
             operands = [self._sum()]
@@ -259,6 +267,7 @@ class Parser:
             text += self._spelled(several=text in (r"\angle", r"\triangle"))
         elif token.kind != "letter" and text not in _NAMES and text not in _CONSTANTS:
             raise Unreadable(f"{text!r} is no name")
+        # An index or a prime belongs to the name.
         plain = True
         while self._peek() in ("_", "'"):
             text += self._take().text
@@ -276,14 +285,14 @@ class Parser:
     def _spelled(self, several: bool = False) -> str:
         """The text of an index or of what an accent is on: a token, a group, or several letters."""
         if self._peek() == "{":
-            end = closing(self._parts, self._at)
-            inner = "".join(_index(part) for part in self._parts[self._at + 1 : end])
-            self._at = end + 1
+            end = closing(self._parts, self._position)
+            inner = "".join(_index(part) for part in self._parts[self._position + 1 : end])
+            self._position = end + 1
             return inner if several or len(inner) < 2 else f"{{{inner}}}"
         text = _index(self._take())
         if len(text) > 1 and not several:
             return f"{{{text}}}"
-        while several and self._at < len(self._parts) and self._parts[self._at].kind in ("letter", "word"):
+        while several and self._position < len(self._parts) and self._parts[self._position].kind in ("letter", "word"):
             text += self._take().text
         return text
 
@@ -295,6 +304,7 @@ def parse(parts: Sequence[Token]) -> tuple[Tree, bool]:
         tree = parser.read()
     except RecursionError:
         raise Unreadable("operations nest too deeply") from None
+    # The depth of the tree, level by level, as every reader of it recurses.
     layer = [tree]
     for _ in range(_DEEPEST):
         layer = [argument for node in layer for argument in node[1:] if isinstance(argument, list)]
@@ -314,10 +324,11 @@ def _multiplied(factors: list[Tree]) -> Tree:
 
 def _number(text: str) -> Tree:
     if text.endswith(")"):
+        # A repeating decimal as a fraction.
         digits, period = text[:-1].split("(")
-        whole, fixed = digits.split(".")
+        integer, fixed = digits.split(".")
         value = Fraction(
-            int(whole + fixed + period) - int(whole + fixed or "0"), 10 ** len(fixed) * (10 ** len(period) - 1)
+            int(integer + fixed + period) - int(integer + fixed or "0"), 10 ** len(fixed) * (10 ** len(period) - 1)
         )
         return ["number", str(value)]
     if len(text.lower().partition("e")[2]) > 4:
@@ -376,20 +387,21 @@ def arithmetic(tree: Tree) -> Fraction | None:
     values = [arithmetic(argument) for argument in arguments]
     if any(value is None for value in values):
         return None
-    first, *others = [value for value in values if value is not None]
+    # Powers within bounds, so that no number becomes too large to compare.
+    first, *operands = [value for value in values if value is not None]
     if kind == "negate":
         return -first
     if kind == "add":
-        return first + sum(others)
+        return first + sum(operands)
     if kind == "multiply":
-        return prod(others, start=first)
+        return prod(operands, start=first)
     if kind == "divide":
-        return first / others[0] if others[0] else None
+        return first / operands[0] if operands[0] else None
     if (
-        others[0].denominator != 1
-        or abs(others[0]) > 999
-        or (not first and others[0] < 0)
+        operands[0].denominator != 1
+        or abs(operands[0]) > 999
+        or (not first and operands[0] < 0)
         or abs(first.numerator) > 10**60
     ):
         return None
-    return first ** int(others[0])
+    return first ** int(operands[0])

@@ -98,20 +98,20 @@ def final_answer(response: str) -> str | None:
         return hashes[-1].strip()
     if (stated := _stated(response)) is not None:
         return stated
-    if chosen := _CHOSEN.findall(response):
-        return chosen[-1]
+    if chosen_letters := _CHOSEN.findall(response):
+        return chosen_letters[-1]
     before, _, last_line = response.rpartition("\n")
     if choice(last_line)[0] and not _LABELLED.search(before):
         return last_line.strip()
     if formula := _LAST_FORMULA.search(response):
         return formula[1].strip()
     last = _last_number(response)
-    whole = number(response)  # all of it may be one number, such as "2 dozen"
-    return last if whole is None or (last is not None and number(last) == whole) else response.strip()
+    full_number = number(response)  # all of it may be one number, such as "2 dozen"
+    return last if full_number is None or (last is not None and number(last) == full_number) else response.strip()
 
 
 def _stated(text: str, *, whole_line: bool = False) -> str | None:
-    """What follows the last "answer is", up to the end of the phrase, or of the line if that gives several."""
+    """The text after the last "answer is", up to the end of the phrase, or of the line if that has several answers."""
     last = None
     for last in _PHRASE.finditer(text):  # noqa: B007
         pass
@@ -120,6 +120,7 @@ def _stated(text: str, *, whole_line: bool = False) -> str | None:
     phrase = text[last.end() :].partition("\n")[0]
     if whole_line:
         return phrase.strip()
+    # Up to the end of the phrase, unless another answer follows it.
     end = _PHRASE_END.search(phrase)
     if end is None or _ANOTHER.match(phrase[end.start() : end.start() + 100]):
         return phrase.strip()
@@ -134,6 +135,7 @@ def _last_number(text: str) -> str | None:
     if last is None:
         return None
     context, following = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]
+    # A number within a larger answer is not that answer.
     is_pair = _PAIR_BEFORE.search(context) and following[:1] in (")", "]")
     if _PART_BEFORE.search(context) or _PART_AFTER.match(following) or is_pair or following[:1] in RAISED:
         return None
@@ -143,7 +145,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _later(response: str) -> list[str]:
-    """What a response states as its answer after its last box: it may contradict the box."""
+    """The answers that a response states after its last box: they may contradict the box."""
     response = without_thoughts(response[-_LONGEST:])
     boxes = _boxes(response)
     after = response[boxes[-1][2] :] if boxes else ""
@@ -182,28 +184,29 @@ class MathReward:
         """Whether it is right; None where the target takes too long to compare. `prompt` may have opened a thought."""
         response = without_thoughts(response[-_LONGEST:], prompt)
         target = without_thoughts(target)
-        wanted = boxed(target)
-        if wanted is None:
+        expected = boxed(target)
+        if expected is None:
             hashes = _HASHES.findall(target)
-            wanted = (hashes[-1] if hashes else target).strip()
+            expected = (hashes[-1] if hashes else target).strip()
         # A response that is the target needs no extraction, which would read "x + 2" as 2.
         response = _SIGN.sub("-", response)
-        label, letter = choice(response)[0], choice(wanted)[0]
+        label, letter = choice(response)[0], choice(expected)[0]
         if label and letter:
             return label == letter
         stated = None if boxed(response) else _stated(response, whole_line=True)
-        if same_text(response, wanted) or same_text(stated or "", wanted):
+        if same_text(response, expected) or same_text(stated or "", expected):
             return True
         answer = final_answer(response)
         later = _later(response)
-        if later and choice(wanted)[0] and not choice(answer or "")[0]:  # the box is a step of the reasoning
+        if later and choice(expected)[0] and not choice(answer or "")[0]:  # the box is a step of the reasoning
             answer = later[-1]
         if answer is None:
             return False
         if letter and any(choice(text)[0] not in ("", letter) for text in later):
             return False  # it contradicts the box
-        right = equal(answer, wanted, self.tolerance)
-        if right and (value := number(wanted)) is not None:
-            others = (number(text) for text in later)
-            return all(other is None or equal(str(other[0]), str(value[0]), self.tolerance) for other in others)
+        right = equal(answer, expected, self.tolerance)
+        if right and (value := number(expected)) is not None:
+            # A number that is stated after the box contradicts it, unless it is the same.
+            stated_numbers = [figure[0] for text in later if (figure := number(text)) is not None]
+            return all(equal(str(figure), str(value[0]), self.tolerance) for figure in stated_numbers)
         return right

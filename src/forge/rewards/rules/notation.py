@@ -81,7 +81,7 @@ _SAME = {
     ":": "colon",
     " ": "quad qquad",
 }
-_KEPT = {f"\\{command}": kept for kept, commands in _SAME.items() for command in commands.split()}
+_CANONICAL = {f"\\{command}": canonical for canonical, commands in _SAME.items() for command in commands.split()}
 
 _TEXTS = r"text|textrm|textit|textbf|texttt|textsf|textnormal|mbox|hbox"
 _COLOURS = r"textcolor|color"
@@ -141,7 +141,7 @@ def same_text(answer: str, target: str) -> bool:
 
 
 def spelling(parts: Sequence[Token]) -> tuple[str, ...]:
-    """What texts that say the same have in common: the tokens, words without their case and a leading article."""
+    """The common form of texts that say the same: the tokens, words without their case and a leading article."""
     spelled = [token.text for token in parts if token.kind == "word"]
     shouted = len(spelled) > 1 and max(map(len, spelled)) > 4 and all(map(str.isupper, spelled))
     texts = tuple(token.text.casefold() if shouted and token.kind == "word" else folded(token) for token in parts)
@@ -169,7 +169,7 @@ def closing(parts: Sequence[Token], start: int) -> int:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest, of all kinds."""
+    """The depth of nested brackets, of all kinds."""
     depth = deepest = 0
     for bracket in re.findall(r"[(\[{}\])]", text):
         depth += 1 if bracket in "([{" else -1
@@ -180,11 +180,13 @@ def _depth(text: str) -> int:
 def _plain(text: str) -> str:
     """LaTeX for Unicode symbols, no delimiters, and the words of text commands between NUL characters."""
     text = _latex(text.replace("\x00", " "))
+    # Marks of Markdown and of mathematics around the answer.
     text = _undollared(text.strip().strip("*_`").strip())
     text = _THOUSANDS.sub(lambda digits: re.sub(r"\D", "", digits[0]), text)
     text = _ENVIRONMENT.sub(lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00", text)
     text = _SPACES.sub(lambda space: space["row"] or (" " if space[0] != r"\!" else ""), text)
     text = re.sub(r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
+    # Older forms of LaTeX as the ones that the parser reads.
     for infix, command in (("over", "frac"), ("choose", "binom")):
         text = re.sub(rf"\{{([^{{}}]*)\\{infix}(?![A-Za-z])([^{{}}]*)\}}", rf"\\{command}{{\1}}{{\2}}", text)
     text = re.sub(r"\\tag\s*\{[^{}]*\}|\\>", " ", text)
@@ -195,9 +197,10 @@ def _plain(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """Without invisible characters; symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
+    """Remove invisible characters, and write symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
     if text.isascii():
         return text
+    # Invisible characters go first: they split numbers and commands.
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     text = _RAISED.sub(lambda run: "^{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
     text = _LOWERED.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
@@ -218,7 +221,7 @@ def _vulgar(character: str) -> str:
 
 
 def _undollared(text: str) -> str:
-    """Without the dollars around mathematics; one that is money is a word, like the signs of other currencies."""
+    """Remove the dollars around mathematics; one that is money becomes a word, like the signs of other currencies."""
     if len(re.findall(r"(?<!\\)\$", text)) % 2:
         text = re.sub(r"(?<!\\)\$(?=\s*[-+]?[\d.])", r"\\$", text, count=1)
     text = re.sub(r"(?<!\\)\$", " ", text)
@@ -236,6 +239,7 @@ def _unwrapped(text: str) -> str:
             continue
         pieces.append(text[end : command.start()])
         start = command.end()
+        # A colour's first argument is its name.
         if command["colour"]:
             start = _group_end(text, start)
             if text[start : start + 1] != "{":
@@ -276,7 +280,7 @@ def _upright(content: str, before: str) -> str:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Where the group in braces that begins at `start` ends; `start` if none begins there, or it is not closed."""
+    """The end of the group in braces that begins at `start`; `start` if none begins there, or it is not closed."""
     if text[start : start + 1] != "{":
         return start
     depth = 0
@@ -290,21 +294,21 @@ def _group_end(text: str, start: int) -> int:
 def _split(text: str) -> Iterator[Token]:
     """Tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
     spaced = False
-    depth = at = 0
+    depth = position = 0
     last: Token | None = None
-    while at < len(text):
-        match = (not depth and _GROUPED.match(text, at)) or _TOKEN.match(text, at)
+    while position < len(text):
+        # The pattern matches any text: the last alternative is one character.
+        match = (not depth and _GROUPED.match(text, position)) or _TOKEN.match(text, position)
         assert match
-        piece, at = match[0], match.end()
+        piece, position = match[0], match.end()
         kind = match.lastgroup or "number"
-        piece = _KEPT.get(piece, piece)
+        piece = _CANONICAL.get(piece, piece)
         if kind == "space" or not piece.strip():
             spaced = spaced or bool(piece)
             continue
         if kind == "letters":
-            parts = list(
-                _letters(piece, spaced, last, text[at : at + 1] in ("^", "_", "(") or text[at : at + 1].isdigit())
-            )
+            following = text[position : position + 1]
+            parts = list(_letters(piece, spaced, last, following in ("^", "_", "(") or following.isdigit()))
         elif kind == "word":
             parts = [Token(piece.strip("\x00"), "word", spaced, True)]
         elif kind == "repeating":
@@ -327,6 +331,7 @@ def _letters(run: str, spaced: bool, before: Token | None, glued_after: bool) ->
         before: the token before it.
         glued_after: whether more mathematics follows without a space.
     """
+    # Letters beside mathematics are variables; beside text, a word.
     after_figure = before is not None and before.kind == "number"
     glued = glued_after or (
         before is not None and not spaced and before.text not in ("(", "-", "'", ",", "/", "|", '"')
@@ -348,25 +353,26 @@ def is_word(run: str) -> bool:
         return run in SHORT_WORDS or (run.istitle() and run.lower() in SHORT_WORDS)
     if not (run.islower() or run.isupper() or run.istitle()) or not re.search("[aeiouyAEIOUY]|[^\x00-\x7f]", run):
         return False
+    # Runs of the alphabet, as points of a figure are named, are variables.
     codes = sorted(map(ord, run.lower()))
     steps = {later - code for code, later in pairwise(codes)}
     return len(set(codes)) > 2 and not (len(run) < 7 and steps <= {1, 2})
 
 
 def _unbraced(parts: list[Token]) -> list[Token]:
-    """Without braces around a single token: x^{2} is x^2."""
-    kept: list[Token] = []
+    """Remove braces around a single token: x^{2} is x^2."""
+    unbraced: list[Token] = []
     for token in parts:
-        if token.text == "}" and len(kept) > 1 and kept[-2].text == "{" and kept[-1].text not in "{}":
-            inner = kept.pop()
-            kept[-1] = inner._replace(spaced=kept[-1].spaced)
+        if token.text == "}" and len(unbraced) > 1 and unbraced[-2].text == "{" and unbraced[-1].text not in "{}":
+            inner = unbraced.pop()
+            unbraced[-1] = inner._replace(spaced=unbraced[-1].spaced)
         else:
-            kept.append(token)
-    return kept
+            unbraced.append(token)
+    return unbraced
 
 
 def _trimmed(parts: list[Token]) -> list[Token]:
-    """Without a leading "=", closing punctuation, and braces around the whole."""
+    """Remove a leading "=", closing punctuation, and braces around all of it."""
     while parts and parts[0].text in ("=", r"\approx"):
         parts = parts[1:]
     while parts:

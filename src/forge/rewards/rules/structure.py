@@ -30,7 +30,7 @@ _MINUS = Token("-", "symbol")
 
 
 class Value(NamedTuple):
-    """What tokens say. By kind:
+    """The meaning of tokens. By kind:
 
     "expression": `tree` with its `unit`; "based": digits in a base, as `ends`; "text": none of the others.
     "list", "set", "union", "tuple" (with brackets as `ends`), "matrix" (rows, `ends` its environment): `items`.
@@ -103,6 +103,7 @@ def _list(parts: tuple[Token, ...]) -> Value | None:
     pieces, separators = split(parts, (",", ";", r"\vee"), ("and", "or"))
     if not separators:
         return None
+    # A comma before "or" is no separator by itself.
     words = [separator for separator in separators if separator.isalpha() or separator == r"\vee"]
     for index in range(len(separators) - 1, 0, -1):
         if separators[index] in words and separators[index - 1] == "," and not pieces[index]:  # ", or"
@@ -149,6 +150,7 @@ def _bracketed(parts: tuple[Token, ...]) -> Value | None:
         return None
     if first == r"\{":
         return _set(parts, inner)
+    # Brackets around one value are none.
     pieces, separators = split(inner, (",", ";"))
     if not separators:
         return value_of(inner) if inner and (first, last) in (("(", ")"), ("[", "]")) else Value("text", parts)
@@ -177,8 +179,8 @@ def _set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
     pieces, bars = split(inner, ("|", ":"))
     if len(bars) == 1:
         name = value_of(split(pieces[0], (r"\in",))[0][0])
-        such = Value("such", parts, (name, value_of(pieces[1])))
-        return as_interval(such) or such
+        condition_set = Value("such", parts, (name, value_of(pieces[1])))
+        return as_interval(condition_set) or condition_set
     if not inner:
         return Value("expression", parts, tree=["name", r"\emptyset"])
     members = value_of(inner)
@@ -229,6 +231,7 @@ def _where(parts: tuple[Token, ...]) -> Value | None:
 
 def _expression(parts: tuple[Token, ...]) -> Value:
     """An expression with its unit, else a text."""
+    # With the unit removed, else with all tokens: a "unit" may be variables.
     core, unit = with_unit(parts)
     for pieces, its_unit in ((core, unit), (list(parts), ())):
         scale = SCALES.get(pieces[-1].text.lower()) if len(pieces) > 1 else None
@@ -257,9 +260,11 @@ def is_name(value: Value) -> bool:
         return all(map(is_name, value.items))
     if value.kind == "union":
         return all(map(is_name, value.items))
+    # Words describe a quantity, other tokens must spell a name.
     words_only = [token for token in value.parts if token.kind != "word"]
     if len(words_only) < len(texts):  # a description, perhaps with the letter that it is of
         return len(words_only) <= 4 and all(token.kind == "letter" or token.text in "()'-" for token in words_only)
+    # A function of something, an inverse, or a plain name.
     tree = value.tree
     if tree is None or value.computed:
         return False
@@ -268,17 +273,19 @@ def is_name(value: Value) -> bool:
     inverse = texts[1:6] == ["^", "{", "-", "1", "}"]  # of a function or a matrix
     if inverse and (texts[0].isupper() or texts[6:7] == ["("]):
         return True
-    called = re.fullmatch(r"([A-Z]\w*)\((.*)\)", "".join(texts))  # E(X), Var(X), S(n)
-    return tree[0] == "name" or (called is not None and called[1] not in called[2])
+    call = re.fullmatch(r"([A-Z]\w*)\((.*)\)", "".join(texts))  # E(X), Var(X), S(n)
+    return tree[0] == "name" or (call is not None and call[1] not in call[2])
 
 
 def as_interval(value: Value) -> Value | None:
     """The interval, or the union of intervals, that an inequality or a set of one variable is; None of another."""
     if value.kind == "such":
         name, condition = value.items
+        # {x | condition of x}: the condition's interval.
         interval = as_interval(condition)
         return interval if interval is not None and _text(name) == _variable(condition) else None
     if value.kind == "list" and value.ends == ("or",):
+        # x < 1 or x > 3: a union, if all of them bound the same variable.
         intervals = [as_interval(item) for item in value.items]
         if any(interval is None for interval in intervals) or len({_variable(item) for item in value.items}) > 1:
             return None
@@ -286,6 +293,7 @@ def as_interval(value: Value) -> Value | None:
         return Value("union", value.parts, members, (r"\cup",))
     if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):
         return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else None
+    # An inequality of one letter, with one bound or two.
     variable = _variable(value) if value.kind == "relation" else None
     if variable is None or not set(value.ends) <= ORDER.keys():
         return None
@@ -328,6 +336,6 @@ def _text(value: Value) -> str:
     return " ".join(token.text for token in value.parts)
 
 
-def same_spelling(one: Value, other: Value) -> bool:
+def same_spelling(first: Value, second: Value) -> bool:
     """Whether two values have the same tokens."""
-    return spelling(one.parts) == spelling(other.parts)
+    return spelling(first.parts) == spelling(second.parts)

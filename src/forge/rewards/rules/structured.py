@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ...data.thoughts import possible_answers
 
 
 @dataclass(frozen=True, slots=True)
 class JsonMatch:
-    """How far a response is the JSON object of the target.
+    """The agreement of a response with the JSON object of the target.
 
     0 unless the response is one JSON object and nothing else but thoughts and white space. Otherwise `form` plus
     (1 - form) times the share of keys, of both objects together, whose values are equal; 1 means that the objects are
@@ -40,19 +40,20 @@ class JsonMatch:
         return 1.0 if right == len(keys) else self.form + (1 - self.form) * right / len(keys)
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _object(text: str) -> dict[str, object] | None:
     """The JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         members = dict(pairs)
         if len(members) < len(pairs):
             raise ValueError("a key is given twice")
         return members
 
-    def no_constant(name: str) -> Any:
+    def no_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON")
 
     try:
+        # Stricter than Python's reader, which keeps the last of two equal keys and reads NaN.
         value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError):  # also for numbers of thousands of digits
         return None

@@ -14,17 +14,19 @@ import sys
 import threading
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-MAX_SURPLUS = 120  # nodes of an answer beyond four times those of the target
-MAX_DEPTH = 24  # of nested operations
+from .expressions import Tree
+
+# Bounds of an answer, far beyond any form of the target that a person would write.
+MAX_SURPLUS = 120  # nodes beyond four times those of the target
+MAX_DEPTH = 24  # nested operations
 _PROGRAM = Path(__file__).with_name("symbolic_process.py")
 
 _lock = threading.Lock()
 _helper: subprocess.Popen[str] | None = None
 
 
-def equivalent(kind: str, answer: list[Any], target: list[Any], tolerance: float) -> bool | None:
+def equivalent(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool | None:
     """Whether two trees of `expressions` are equal; None if the target takes more than the helper's CPU time even
     compared with itself.
 
@@ -55,7 +57,7 @@ def _is_fast(of_itself: str) -> bool:
     return _ask(of_itself) is not None
 
 
-def _size(tree: list[Any]) -> tuple[int, int]:
+def _size(tree: Tree) -> tuple[int, int]:
     """The number of its nodes, and how deep they nest."""
     sizes = [_size(argument) for argument in tree[1:] if isinstance(argument, list)]
     return 1 + sum(size for size, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)

@@ -20,19 +20,22 @@ from typing import Any
 import sympy
 from sympy.core.function import AppliedUndef
 
+Tree = list[Any]  # as of `expressions`
+Expression = Any  # of sympy, which has no types
+
 CPU_SECONDS = 0.75  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
 MEMORY_BYTES = 2 << 30
 DIGITS = 30
 EXACT = 10.0**-DIGITS
 POINTS = 8
-_ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once rather than after CPU_SECONDS
+_ENORMOUS = 10**5  # an exponent, or the argument of a factorial: unequal at once, not after CPU_SECONDS
 
 
 class _Different(Exception):
     """No value to compare."""
 
 
-def _built(tree: list[Any]) -> Any:
+def _built(tree: Tree) -> Expression:
     """A tree as sympy's expression. _Different: it has no value, or one that is too large to compute."""
     kind, *arguments = tree
     if kind in ("number", "decimal"):
@@ -43,6 +46,7 @@ def _built(tree: list[Any]) -> Any:
         return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "oo": sympy.oo}[arguments[0]]
     if kind == "latex":
         return _read_latex(arguments[0])
+    # Operands first; huge powers and factorials are rejected before sympy computes them.
     name = arguments.pop(0) if kind in ("call", "apply") else ""
     operands = [_built(argument) for argument in arguments]
     if kind == "apply":
@@ -54,11 +58,12 @@ def _built(tree: list[Any]) -> Any:
     return _OPERATIONS[kind](*operands)
 
 
-def _read_latex(text: str) -> Any:
+def _read_latex(text: str) -> Expression:
     """Sums, products, integrals and limits by math-verify's parser, case kept."""
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
+    # Its guesses are off: 1 1/2 and x in {1} have been read before.
     config = ConversionConfig(
         interpret_as_mixed_fractions=False, interpret_contains_as_eq=False, lowercase_symbols=False
     )
@@ -71,7 +76,7 @@ def _read_latex(text: str) -> Any:
     return expression.subs({symbol: sympy.Symbol(symbol.name) for symbol in expression.free_symbols}).doit()
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[..., Expression]] = {
     "add": lambda *terms: sympy.Add(*terms),
     "negate": lambda x: -x,
     "multiply": lambda *factors: sympy.Mul(*factors),
@@ -87,14 +92,14 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _power(x: Any, exponent: Any) -> Any:
+def _power(x: Expression, exponent: Expression) -> Expression:
     """The real power, where there is one: with an odd denominator also that of a negative number."""
     if exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and not x.has(sympy.I):
         return sympy.sign(x) ** exponent.p * sympy.Abs(x) ** exponent
     return x**exponent
 
 
-def _called(name: str, operands: list[Any]) -> Any:
+def _called(name: str, operands: list[Expression]) -> Expression:
     """A function of analysis; `log` is that to base 10."""
     if name in ("log", "lg"):
         return sympy.log(operands[0]) / sympy.log(10)
@@ -108,45 +113,46 @@ def _called(name: str, operands: list[Any]) -> Any:
     return getattr(sympy, names.get(name, name))(*operands)
 
 
-def _has_decimal(tree: list[Any]) -> bool:
+def _has_decimal(tree: Tree) -> bool:
     return tree[0] == "decimal" or any(_has_decimal(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
-def _equal(kind: str, answer: list[Any], target: list[Any], tolerance: float) -> bool:
+def _equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
     try:
-        ours, theirs = _built(answer), _built(target)
+        answer_value, target_value = _built(answer), _built(target)
     except _Different:
         return False
-    if ours.has(sympy.nan, sympy.zoo) or theirs.has(sympy.nan, sympy.zoo):
+    if answer_value.has(sympy.nan, sympy.zoo) or target_value.has(sympy.nan, sympy.zoo):
         return False
-    if kind == "expression" and (ours == theirs or (ours.is_Rational and theirs.is_Rational)):
-        return bool(ours == theirs) or (
-            _has_decimal(answer) != _has_decimal(target) and abs(ours - theirs) <= tolerance
-        )
     exact = _has_decimal(answer) == _has_decimal(target)
-    return _agree(kind, ours, theirs, EXACT if exact else max(EXACT, tolerance))
+    equal = answer_value == target_value
+    # Numbers need no points.
+    if kind == "expression" and (equal or (answer_value.is_Rational and target_value.is_Rational)):
+        return bool(equal) or (not exact and abs(answer_value - target_value) <= tolerance)
+    return _agree(kind, answer_value, target_value, EXACT if exact else max(EXACT, tolerance))
 
 
-def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
+def _agree(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
     """Whether values agree at all points, or by one factor at all of them."""
     # A function without a definition has a value of its own for each of its arguments.
-    calls = sorted(ours.atoms(AppliedUndef) | theirs.atoms(AppliedUndef), key=str)
+    calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
     names = {call: sympy.Symbol(f"value of {call}") for call in calls}
-    ours, theirs = ours.subs(names), theirs.subs(names)
-    symbols = sorted(ours.free_symbols | theirs.free_symbols, key=str)
-    real = bool(symbols) and not (ours.has(sympy.I) or theirs.has(sympy.I))
+    answer, target = answer.subs(names), target.subs(names)
+    symbols = sorted(answer.free_symbols | target.free_symbols, key=str)
+    real = bool(symbols) and not (answer.has(sympy.I) or target.has(sympy.I))
+    # At each point: equal values, or for equations and inequalities a quotient that is the same everywhere.
     factors = []
     for point in range(POINTS if symbols else 1):
         values = {symbol: _coordinate(index, point) for index, symbol in enumerate(symbols)}
-        left, right = (side.subs(values).evalf(DIGITS + 15) for side in (ours, theirs))
-        if not (left.is_finite and right.is_finite) or (real and not (left.is_real or right.is_real)):
+        answer_at, target_at = (side.subs(values).evalf(DIGITS + 15) for side in (answer, target))
+        if not (answer_at.is_finite and target_at.is_finite) or (real and not (answer_at.is_real or target_at.is_real)):
             continue  # a pole, or outside where both are defined
-        if kind == "expression" and abs(left - right) > margin * min(1, abs(right)):
+        if kind == "expression" and abs(answer_at - target_at) > margin * min(1, abs(target_at)):
             return False
         if kind != "expression":
-            if min(abs(left), abs(right)) < EXACT:
+            if min(abs(answer_at), abs(target_at)) < EXACT:
                 return False
-            factors.append(left / right)
+            factors.append(answer_at / target_at)
         else:
             factors.append(sympy.Integer(1))
     if not factors or max(abs(factor - factors[0]) for factor in factors) > margin * abs(factors[0]):
@@ -154,7 +160,7 @@ def _agree(kind: str, ours: Any, theirs: Any, margin: float) -> bool:
     return kind != "inequality" or sympy.re(factors[0]) > abs(factors[0]) / 2
 
 
-def _coordinate(index: int, point: int) -> Any:
+def _coordinate(index: int, point: int) -> Expression:
     """A coordinate of a point: positive, negative, large and small ones in turn, of another sign than its neighbour's,
     so that sqrt(x^2 y^2) is not xy; whole numbers at the last two, where (-1)^n is real."""
     if point >= POINTS - 2:
@@ -172,6 +178,7 @@ def _serve() -> None:
     _equal(
         "expression", half, ["power", ["decimal", "0.5"], ["decimal", "0.5"]], 1e-6
     )  # loads all before the first fork
+    # One child for each question: the kernel ends it at its limits, not this process.
     for line in sys.stdin:
         if '["latex"' in line:
             _equal("expression", ["latex", r"\int_0^1 x dx"], ["number", "1/2"], 0.0)

@@ -77,16 +77,16 @@ class ThinkingReward:
             response = opening + response
         if opening not in response and closing not in response:
             return 0.0
-        head, _, rest = response.partition(opening)
-        thought, _, answer = rest.partition(closing)
-        whole = (
+        head, _, following = response.partition(opening)
+        thought, _, answer = following.partition(closing)
+        complete = (
             response.count(opening) == 1
             and response.count(closing) == 1
             and not head.strip()
             and bool(thought.strip())
             and bool(answer.strip())
         )
-        return self.full_reward if whole else self.partial_reward
+        return self.full_reward if complete else self.partial_reward
 
 
 def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
@@ -96,15 +96,15 @@ def overlong_penalty(groups: Sequence[Group], limit: int, buffer: int) -> None:
     thus differs from a wrong one by degrees, and not by a sudden -1 or 0.
 
     Args:
-        limit: the most tokens that an answer may have.
-        buffer: how long before the limit the penalty begins; 0 is no penalty.
+        limit: maximum tokens of an answer.
+        buffer: tokens before the limit at which the penalty begins; 0: no penalty.
     """
     for episode in (episode for group in groups for episode in group.episodes):
         if buffer and episode.reward is not None:
             episode.reward -= min(1.0, max(0.0, (sum(episode.mask) - (limit - buffer)) / buffer))
 
 
-def load_reward(name: str, what: str = "reward") -> RewardFunction:
+def load_reward(name: str, subject: str = "reward") -> RewardFunction:
     """Resolve `package.module:Name`, or a name from `forge.rewards.rules`; a class is instantiated without arguments.
 
     Args:
@@ -113,11 +113,11 @@ def load_reward(name: str, what: str = "reward") -> RewardFunction:
     Raises:
         ValueError: nothing of this name, or it is not callable.
     """
-    found = resolve(name, what, "forge.rewards.rules")
+    target = resolve(name, subject, "forge.rewards.rules")
     try:
-        made = found() if inspect.isclass(found) else found
+        function = target() if inspect.isclass(target) else target
     except TypeError as error:
-        raise ValueError(f"{what} {name!r} cannot be made without arguments ({error}); name a function") from error
-    if not callable(made):
-        raise ValueError(f"{what} {name!r} is not callable")
-    return made
+        raise ValueError(f"{subject} {name!r} cannot be made without arguments ({error}); name a function") from error
+    if not callable(function):
+        raise ValueError(f"{subject} {name!r} is not callable")
+    return function

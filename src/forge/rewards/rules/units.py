@@ -97,6 +97,7 @@ _FILLERS = words("of in the a an per long old total altogether only are")
 
 def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
     """A value without the unit that follows it or the currency before it, and that unit; () without one."""
+    # A currency before the number counts as a unit after it.
     core = list(parts)
     money: Unit = ()
     sign = int(core[0].text in ("-", "+")) if core else 0
@@ -110,12 +111,13 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
     return core, money
 
 
-def agree(unit: Unit, target: Unit) -> bool:
+def same_kind(unit: Unit, target: Unit) -> bool:
     """Whether a unit is of the kind that the target has; a missing one is of any. Of free words those of one must be
     among those of the other: 4 apples are 4 red apples, and 5 steps left are not 5 steps right."""
     if not unit or not target or unit == target:
         return True
     if {name for name, _ in (*unit, *target)} <= _NAMES.keys() | set(_NAMES.values()):
+        # Known units differ if their names do; a degree may be one of temperature.
         degrees = {(("degree", 1),), (("celsius", 1), ("degree", 1)), (("degree", 1), ("fahrenheit", 1))}
         return {unit, target} <= degrees and (("degree", 1),) in (unit, target)
     return set(unit) <= set(target) or set(target) <= set(unit)
@@ -147,6 +149,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
     sign, coming, last, prefix = 1, 1, "", ""
     spelled = 0
     index = 0
+    # Token by token: a prefix, a name with its power, a word between, or a sign that raises or divides.
     while index < len(parts):
         token = parts[index]
         text, lower = token.text, token.text.lower()
@@ -170,6 +173,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
                 last = prefix + (_NAMES.get(text) or _NAMES.get(lower if len(text) > 2 else text) or _singular(text))
                 powers[last] = powers.get(last, 0) + sign * coming
                 coming, prefix = 1, ""
+        # A single letter that is a word, such as "a".
         elif text in _FILLERS and token.kind == "letter":
             spelled += 1
         elif text == "^" and following == r"\circ":
@@ -200,6 +204,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
         elif text not in ("-", "*", "(", ")", "{", "}") or not last:
             return None
         index += 1
+    # A power or a prefix without a unit is none, nor is a long text.
     if spelled > _MOST_WORDS or coming != 1 or prefix or (not powers and not spelled):
         return None
     return tuple(sorted((name, power) for name, power in powers.items() if power))

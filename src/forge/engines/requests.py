@@ -1,0 +1,91 @@
+"""Requests of the running batch, their samples, and the records of which samples and weights run when."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..types import Completion, Sampling
+from .interface import Listener
+from .prefixes import TOKENS, Prefix
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """A prompt with n samples to draw, each at most `limit` tokens long."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    limit: int
+    seed: int
+    stops: frozenset[int]
+    priority: int = 0
+    listener: Listener | None = None
+    future: Future[list[Completion]] = field(default_factory=Future)
+    admitted: int = 0  # samples that got a row
+    completions: dict[int, Completion] = field(default_factory=dict)  # by sample
+    prefix: Prefix | None = None  # of the prompt, while samples wait for a row
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt, which its samples continue."""
+        return list(self.prompt)
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of positions of a sample."""
+        return len(self.prompt) + self.limit
+
+
+@dataclass(slots=True, eq=False)
+class RunningSample:
+    """A running or preempted sample.
+
+    `resumed` is its completion when it last got a row: the i-th token since then is drawn in step `start + i` and
+    recorded at position `context + i`.
+    """
+
+    request: EngineRequest
+    sample: int
+    start: int
+    resumed: Completion
+    prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
+    top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and the tokens drawn so far, which it continues."""
+        return [*self.request.prompt, *self.resumed.token_ids]
+
+    @property
+    def max_length(self) -> int:
+        """The maximum number of positions of the sample."""
+        return self.request.max_length
+
+    @property
+    def context(self) -> int:
+        """Number of these tokens in the cache: all but the last."""
+        return len(self.request.prompt) + len(self.resumed.token_ids) - 1
+
+
+class Admission(NamedTuple):
+    """The next samples to run: a preempted one, or as many of a request as there are free rows."""
+
+    item: EngineRequest | RunningSample
+    rows: list[int]
+    context: list[int]  # its tokens but the last, which the first decode step takes
+    blocks: list[Prefix]  # of the prefix cache, with which the context begins
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that is not in the prefix cache."""
+        return TOKENS * len(self.blocks)
+
+
+class WeightSpan(NamedTuple):
+    """The weights that drew tokens from a step on, until the next span."""
+
+    start: int
+    version: int
+    identity: str

@@ -1,0 +1,57 @@
+"""Draws tokens from logits by inverse transform sampling: each row with its uniform number, whatever other rows do."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import TOP_LOGPROBS
+
+
+def uniforms(seed: int, sample: int, count: int) -> Tensor:
+    """The random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
+    key = np.array([seed % 2**64, sample], dtype=np.uint64)
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
+
+
+def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Logits (B, V) with -inf for all but the top k tokens, then all but the top-p nucleus. top_k, top_p: (B,)."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[-1], device=logits.device)
+    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
+    ordered = ordered.masked_fill(ranks >= limit[:, None], -torch.inf)
+    probs = ordered.softmax(-1)
+    # A token stays if those before it do not reach top_p; the first always stays, also where top_p is 0 in 32 bits.
+    # top_p = 1 keeps all, however the sum is rounded.
+    outside = (probs.cumsum(-1) - probs >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0)
+    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
+
+
+def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
+
+    `logits` are after temperature, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
+    """
+    probs = logits.softmax(-1)
+    total = probs.cumsum(-1)
+    # A rounding step below the total, so that the target always falls on a token with positive probability.
+    target = uniform.clamp(max=1 - 2**-22)[:, None] * total[:, -1:]
+    tokens = torch.searchsorted(total, target, right=True)
+    if greedy is not None:
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
+
+
+def top_logprobs(logits: Tensor) -> list[dict[int, float]]:
+    """The most likely tokens of each row of logits (B, V) in descending order, with their log-probabilities, without
+    those at -inf.
+
+    Always up to 20 tokens, so that ties do not break differently with the requests of other rows. Synchronises.
+    """
+    probs, tokens = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
+    ids, logprobs = torch.stack([tokens.double(), probs.log_().double()]).tolist()
+    return [
+        {int(token): logprob for token, logprob in zip(*row, strict=True) if logprob > -torch.inf}
+        for row in zip(ids, logprobs, strict=True)
+    ]

@@ -1,0 +1,149 @@
+"""Builds the models of `policy`: loaded, with adapters, sharded over ranks and compiled; and their dtypes."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from .distributed import Ranks
+from .fsdp import sum_gradients
+from .loading import fill
+from .lora import add_adapters
+from .policy import Head, Policy, ScalarModel
+from .settings import LoraSettings, Parallelism
+from .tensor_parallel import parallelize
+
+if TYPE_CHECKING:
+    from .titan import TitanPolicy
+
+log = logging.getLogger(__name__)
+Backend = Literal["fsdp", "titan"]
+
+
+def load(path: str | Path, head: Head, **options: Any) -> Policy | ScalarModel:
+    """The model of a folder or hub id with this head; options are `dtype`, `gradient_checkpointing` and `meta`.
+
+    Raises:
+        ValueError: an unknown head, or a model that does not suit it.
+    """
+    if head == "policy":
+        return Policy.from_pretrained(path, **options)
+    if head not in ("value", "reward"):
+        raise ValueError(f"head must be policy, value or reward, got {head!r}")
+    return ScalarModel.from_pretrained(path, head, **options)
+
+
+def build(
+    path: str | Path,
+    head: Head,
+    ranks: Ranks,
+    *,
+    backend: Backend = "fsdp",
+    seq_len: int = 4096,
+    lora: LoraSettings | None = None,
+    dtype: torch.dtype = torch.float32,
+    weights_dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    compile: bool = False,
+) -> Policy | ScalarModel | TitanPolicy:
+    """The model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
+
+    Where there is a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
+
+    Args:
+        backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
+        seq_len: length of the longest sequence.
+        dtype: of the forward and backward pass.
+        weights_dtype: of the parameters.
+        compile: each decoder layer; with `gradient_checkpointing` its norms and feed-forward.
+
+    Raises:
+        ValueError: an unknown backend or head, an unsuitable model, sizes that are not a multiple of a degree, or
+            invalid adapters.
+        ImportError: TorchTitan is not installed.
+    """
+    if backend == "titan":
+        if head != "policy" or lora is not None or weights_dtype != torch.float32:
+            raise ValueError(
+                "trainer.backend titan trains all weights of policies, in float32: use fsdp for adapters, heads and "
+                "bfloat16 weights"
+            )
+        from .titan import build_titan
+
+        return build_titan(
+            path,
+            ranks,
+            seq_len=seq_len,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            cpu_offload=cpu_offload,
+            compile=compile,
+        )
+    if backend != "fsdp":
+        raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
+    # Where there is a mesh the weights are read after sharding.
+    policy = load(
+        path,
+        head,
+        dtype=weights_dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        meta=ranks.mesh is not None,
+    )
+    degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
+    degrees.check(policy.model.config)
+    if lora is not None:
+        add_adapters(policy.model, lora)
+    if ranks.tensor.size > 1:
+        parallelize(policy.model, ranks)
+    layers = list(policy.model.model.layers)
+    # Before sharding, which wraps the compiled layers.
+    if compile:
+        for layer in layers:
+            # A checkpointed layer does not trace across the graph break of its attention, only the parts around it.
+            parts = [part for name, part in layer.named_children() if name != "self_attn"]
+            for part in parts if gradient_checkpointing else (layer,):
+                part.compile(dynamic=True)
+    policy.ranks = ranks
+    policy.train()
+    if ranks.mesh is None:
+        return policy.to(ranks.device)
+    # FSDP2: one group per decoder layer, one for embedding, final norm and head (which may be tied).
+    mesh = ranks.mesh[tuple(name for name in ranks.mesh.mesh_dim_names or () if name != "tensor")]
+    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    fill(policy.model, path, torch.device("cpu") if cpu_offload else ranks.device)
+    sum_gradients(policy)
+    return policy
+
+
+def precision(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """The context of a forward pass in `dtype`: autocast in one process; FSDP2 has its own mixed precision."""
+    mixed = dtype != torch.float32 and ranks.mesh is None
+    return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()
+
+
+def round_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the matrices of linear layers in `dtype`, as autocast rounds them at every product: half the memory for the
+    same results. Embeddings (and a head that is tied to them), norms, biases and experts stay as they are."""
+    embedding = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight not in embedding:
+            module.weight.data = module.weight.data.to(dtype)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of the forward pass: bfloat16 only where the device computes in it."""
+    if name == "bfloat16" and device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        log.info("training.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
+        return torch.float32
+    return getattr(torch, name)
