@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.models import template_limits
 from forge.data.chat import ChatFormat
+from forge.models import template_limits
 from forge.models.tokenizer import character_tokenizer
 from forge.serve.requests import BadRequest, parse
 

@@ -77,7 +77,7 @@ def check_current(store: VersionStore, version: int, who: str) -> None:
 def differing(store: Store, version: int, other: int) -> str:
     """In which tensor two versions differ, as the end of a sentence; empty if that is not known any more."""
     try:
-        tensor = store.manifest(POLICY, version).difference(store.manifest(POLICY, other))
+        tensor = store.manifest(POLICY, version).first_difference(store.manifest(POLICY, other))
     except MissingVersion:
         return ""
     return "" if tensor is None else f" (they differ in {tensor!r})"

@@ -32,7 +32,7 @@ from ..runtime.controller import ForgeActor, endpoint, runtime
 from ..runtime.controller.rdma import Window
 from ..runtime.store import MissingVersion, Store, VersionStore
 from ..runtime.store.manifest import Manifest
-from ..runtime.store.transfer import Part, Ranks, Snapshot
+from ..runtime.store.transfer import OpenVersion, RankPart, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Keeper(ForgeActor):
     def setup(self) -> None:
         """Open the store of this host. ValueError: it is on another host."""
         self.host, self.store = whereabouts(self.home_store)
-        if not self.store.is_here():
+        if not self.store.is_local():
             raise ValueError(f"the keeper of {self.store.root} must run on the host where it is")
         self._sources: dict[str, Source] = {}
         self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
@@ -124,7 +124,7 @@ class Keeper(ForgeActor):
         if host not in chain:
             chain.append(host)
         before = [other for other in chain[: chain.index(host)] if other not in avoid]
-        return manifest.at(HOME).to_json(), before[-1] if before else None
+        return manifest.on_host(HOME).to_json(), before[-1] if before else None
 
     @endpoint
     async def fetch(self, key: str, version: int, timeout: float) -> str:
@@ -269,7 +269,7 @@ class Reach:
 async def share(store: VersionStore) -> VersionStore | Reach:
     """Have a store reach all hosts of this controller, also those that come later. Without hosts it is as it was."""
     running = runtime()
-    if (pool := running.pool) is None:
+    if (pool := running.placement.pool) is None:
         return store
 
     async def start() -> Reach:
@@ -292,7 +292,7 @@ async def share(store: VersionStore) -> VersionStore | Reach:
                     await store.publisher(newest)
 
         pool.on_lost.append(replace_lost)
-        pool.on_each(attend)
+        pool.on_up(attend)
         return Reach(store, home)
 
     if running.shared is None:
@@ -312,7 +312,7 @@ def home(store: Store | Reach | None) -> Store | None:
 
 def whereabouts(store: VersionStore) -> tuple[str, VersionStore]:
     """The host of this process, and the store in its memory; `store` is that of the home host."""
-    if store.is_here():
+    if store.is_local():
         return HOME, store
     local = VersionStore(os.environ[STORE], store.keep)
     local.prepare()
@@ -362,17 +362,17 @@ class HostStore(Store):
         """Publish here if the store is on this host, otherwise send the parts to its host."""
         if self.host == HOME:
             return self.local.put(key, value, version, dtype=dtype, timeout=timeout)
-        part = Part.of(key, value, version, dtype)
+        part = RankPart.of_value(key, value, version, dtype)
         with self.local.segments.writing(max(part.size, 1)) as (name, memory):
             written = part.write(name, memory)
-            text = written.at(self.host).to_json()
+            text = written.on_host(self.host).to_json()
             number = self._wait(self._home.publish.route(text, part.ranks, timeout))
             # Before the segment is unlocked: other processes of this host may reuse it then.
             self.local.keep_part(replace(written, version=number), f"rank{part.ranks.rank}")
         return number
 
     @contextmanager
-    def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
+    def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
         """Fetch a version to this host once, and read it from there."""
         if version is None:
             versions = self.versions(key)
@@ -384,7 +384,7 @@ class HostStore(Store):
                 manifest = Manifest.from_json(self._wait(fetched))
             try:
                 with self.local.segments.reading(manifest.segments) as memory:
-                    yield Snapshot(manifest, memory)
+                    yield OpenVersion(manifest, memory)
                     return
             except FileNotFoundError:  # its memory was reused since
                 if last:

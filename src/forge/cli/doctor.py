@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print a report; exit code 1 if something is wrong."""
-    if args.what == "machine":
+    if args.name == "machine":
         if args.hosts or args.folder:
             raise SystemExit("error: --hosts and --folder are of forge doctor cluster")
         examine_machine()
@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> None:
     from tempfile import TemporaryDirectory
 
     from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-    from ..runtime.cluster.doctor import examine, shown
-    from ..runtime.cluster.pool import HOSTS, addresses
+    from ..runtime.cluster.doctor import examine, render
+    from ..runtime.cluster.pool import HOSTS, parse_addresses
 
     try:
         if not (given := args.hosts or os.environ.get(HOSTS)):
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> None:
         if (secret := read_secret()) is None:
             raise NoSecret(f"{SECRET} is not set: set it to the secret of the workers")
         with TemporaryDirectory() as folder:
-            found = asyncio.run(examine(addresses(given), Credentials.make(secret, Path(folder)), args.folder))
+            found = asyncio.run(examine(parse_addresses(given), Credentials.make(secret, Path(folder)), args.folder))
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
-    print(shown(found))
+    print(render(found))
     if found.problems:
         raise SystemExit(1)
 
@@ -57,7 +57,7 @@ def examine_machine() -> None:
     for finding in findings():
         problems += bool(finding.problem)
         print(
-            f"{finding.what:24} {finding.value}" + (f"\n{'':24} PROBLEM: {finding.problem}" if finding.problem else "")
+            f"{finding.name:24} {finding.value}" + (f"\n{'':24} PROBLEM: {finding.problem}" if finding.problem else "")
         )
     if problems:
         raise SystemExit(1)

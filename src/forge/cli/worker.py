@@ -44,17 +44,17 @@ def run(args: argparse.Namespace) -> None:
     from pathlib import Path
 
     from ..runtime.cluster.credentials import SECRET, NoSecret, read_secret
-    from ..runtime.cluster.host import Daemon, routable
+    from ..runtime.cluster.host import Daemon, routable_address
     from ..runtime.cluster.inventory import count_gpus
     from ..runtime.cluster.wire import PORT, split
-    from ..system.addresses import joined, listening_error
+    from ..system.addresses import join_address, listening_error
     from ..system.files import write_atomic
 
     try:
         if args.stdin:
             os.environ[SECRET] = sys.stdin.readline().strip()
         address, port = split(args.listen) if args.listen else ("", PORT)
-        address = address or routable()
+        address = address or routable_address()
         if address in ("0.0.0.0", "::"):
             raise ValueError(f"--listen {address} is every address: give one, or leave it out")
         if (secret := read_secret()) is None:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     file = folder / socket.gethostname() if folder is not None else None
 
     def ready(port: int) -> None:
-        where = joined(address, port)
+        where = join_address(address, port)
         log.info("listening at %s, %d GPUs", where, len(gpus))
         if args.stdin:
             print(where, flush=True)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         async def leave() -> None:
             if args.grace and daemon.leave():
                 log.warning("SIGTERM: the run was notified, and has %g s", args.grace)
-                await asyncio.wait([asyncio.ensure_future(daemon.gone())], timeout=args.grace)
+                await asyncio.wait([asyncio.ensure_future(daemon.released())], timeout=args.grace)
             task.cancel()
 
         leaving: list[asyncio.Task] = []  # a reference keeps it alive
@@ -111,4 +111,6 @@ def run(args: argparse.Namespace) -> None:
     try:
         asyncio.run(serve())
     except OSError as error:
-        raise SystemExit(f"error: {listening_error(address, port, error, f'--listen {joined(address, 0)}')}") from error
+        raise SystemExit(
+            f"error: {listening_error(address, port, error, f'--listen {join_address(address, 0)}')}"
+        ) from error

@@ -172,7 +172,7 @@ def execute(recipe: Recipe, cfg: Any, *, resume: str | None = None) -> Path:
             try:
                 run(
                     recipe(cfg, Job(model, held_out, record, store, saved)),
-                    cfg.cluster.given,
+                    cfg.cluster.configured_hosts,
                     cfg.cluster.wait,
                     on_preemption=None if saved is None else saved.request,
                 )

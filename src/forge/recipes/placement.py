@@ -10,13 +10,14 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-from ..runtime.cluster.doctor import seen_by
+from ..runtime.cluster.doctor import host_sees
 from ..runtime.cluster.inventory import VISIBLE, visible_gpus
-from ..runtime.cluster.pool import NoRoom, addresses, check, survey
+from ..runtime.cluster.pool import parse_addresses, survey
+from ..runtime.cluster.rooms import NoHostRoom, check_fit
 from ..runtime.cluster.wire import split
 from ..runtime.controller import Options
-from ..runtime.controller.runtime import demand_of
-from ..system.addresses import joined
+from ..runtime.controller.placement import demand_of
+from ..system.addresses import join_address
 
 
 def check_hosts(cfg: Any) -> None:
@@ -25,7 +26,7 @@ def check_hosts(cfg: Any) -> None:
     Raises:
         ValueError: lists the room of each host.
     """
-    if cfg.cluster.given is None:
+    if cfg.cluster.configured_hosts is None:
         return check_gpus(cfg)
     if (secret := read_secret()) is None:
         raise NoSecret(f"cluster.hosts is set and {SECRET} is not: set it to the secret of their workers")
@@ -34,8 +35,10 @@ def check_hosts(cfg: Any) -> None:
         if cfg.services[name] is None:
             continue
         options = Options(**cfg.placement(name))
-        if options.host is not None and joined(*split(options.host)) not in addresses(cfg.cluster.given):
-            known = ", ".join(addresses(cfg.cluster.given))
+        if options.host is not None and join_address(*split(options.host)) not in parse_addresses(
+            cfg.cluster.configured_hosts
+        ):
+            known = ", ".join(parse_addresses(cfg.cluster.configured_hosts))
             raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {known}")
         if options.share in shares or (options.hosts is None and not options.with_gpus):
             continue
@@ -46,9 +49,9 @@ def check_hosts(cfg: Any) -> None:
         credentials = Credentials.make(secret, Path(folder))
         failures: list[str] = []
         try:
-            found, failures = asyncio.run(survey(cfg.cluster.given, credentials))
-            check(found, demands)
-        except NoRoom as error:
+            found, failures = asyncio.run(survey(cfg.cluster.configured_hosts, credentials))
+            check_fit(found, demands)
+        except NoHostRoom as error:
             raise ValueError("; ".join([str(error), *failures])) from None
 
 
@@ -60,7 +63,7 @@ def check_shared(cfg: Any, model: str) -> None:
     """
     placed = {name: cfg.placement(name) for name in type(cfg.services).model_fields if cfg.services[name] is not None}
     there = {name for name, one in placed.items() if one["host"] or one["hosts"] is not None or one["with_gpus"]}
-    if cfg.cluster.given is None or not there:
+    if cfg.cluster.configured_hosts is None or not there:
         return
     root, secret = Path(cfg.run.root).absolute(), read_secret()
     assert secret is not None  # see check_hosts
@@ -72,9 +75,9 @@ def check_shared(cfg: Any, model: str) -> None:
         if there & {"trainer", "critic"}:
             files[Path(mark.name)] = token
         credentials = Credentials.make(secret, Path(folder))
-        for host in addresses(cfg.cluster.given):
+        for host in parse_addresses(cfg.cluster.configured_hosts):
             for path, content in files.items():
-                seen = asyncio.run(seen_by(host, credentials, path.absolute(), content))
+                seen = asyncio.run(host_sees(host, credentials, path.absolute(), content))
                 if not seen:
                     raise ValueError(
                         f"host {host} does not see {path.parent}: share it between the hosts, at the same path"

@@ -7,7 +7,7 @@ import os
 import re
 
 
-def joined(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
     """The pair as HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -27,4 +27,4 @@ def listening_error(host: str, port: int, error: OSError | OverflowError, any_po
         None: "choose a port from 0 to 65535",
     }
     remedy = remedies.get(number, "choose an address of this machine")
-    return OSError(f"cannot listen at {joined(host, port)}: {reason}: {remedy}")
+    return OSError(f"cannot listen at {join_address(host, port)}: {reason}: {remedy}")

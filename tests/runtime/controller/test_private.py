@@ -237,7 +237,7 @@ def test_threads_of_monarch_write_without_python_once_a_host_is_up():
     """One that is in Python's hands while the interpreter ends aborts the process, after all that it did went well."""
     script = """
         import ctypes
-        from forge import interpose
+        from forge.system import interpose
         from forge.runtime.controller import private, run
         from tests.runtime.controller.components import Counter
         async def main():
