@@ -8,18 +8,18 @@ import re
 
 
 def join_address(host: str, port: int) -> str:
-    """The pair as HOST:PORT."""
+    """Join a host and a port as HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listening_error(host: str, port: int, error: OSError | OverflowError, any_port: str) -> OSError:
-    """The error about an address that a server cannot have, with the remedy.
+    """Return the error for an address that a server cannot have, with its remedy.
 
     Args:
         any_port: the option that takes a free port, such as `--port 0`.
     """
     number = error.errno if isinstance(error, OSError) else None
-    # What asyncio and socket.create_server raise names the address once more; numbers of name resolution are negative.
+    # The errors of asyncio and socket.create_server repeat the address; numbers of name resolution are negative.
     reason = os.strerror(number) if number and number > 0 else re.sub(r"\[Errno .*?\] | \(while .*|\.$", "", str(error))
     remedies = {
         errno.EADDRINUSE: f"stop what listens there, or choose another port ({any_port}: any that is free)",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...observability.console import configure_logging, log_failure
 from ...observability.metrics import PROCESS_NAME
-from ...system.devices import GIVEN
+from ...system.devices import GRANTED
 from ...system.files import cache_folder
 from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
@@ -269,7 +269,7 @@ def _bootstrap(
     """Set environment and limits of a new process, and leave Ctrl-C to the controller. Runs before its actors."""
     devices = gpus.get(os.environ.get(HOST, ""), [])
     # An empty ZE_AFFINITY_MASK hides nothing: it is set only if there are devices.
-    visible = {name: ",".join(devices) for name in (*VISIBLE, GIVEN) if devices or name == VISIBLE[0]}
+    visible = {name: ",".join(devices) for name in (*VISIBLE, GRANTED) if devices or name == VISIBLE[0]}
     os.environ.update({**settings, **visible, **extra})
     with suppress(OSError):
         Path(f"/proc/self/task/{os.getpid()}/comm").write_text(settings[PROCESS_NAME])  # what top and ps show

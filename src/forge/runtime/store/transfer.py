@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...system.boxes import is_dtensor, local_boxes, whole
+from ...system.boxes import full_box, is_dtensor, local_boxes
 from ...system.files import write_atomic
 from .manifest import Manifest, Shard, checksum, copy_and_hash
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
@@ -124,7 +124,7 @@ class RankPart:
         for name, tensor in tensors.items():
             target_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             shard = Shard(
-                name, str(target_dtype).removeprefix("torch."), tuple(tensor.shape), whole(tensor.shape), "", 0, ""
+                name, str(target_dtype).removeprefix("torch."), tuple(tensor.shape), full_box(tensor.shape), "", 0, ""
             )
             if is_dtensor(tensor) and tensor.numel():
                 # Along each mesh dimension that replicates the tensor, the first rank writes.
@@ -336,7 +336,7 @@ class OpenVersion:
         if id(shard) in self._verified:
             return
         if (checksum(values) if digest is None else digest) != shard.checksum:
-            part = "" if shard.box == whole(shard.shape) else f" {shard.box}"
+            part = "" if shard.box == full_box(shard.shape) else f" {shard.box}"
             raise CorruptWeights(
                 f"{self._label(shard.name)}{part} does not have the checksum that it was published with"
             )

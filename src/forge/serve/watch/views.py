@@ -55,13 +55,13 @@ class RunView:
             self._firsts: list[int] = [0]  # number of the first row of each batch
             self._searched: dict[tuple[str, int], np.ndarray] = {}
             self._read: dict[int, pyarrow.RecordBatch] = {}
-        for row in map(numbers, self._metrics.more()):
+        for row in map(numbers, self._metrics.read()):
             if "step" in row:
                 self._names |= row.keys()
                 if len(self._names) > MOST_NAMES:
                     raise ValueError(f"{mark} has more than {MOST_NAMES} metrics")
                 self.rows.append(row)
-        self.events += self._trace.more()
+        self.events += self._trace.read()
         self._answers.refresh()
         self._index()
         self.behind = self._metrics.behind or self._trace.behind or self._answers.behind
