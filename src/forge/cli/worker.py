@@ -1,15 +1,16 @@
-"""`forge worker`: make this machine a host that a run elsewhere can use."""
+"""`forge worker`: make this machine a host for runs of other machines."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+
+from .table import Subparsers
 
 TEXT = "let a run on another machine start processes here; both need the same FORGE_SECRET"
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "worker", help=TEXT, description=TEXT, epilog="example: forge worker --listen 10.0.0.2:7070 --gpus 0,1"
     )
@@ -34,7 +35,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve until a signal ends it; bad input ends it with one line."""
+    """Serve until a signal ends the worker; invalid input ends it with one line."""
     import asyncio
     import logging
     import os
@@ -56,8 +57,9 @@ def run(args: argparse.Namespace) -> None:
         address, port = split(args.listen) if args.listen else ("", PORT)
         address = address or routable_address()
         if address in ("0.0.0.0", "::"):
-            raise ValueError(f"--listen {address} is every address: give one, or leave it out")
-        if (secret := read_secret()) is None:
+            raise ValueError(f"--listen {address} is every address: give one, or omit the option")
+        secret = read_secret()
+        if secret is None:
             raise NoSecret(
                 f"{SECRET} is not set: every process that has it can run programs here. Make one with "
                 "`openssl rand -hex 32`, and give it to the workers and the controller"
@@ -76,18 +78,20 @@ def run(args: argparse.Namespace) -> None:
     file = folder / socket.gethostname() if folder is not None else None
 
     def ready(port: int) -> None:
-        where = join_address(address, port)
-        log.info("listening at %s, %d GPUs", where, len(gpus))
+        location = join_address(address, port)
+        log.info("listening at %s, %d GPUs", location, len(gpus))
         if args.stdin:
-            print(where, flush=True)
-            os.dup2(2, 1)  # nothing reads the rest of the output of this worker and its processes
+            print(location, flush=True)
+            os.dup2(2, 1)  # nothing reads later output of this worker and its processes
         if file is not None:
-            write_atomic(file, f"{where}\n")
+            write_atomic(file, f"{location}\n")
 
     async def serve() -> None:
         daemon = Daemon(gpus, secret, address, port, args.once)
-        task, loop = asyncio.ensure_future(daemon.serve(ready)), asyncio.get_running_loop()
+        task = asyncio.ensure_future(daemon.serve(ready))
+        loop = asyncio.get_running_loop()
 
+        # A machine that will be taken away serves on until its run has saved its state.
         async def leave() -> None:
             if args.grace and daemon.leave():
                 log.warning("SIGTERM: the run was notified, and has %g s", args.grace)

@@ -212,7 +212,7 @@ async def generator(cfg: Any, job: Job, **sampling: Any) -> Handle:
 
         tokenizer, own = open_tokenizer(job.model), secrets.token_urlsafe(32)
         server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), own)
-        url = await server.beside(at)
+        url = await server.listen_in_background(at)
         write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": own}), secret=True)
         log.info("%s is served at %s", cfg.run.name, url)
     return policy

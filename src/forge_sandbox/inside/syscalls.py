@@ -49,22 +49,22 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 
 
 def number(name: str) -> int | None:
-    """The number of a system call; None if this machine lacks it."""
+    """Return the number of a system call; None if this machine lacks it."""
     return _NUMBERS[name][MACHINE == "aarch64"]
 
 
 def call(name: str, *arguments: int | bytes | None) -> int:
     """Make a system call. OSError: it failed, with its name."""
     # ctypes passes bare integers as 32 bits.
-    given = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
-    return checked(libc.syscall(ctypes.c_long(number(name) or -1), *given), name)
+    converted = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
+    return check(libc.syscall(ctypes.c_long(number(name) or -1), *converted), name)
 
 
-def checked(result: int, what: str) -> int:
-    """The result of a C library call. OSError: it is negative."""
+def check(result: int, name: str) -> int:
+    """Return the result of a C library call. OSError: it is negative."""
     if result < 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"{what}: {os.strerror(error)}")
+        raise OSError(error, f"{name}: {os.strerror(error)}")
     return result
 
 
@@ -74,5 +74,5 @@ def prctl(option: int, value: int = 0) -> int:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends. Reset by a change of the user and by executing a privileged file."""
+    """Have this process killed when its parent ends. A change of the user and executing a privileged file reset it."""
     prctl(1, 9)

@@ -122,7 +122,7 @@ def test_addresses_of_hosts(tmp_path):
     (folder / "m3").write_text("m3:7071\n")
     (folder / "m2").write_text("m2:7070\n")
     assert parse_addresses(str(folder)) == ["m2:7070", "m3:7071"]
-    for wrong, why in (("a:b", "'b' is no port"), ("a,a:7070", "hosts has a:7070 twice"), ("1::2:3", "IPv6")):
+    for wrong, why in (("a:b", "'b' is not a port"), ("a,a:7070", "hosts has a:7070 twice"), ("1::2:3", "IPv6")):
         with pytest.raises(ValueError, match=why):
             parse_addresses(wrong)
     with pytest.raises(OSError, match="none"):

@@ -232,12 +232,12 @@ def test_messages_are_those_of_arrow(root: Path):
 
 
 def test_a_list_is_read_in_turns(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("forge.serve.watch.server.PATIENCE", -1.0)
+    monkeypatch.setattr("forge.serve.watch.server.LIST_TIMEOUT", -1.0)
     watch = Watch(root)
     assert [row["state"] for row in watch._runs(None)] == ["not read yet"] * 2
-    monkeypatch.setattr("forge.serve.watch.server.PATIENCE", 60.0)
+    monkeypatch.setattr("forge.serve.watch.server.LIST_TIMEOUT", 60.0)
     assert [row["step"] for row in watch._runs(None)] == [4, 4]
-    monkeypatch.setattr("forge.serve.watch.server.PATIENCE", -1.0)
+    monkeypatch.setattr("forge.serve.watch.server.LIST_TIMEOUT", -1.0)
     assert [row["step"] for row in watch._runs(None)] == [4, 4]
 
 
