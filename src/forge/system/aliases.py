@@ -63,12 +63,10 @@ class AliasFinder(MetaPathFinder, InspectLoader):
         return spec is not None and spec.submodule_search_locations is not None
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code that `python -m` runs."""
+        """Return the code that `python -m` runs: the module under its current name, which its relative imports need."""
         name = str(current_name(fullname))
-        spec = find_spec(name)
-        assert spec is not None
-        assert isinstance(spec.loader, InspectLoader)
-        return spec.loader.get_code(name)
+        program = f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+        return compile(program, f"<{fullname}>", "exec")
 
     def get_source(self, fullname: str) -> str | None:
         """Return the text of the module, for tracebacks."""

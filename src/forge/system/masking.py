@@ -295,8 +295,11 @@ def _without_assigned(text: str) -> str:
     while name := _ASSIGNED.search(text, position):
         parts.append(text[position : name.end()])
         position = name.end()
+        # The value is matched for names of secrets alone: it may be all the rest of a long text.
+        if not _may_assign_secret(name[1], unquote(name[2]), text[position : position + 80]):
+            continue
         value = _VALUE.match(text, position)
-        if value and _may_assign_secret(name[1], unquote(name[2]), text[position : position + 80]):
+        if value:
             query = bool(name[1]) and _QUERY.fullmatch(unquote(name[2]).lower()) is not None
             parts.append(MASK if query else _mask_value(unquote(name[2]), value[0]))
             position = value.end()

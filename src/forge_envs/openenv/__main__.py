@@ -1,4 +1,4 @@
-"""`python -m forge_envs.openenv package.module:make_environment --port 8000`"""
+"""Command that serves an environment: `python -m forge_envs.openenv package.module:make_environment --port 8000`."""
 
 import argparse
 import asyncio
