@@ -114,6 +114,7 @@ class GymnasiumEnvironment(Environment):
                 )
             return text
         assert isinstance(space, spaces.Discrete)
+        # A `Discrete` space need not begin at 0.
         if self._names is not None:
             if text.casefold() not in self._names:
                 raise ValueError(f"an action is one of {', '.join(self._names)}")

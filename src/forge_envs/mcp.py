@@ -78,6 +78,7 @@ class MCPTools(ABC):
         async with self._opening:
             if self.connected:
                 return
+            # A connection that was lost may have left a task behind.
             await self.close()
             self._stop = asyncio.Event()
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,6 +87,7 @@ class MCPTools(ABC):
                 async with asyncio.timeout(self._start_timeout):
                     await asyncio.shield(ready)
             except BaseException as error:
+                # Before `close`, which forgets the program and the end of its log.
                 details = self._end_details()
                 await self.close()
                 if isinstance(error, TimeoutError):

@@ -144,6 +144,7 @@ class Program:
             return
         lifeline = self._lifeline
         self._lifeline = -1
+        # A closed stdin is how many servers are told to end.
         try:
             if self.stdin is not None:
                 self.stdin.close()
@@ -151,6 +152,7 @@ class Program:
                 self._signal(signal.SIGTERM)
                 await self.wait(grace)
         finally:
+            # The lifeline is closed last: at the end of this pipe the keeper kills the group.
             self._signal(signal.SIGKILL)
             os.close(lifeline)
             self._log.close()

@@ -68,6 +68,7 @@ class ReasoningGymEnvironment(Environment):
             dataset: Any = reasoning_gym.create_dataset(family, size=size, seed=seed, **settings)
         except (AssertionError, TypeError) as error:
             raise ValueError(f"{family}: {error}") from error
+        # A scorer that gives points for wrong answers teaches them.
         fault = UNRELIABLE.get(family)
         if family == "basic_arithmetic" and "/" in dataset.config.operators:
             fault = _DIVISION

@@ -364,12 +364,14 @@ def _runs_separately(test: str) -> bool:
 def _assert_checks(number: int, test: ast.expr) -> list[_Check]:
     """Return checks of an asserted expression that keep constants on one side of a comparison out of the sandbox."""
     match test:
+        # Each part of a conjunction is a check of its own, so that its constants stay outside too.
         case ast.BoolOp(op=ast.And(), values=values):
             return [check for value in values for check in _assert_checks(number, value)]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             text = ast.unparse(operand)
             in_process = not calls_program(operand)
             return [_Check(number, text, "truth", lambda value: value is False, in_process=in_process)]
+        # The constant is compared outside the sandbox, where the program cannot see or replace it.
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             compare = _OPERATORS[type(op)]
             right_value = literal(right)

@@ -174,6 +174,7 @@ class Sandbox:
         pending = _Pending()
         future = self._threads.submit(self._run, bodies, time_limit, pending)
         try:
+            # The thread waits for the worker, and returns soon after the worker was killed.
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             pending.cancel()
@@ -307,6 +308,7 @@ class Session:
                 f"the sandbox failed ({error})" if isinstance(error, SandboxError) else "a cell was cancelled"
             )
             raise
+        # The session ended between two cells.
         if "over" in header:
             self._end_reason = header["over"]
             return await self.run(cell, time_limit)

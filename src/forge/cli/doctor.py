@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
             raise SystemExit("error: --hosts and --folder are of forge doctor cluster")
         examine_machine()
         return
+    # Imported here: `forge doctor` must also work where torch does not.
     import asyncio
     import os
     from tempfile import TemporaryDirectory
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> None:
         secret = read_secret()
         if secret is None:
             raise NoSecret(f"{SECRET} is not set: set it to the secret of the workers")
+        # The certificates are needed for this call alone.
         with TemporaryDirectory() as folder:
             credentials = Credentials.make(secret, Path(folder))
             diagnosis = asyncio.run(examine(parse_addresses(hosts), credentials, args.folder))

@@ -171,6 +171,7 @@ def _kubernetes(options: argparse.Namespace, cfg: RecipeConfig, runs: Runs) -> N
     from ..runtime.cluster.words import documents
 
     for name, command in runs:
+        # Names of runs may hold what Kubernetes does not allow.
         job = KubernetesJob(
             name.lower().replace("_", "-").replace(".", "-"),
             [options.python, *command[1:]],

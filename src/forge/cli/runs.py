@@ -33,6 +33,7 @@ def add_to(commands: Subparsers) -> None:
 
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
+    # Imported here, so that `forge --help` is quick.
     from ..observability.alerts import alerts
     from ..observability.folder import ENDED
     from ..observability.runs import ending, find_runs, last, rows, settings, state
@@ -45,6 +46,7 @@ def list_runs(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: no runs in {', '.join(map(str, args.folders))}")
     lines = []
     for folder in folders:
+        # A damaged run is a line like any other, with a remark: the others are worth showing.
         written = _written(folder)
         damaged = ""
         try:
@@ -61,6 +63,7 @@ def list_runs(args: argparse.Namespace) -> None:
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         reached = f"{numbers[-1]['step']:g}" if numbers else "0"
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
+        # A run that goes on or is complete needs no reason.
         reason = ending(folder)[:MAX_REASON] if state(folder) in ("failed", "stopped") else ""
         cells = [
             printable(folder.name),
@@ -72,6 +75,7 @@ def list_runs(args: argparse.Namespace) -> None:
         lines.append((written, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - written)]))
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
     _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+    # One run leaves room for details.
     if len(folders) == 1:
         for alert in alerts(numbers, config):
             print(f"alert: {alert}")

@@ -29,6 +29,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
     )
+    # Without a default, the setting of the engine holds: the parser cannot know it.
     parser.add_argument("--engine", choices=["embedded", "vllm"], default=argparse.SUPPRESS, help="generation engine")
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")

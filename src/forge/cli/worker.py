@@ -28,6 +28,7 @@ def add_to(commands: Subparsers) -> None:
         metavar="SECONDS",
         help="at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at once",
     )
+    # These are of programs that start workers: ssh, a job of a cluster, a launcher.
     parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
     parser.add_argument("--once", action="store_true", help="end after the first run")
     parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")

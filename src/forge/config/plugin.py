@@ -41,6 +41,7 @@ def warn_of_code(path: Path, values: Json) -> None:
     owner = path.stat().st_uid
     if owner in (os.geteuid(), 0):
         return
+    # Only names are shown: values may be secrets.
     names = set()
     pending = [values]
     while pending:

@@ -184,6 +184,7 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     warn_of_code(path, values)
     for name, text in overrides:
         _set(values, cls, name, text)
+    # The config.yaml of a run has masked secrets: with "***" a service would fail late, and say something else.
     names = [*masked_names(values)]
     if names:
         raise ConfigError(

@@ -66,11 +66,13 @@ def _fault(error: yaml.MarkedYAMLError) -> str:
     if mark is None:
         return problem
     text_at_fault = mark.buffer[mark.pointer :] if mark.buffer else ""
+    # Of these two faults the parser says only that it found no token.
     if text_at_fault.startswith("\t"):
         problem = "a tab: indent with spaces"
     elif "cannot start any token" in problem:
         problem = f"quote text that begins with {text_at_fault[:1]}"
     else:
+        # A bracket that is never closed is a fault at the end of the file, but was opened in another line.
         if error.context_mark is not None and error.context_mark.line < mark.line:
             problem += f" ({error.context}, from line {error.context_mark.line + 1})"
         text = f"{error.context} {problem}"

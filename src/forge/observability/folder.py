@@ -62,9 +62,9 @@ def clear(folder: Path) -> None:
 
 
 def cut(path: Path, last: int) -> list[Row]:
-    """Remove the lines of steps after `last` from a file of JSON lines, and return the others. Damaged lines are
-    removed
-    too: a killed process leaves a truncated last one, any other is a warning."""
+    """Remove the lines of steps after `last` from a file of JSON lines, and return the others.
+
+    Damaged lines are removed too: a killed process leaves a truncated last one, any other is a warning."""
     complete: list[tuple[str, Row]] = []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -77,5 +77,6 @@ def cut(path: Path, last: int) -> list[Row]:
                 log.warning("%s, line %d is damaged and left out", path, number)
             continue
         complete.append((line, row))
+    # Written aside and renamed: a kill leaves the former file.
     write_atomic(path, "".join(f"{line}\n" for line, _ in complete), durable=True)
     return [row for _, row in complete]

@@ -79,12 +79,14 @@ class Answers:
         if not self._entries:
             return {"steps": [], "step": None, "total": 0, "all": 0, "rows": []}
         steps = sorted(self._entries)
+        # An unknown verdict is ignored: an old address of the page still shows something.
         step = int(query["step"]) if query.get("step") else steps[-1]
         entries = self._entries.get(step, [])
         verdicts = {"right": True, "wrong": False, "unknown": None}
         selected = entries
         if query.get("verdict") in verdicts:
             selected = [entry for entry in entries if entry.correct is verdicts[query["verdict"]]]
+        # The first evaluation shows what training has changed.
         before = {entry.problem: entry.correct for entry in self._entries[steps[0]]}
         page = selected[PAGE * int(query.get("page") or 0) :][:PAGE]
         rows = [{**row, "before": before.get(row["problem"])} for row in self._read(page)]

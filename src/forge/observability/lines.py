@@ -49,8 +49,7 @@ class Lines:
         self._bytes = 0
 
     def read(self) -> Iterator[Row]:
-        """Yield the lines that were appended since the last call, or some of them; an incomplete one waits for the
-        next.
+        """Yield the lines that were appended since the last call, or some of them; an incomplete line waits.
 
         Raises:
             ValueError: the file has more lines or bytes than the limits.
@@ -58,6 +57,7 @@ class Lines:
         before = self.offset
         for end, line in appended_lines(self.path, self.offset, TURN):
             self.offset = end
+            # Damaged lines are skipped: the rest of the file is worth showing.
             value = parse_line(line)
             if value is None:
                 continue
@@ -66,6 +66,7 @@ class Lines:
             if self._lines > MOST_LINES or self._bytes > MOST_BYTES:
                 raise ValueError(f"{self.path} has more than {MOST_LINES} lines or {MOST_BYTES >> 20} MiB")
             yield value
+        # A whole turn was read, so there may be more.
         self.behind = self.offset - before >= TURN
 
 

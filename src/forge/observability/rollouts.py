@@ -214,6 +214,7 @@ def _row(
         "target": clean(str(group.target)),
         "reward": reward,
         "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
+        # A dropped episode has no advantage, though one was computed for its group.
         "advantage": None if reason is not None else episode.advantage,
         "version": episode.version,
         "origins": json.dumps(sorted(episode.origins)),
@@ -319,6 +320,7 @@ def cut(path: Path, last: int) -> None:
             end = position
     except ValueError as error:
         log.warning("%s; it is removed", error)
+    # Copied to another file, not truncated: that would end the processes that read it, by SIGBUS.
     if path.exists() and path.stat().st_size > end:
         with written_aside(path) as aside, path.open("rb") as old, aside.open("wb") as new:
             while data := old.read(min(end - new.tell(), CHUNK)):

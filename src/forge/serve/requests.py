@@ -190,6 +190,7 @@ def _sampling(body: dict[str, Json], chat: bool, top_logprobs: int) -> Sampling:
 
 def _logprobs(body: dict[str, Json], chat: bool) -> int | None:
     """Return the number of top logprobs per token; None: no log-probabilities at all."""
+    # Chat has a switch and a number, completions have the number alone.
     name = "top_logprobs" if chat else "logprobs"
     top = body.get(name)
     if chat and body.get("logprobs") not in (None, True, False):
@@ -199,6 +200,7 @@ def _logprobs(body: dict[str, Json], chat: bool) -> int | None:
         raise BadRequest("top_logprobs needs logprobs: true", name)
     if not requested:
         return None
+    # Without a number, the log-probability is of the sampled token alone.
     top = 0 if top is None else top
     if type(top) is not int or not 0 <= top <= TOP_LOGPROBS:
         raise BadRequest(f"{name} must be 0 to {TOP_LOGPROBS}, got {shorten(top)}", name)

@@ -46,12 +46,14 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
     expected = _read(folder / name)
     with ThreadPoolExecutor(_threads(expected)) as pool:
         digests = list(pool.map(lambda file: _digest(folder / file), expected))
+    # The size comes first: it tells a truncated file from a changed one.
     for file, (digest, size) in zip(expected, digests, strict=True):
         expected_digest, expected_size = expected[file]
         if size != expected_size:
             raise DamagedFile(f"{folder / file} is damaged: it has {size} bytes, and {expected_size} were written")
         if digest != expected_digest:
             raise DamagedFile(f"{folder / file} is damaged: its checksum is not that of what was written")
+    # A list of checksums may itself be on the list: checkpoints contain folders with lists of their own.
     for file in expected:
         if file.endswith(CHECKSUMS):
             check_files(folder, file)

@@ -148,9 +148,11 @@ async def listen(app: web.Application, listener: socket.socket) -> AsyncIterator
     await runner.setup()
     assert runner.server is not None
     make_protocol = runner.server
+    # Descriptors are left for the program's own files.
     limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
     connections: dict[Connection, None] = {}
     loop = asyncio.get_running_loop()
+    # For asyncio the backlog is also how many connections it accepts in one turn; the queue is set afterwards.
     try:
         server = await loop.create_server(
             lambda: Connection(make_protocol(), connections, limit), sock=listener, backlog=ACCEPTED

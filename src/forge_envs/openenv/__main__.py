@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=600.0, help="seconds after which a session without a call ends")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds in which the environment must answer")
     args = parser.parse_args()
+    # The environment is most often a file in the working directory.
     sys.path.insert(0, os.getcwd())
     try:
         make = resolve(args.make, "environment")

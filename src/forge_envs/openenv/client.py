@@ -268,14 +268,16 @@ class OpenEnvClient:
             async with asyncio.timeout(self._patience) as limit:
                 await connection.free.acquire()
         except TimeoutError:
+            # A TimeoutError of the caller's own limit passes.
             if not limit.expired():
                 raise
             raise InfrastructureError(
-                f"none of the {self._max_sessions} sessions with {self.url} was given back within {self._patience:g} s: "
-                "raise `sessions`, or release them earlier"
+                f"none of the {self._max_sessions} sessions with {self.url} was given back within "
+                f"{self._patience:g} s: raise `sessions`, or release them earlier"
             ) from None
         try:
             session = await self._live_session(connection.http)
+        # Or the pool would shrink with each failure.
         except BaseException:
             connection.free.release()
             raise

@@ -88,10 +88,12 @@ class OpenEnvEnvironment(Environment):
         """
         if self._session is None:
             raise RuntimeError("step before reset")
+        # With tools, a turn is its calls; a turn without any ends the episode, unless it can be an action.
         if self._mcp and (action.calls or action.errors):
             return await self._call_tools(self._session, action)
         if self._mcp and self._to_action is None:
             return self._step((), None, {}, over=True)
+        # A text that was cut at its limit says something else than the policy meant.
         if action.truncated and self._to_action is None and not self._is_forge:
             return Step((_user_message(CUT),))
         try:
@@ -100,6 +102,7 @@ class OpenEnvEnvironment(Environment):
             return Step((_user_message(f"error: {error}"),))
         try:
             reply = await self._session.step(sent)
+        # A rejected action is the policy's fault, and it may try again; other errors are the server's.
         except OpenEnvError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
@@ -126,6 +129,7 @@ class OpenEnvEnvironment(Environment):
         metadata: dict[str, Json] = {}
         over = False
         for call in action.calls:
+            # Every call needs an answer: chat templates expect one message for each.
             content = "error: not run: the episode is over"
             if not over:
                 try:

@@ -108,8 +108,10 @@ class ServedSession:
         step = await self._limited(self.environment.step(action), "step")
         self._running = not step.done
         self._steps += 1
+        # Converted before the answer is sent: values without a JSON form are the environment's fault.
         with _json_errors():
             reply = reply_to_json(step)
+        # An observation of OpenEnv's MCP environments has the result of the tool instead of messages.
         if data.get("type") == "call_tool":
             result = "\n".join(str(message.get("content", "")) for message in step.messages)
             metadata = reply["observation"]["metadata"]
@@ -127,11 +129,13 @@ class ServedSession:
             if method == "tools/list":
                 return {**answer, "result": {"tools": self._tools("inputSchema")}}
             if method == "tools/call":
+                # A call by MCP is a step like any other: it counts, and it may end the episode.
                 call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
                 text = (await self._step({"type": "call_tool", **call}))["observation"]["result"]
                 content = [{"type": "text", "text": text}]
                 return {**answer, "result": {"content": content, "data": text, "is_error": False}}
         except ServedError as error:
+            # The session is over: the caller must know, not the MCP client alone.
             if error.last:
                 raise
             return {**answer, "error": {"code": -32603, "message": str(error)}}
@@ -208,6 +212,7 @@ class OpenEnvServer:
             web.post("/step", self._over_http),
             web.post("/mcp", self._mcp),
         ]
+        # `openenv validate` reads the paths from here; what they take and return is at /schema.
         paths = {route.path: {route.method.lower(): _OPERATION} for route in routes}
         info = {"title": self._metadata["name"], "version": API_VERSION}
         openapi = constant({"openapi": "3.1.0", "info": info, "paths": paths})
@@ -262,7 +267,9 @@ class OpenEnvServer:
     async def _converse(self, socket: web.WebSocketResponse, name: str | None, sessions: list[ServedSession]) -> None:
         """Answer messages. The first one begins the session, which goes to `sessions`: silent sockets hold none."""
         while True:
+            # A socket that is open and silent has a shorter limit than a session, which waits for its policy.
             limit = self._idle if sessions or name is not None else min(FIRST_MESSAGE_LIMIT, self._idle)
+            # Twice half the limit: after a stop of this process the first one has passed unseen.
             received = await _receive(socket, limit / 2) or await _receive(socket, limit / 2)
             if received is None or received.type is not aiohttp.WSMsgType.TEXT:
                 return
@@ -277,6 +284,7 @@ class OpenEnvServer:
                 kind = str(message.get("type", ""))
                 if kind == "close":
                     return
+                # Environments may be expensive: none is made before a message asks for it.
                 if name is None and not sessions:
                     sessions.append(self._begin())
                 session = sessions[0] if name is None else self._named_session(name)
@@ -314,12 +322,12 @@ class OpenEnvServer:
         answer: Data = {"jsonrpc": "2.0", "id": None}
         try:
             request_body = json.loads(await request.text())
-            request_body = json.loads(await request.text())
             answer["id"] = request_body.get("id")
             params = request_body.get("params") or {}
             if request_body.get("method") == "openenv/session/create":
                 name = secrets.token_hex(16)
                 self._named[name] = self._begin()
+                # Starts the idle timer.
                 self._named_session(name)
                 return web.json_response({**answer, "result": {"session_id": name}})
             name = str(params.get("session_id"))

@@ -86,6 +86,7 @@ def action_from_json(data: Json) -> Action:
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             raise ValueError("call_tool needs a string tool_name and an object arguments")
         return Action("", calls=(ToolCall(name, dict(arguments)),))
+    # A field with a typing mistake would otherwise be ignored in silence.
     fields = SCHEMA["action"]["properties"]
     unknown = set(data) - set(fields)
     if unknown:
@@ -96,6 +97,7 @@ def action_from_json(data: Json) -> Action:
     errors = data.get("errors", ())
     if not isinstance(text, str) or not isinstance(data.get("content", ""), str):
         raise ValueError("an action needs a string text; its content must be a string too")
+    # Clients are other people's programs: what they send is checked field by field.
     if not isinstance(calls, list | tuple) or not all(
         isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("arguments", {}), dict)
         for call in calls
@@ -127,6 +129,7 @@ def step_from_reply(reply: Reply) -> Step:
     metadata = dict(reply.metadata)
     messages = reply.observation.get("messages", [])
     tools = reply.observation.get("tools", [])
+    # The same checks as for an action: a chat template would fail on other messages, far from here.
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("content"), str) and isinstance(message.get("role"), str)
         for message in messages

@@ -18,11 +18,14 @@ _MACHINE_FILES = ("/proc/cmdline", "/proc/version", "/proc/keys", "/proc/key-use
 def execute(settings: Settings, modules: dict[str, str], source: bytes, cells: int | None, setup: int) -> None:
     """Execute bwrap with a program, or with a session on the socket `cells`."""
     try:
+        # A group of its own, which is killed as one.
         os.setsid()
         paths = readable_paths(settings)
+        # Root would be root inside too; bwrap maps the user that calls it.
         if not os.geteuid():
             confine.become_user(namespaces.NOBODY)
         die_with_parent()
+        # The program is in memory, not in a file: nothing of it is on a disk that others read.
         header = {"modules": modules, "main": "bubblewrap", "settings": settings, "cells": cells, "setup": setup}
         message = os.memfd_create("message")
         os.write(message, wire.pack(header, source))
@@ -31,12 +34,15 @@ def execute(settings: Settings, modules: dict[str, str], source: bytes, cells: i
             os.set_inheritable(descriptor, True)
         words = [settings["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
         words += ["--clearenv", "--cap-drop", "ALL"]
+        # Read-only, apart from the devices: /dev/null and the like must be written.
         for path in paths:
             words += ["--dev-bind" if path in DEVICES else "--ro-bind", path, path]
+        # Links of the system, such as /lib to /usr/lib: a library is looked up by that name.
         for link, target in links_to(settings).items():
             if not any(link.startswith(f"{path}/") for path in paths):
                 words += ["--symlink", target, link]
         words += ["--proc", "/proc"]
+        # These files of /proc tell about the machine.
         for path in filter(os.path.exists, _MACHINE_FILES):
             words += ["--ro-bind", "/dev/null", path]
         words += ["--remount-ro", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]

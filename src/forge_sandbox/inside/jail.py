@@ -48,6 +48,7 @@ def readable_paths(settings: Settings) -> list[str]:
         f"{sys.base_prefix}/lib",
         os.path.dirname(os.__file__),
     ]
+    # Sorted: a folder comes before the paths in it, which need no mount of their own.
     candidates = sorted({os.path.realpath(path) for path in (*python, *_SYSTEM, *settings["readable"])})
     paths: list[str] = []
     for path in candidates:
@@ -105,6 +106,7 @@ def _leave_root() -> tuple[int, ...]:
     """Drop root to an unused user. Return descriptors of the sys.path folders that the new user cannot reach."""
     if os.geteuid():
         return ()
+    # Opened while it is allowed: the new user still reaches modules through these descriptors.
     opened = {path: os.open(path, os.O_PATH) for path in sys.path if os.path.isdir(path)}
     _drop_root()
     closed = {path: number for path, number in opened.items() if not os.access(path, os.R_OK | os.X_OK)}
@@ -118,6 +120,7 @@ def _leave_root() -> tuple[int, ...]:
                 return f"/proc/self/fd/{number}{path[len(folder) :]}"
         return path
 
+    # Modules that are already imported keep their folders in `__path__`.
     if closed:
         sys.path[:] = map(reachable, sys.path)
         sys.path_importer_cache.clear()

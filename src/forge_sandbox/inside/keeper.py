@@ -170,6 +170,7 @@ class Running:
         ended."""
         reason = ""
         while not reason:
+            # Processes that a cell has left running still use memory and time.
             ready, _, _ = select.select([self.control, self.exited], [], [], _IDLE_INTERVAL if self.monitored else None)
             if self.control in ready:
                 return ""
@@ -275,6 +276,7 @@ class Running:
 
 
 def _reply(control: int, running: Running, status: str) -> None:
+    # A program that never began is a fault of the sandbox, not of the program.
     seconds = time.monotonic() - running.began
     if not running.begun and status != "timeout":
         texts = (running.texts[descriptor] for descriptor in (running.setup, running.error))
@@ -285,6 +287,7 @@ def _reply(control: int, running: Running, status: str) -> None:
     out, error = (bytes(running.texts[descriptor][: running.max_output]) for descriptor in (running.out, running.error))
     if status == "exited":
         status = _status(code, error.decode("utf-8", "replace"), running.settings["level"])
+        # The kernel kills at the limit of CPU time, which then looks like any other kill.
         if status == "killed" and _cpu() >= running.settings["cpu_seconds"]:
             status = "timeout"
     elif status in ("0", "1"):

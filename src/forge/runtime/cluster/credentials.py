@@ -37,6 +37,7 @@ def read_secret() -> str | None:
     secret = os.environ.get(SECRET)
     if not secret:
         return None
+    # A secret of hexadecimal digits never begins like a path.
     if secret.startswith(("/", "./", "~")):
         path = Path(secret).expanduser()
         try:
@@ -45,6 +46,7 @@ def read_secret() -> str | None:
             secret = path.read_text().strip()
         except OSError as error:
             raise NoSecret(f"{SECRET} names a file that could not be read: {path}: {error.strerror}") from None
+    # The secret is the only protection of a port that starts programs.
     if len(secret) < MIN_SECRET:
         raise NoSecret(
             f"the secret has {len(secret)} characters, {MIN_SECRET} are needed: `openssl rand -hex 32` makes one"

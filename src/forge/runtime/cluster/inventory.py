@@ -56,6 +56,7 @@ class Inventory:
         """Read everything but the accelerators now."""
         shm = Path("/dev/shm")
         versions = {"python": platform.python_version()}
+        # Versions are compared with those of the controller: pickled objects must fit.
         for package in PACKAGES:
             try:
                 versions[package] = version(package)

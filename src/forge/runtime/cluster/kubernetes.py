@@ -179,6 +179,8 @@ class KubernetesJob:
                 "letters, digits and dashes, the first a letter and the last no dash"
             )
         quantity = r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?"
+        # Each of these is a value in a manifest: a wrong one would be refused much later, by a message without its
+        # option.
         for option, value, pattern, limit in (
             ("namespace", self.namespace, LABEL, 63),
             ("claim", self.claim or "x", rf"{LABEL}(\.{LABEL})*", 253),
@@ -206,11 +208,13 @@ class KubernetesJob:
                 "`forge launch kubernetes` needs a client: pip install kubernetes, or use --dry-run "
                 "and kubectl apply -f"
             ) from None
+        # As kubectl does: ~/.kube/config, or the account of the pod in which this runs.
         try:
             config.load_config()
         except config.ConfigException as error:
             raise RuntimeError(f"no Kubernetes cluster is configured here: {error}") from None
         created: list[str] = []
+        # In order: what a job refers to is created before it.
         for manifest in self.manifests():
             label = f"{manifest['kind']} {manifest['metadata']['name']}"
             try:

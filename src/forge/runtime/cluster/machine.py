@@ -146,9 +146,11 @@ class Machine:
         """
         if self.lost.done():
             raise HostError(f"host {self} was lost: {self.lost.result()}")
+        # Answers come in any order, since a start takes longer than a question: each has the number of its request.
         number = next(self._ids)
         reply = asyncio.get_running_loop().create_future()
         self._answers[number] = reply
+        # The connection belongs to the loop of hosts, which no actor of this process can delay.
         _hosts_loop().call_soon_threadsafe(send, self._writer, {"do": action, "id": number, **values})
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT):

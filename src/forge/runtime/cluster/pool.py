@@ -62,6 +62,7 @@ def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
     """
     words = list(hosts)
     if isinstance(hosts, str):
+        # Names of hosts have no slash: a text with one is a path.
         words = hosts.split(",")
         if os.sep in hosts:
             path = Path(hosts)
@@ -135,11 +136,13 @@ class Pool:
         addresses = await expected_addresses(self.hosts)
         deadline = time.monotonic() + REGISTRATION_TIMEOUT
         await asyncio.gather(*map(self._lease, addresses))
+        # Workers that register may still be booting.
         while len(self._machines) < _expected_count() and time.monotonic() < deadline:
             await asyncio.sleep(RETRY_INTERVAL)
             await asyncio.gather(*(self._lease(address) for address in addresses if address not in self._machines))
         if not self._machines:
             raise NoHostRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
+        # A host that is down at the start may join later.
         for address in addresses:
             if address in self._failures:
                 log.warning("%s; it is tried again", self._failures[address])
@@ -258,6 +261,7 @@ class Pool:
         try:
             await machine.lease()
             check_versions(machine.inventory)
+        # A failure is kept, not raised: the other hosts may be enough.
         except (OSError, HostError, ValueError) as error:
             self._failures[address] = str(error)
             if machine.leased:
@@ -267,6 +271,7 @@ class Pool:
             if machine.leased:
                 machine.end(logging.DEBUG)
             raise
+        # From here on the host is part of the pool: its room is offered, and its end is watched.
         self._failures.pop(address, None)
         self._machines[address] = machine
         self._rooms[address] = HostRoom.of_host(machine.inventory)
@@ -372,12 +377,14 @@ async def _survey_once(hosts: str | Sequence[str], credentials: Credentials) -> 
     inventories = []
     failures = []
     for address, description in zip(addresses, descriptions, strict=True):
+        # Errors of one host are findings; any other is a fault of this program.
         if isinstance(description, OSError | HostError | ValueError):
             failures.append(str(description))
             continue
         if isinstance(description, BaseException):
             raise description
         inventory, holder = description
+        # A host of another run cannot be used, though it is up.
         if holder is not None:
             failures.append(f"host {address} is held by {holder}")
             continue

@@ -97,6 +97,7 @@ def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 async def stacks(pid: int) -> str:
     """Return the Python stacks of a process's threads, read by py-spy without stopping it, or the reason for none."""
+    # The py-spy of this environment is preferred: it fits this Python.
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:
         return "  (py-spy is not installed)"
@@ -107,6 +108,7 @@ async def stacks(pid: int) -> str:
         )
     except OSError as error:
         return f"  (py-spy could not be started: {error})"
+    # The report of a hang must not hang itself.
     try:
         out, errors = await asyncio.wait_for(process.communicate(), DUMP_TIMEOUT)
     except TimeoutError:

@@ -65,8 +65,10 @@ def accelerators(visible: tuple[str, ...], driver: list[str]) -> Finding:
     built = torch.version.cuda or torch.version.hip
     names = "; ".join(dict.fromkeys(driver))
     value = f"torch {torch.__version__} sees {count}" + (f", the driver {len(driver)} ({names})" if driver else "")
+    # A scheduler may restrict the GPUs: then fewer than the driver's are as they should be.
     variable = next((name for name in VISIBLE if os.environ.get(name)), None)
     problem = ""
+    # In the order in which a person would look: driver, build, library.
     if count < len(visible):
         problem = f"{variable or 'this machine'} names {len(visible)}, and torch sees {count}: "
         problem += "check the driver" if built else "this torch is built for CPUs: run scripts/install.sh"

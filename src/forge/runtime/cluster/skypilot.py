@@ -32,6 +32,7 @@ def task(
     Raises:
         ValueError: SkyPilot does not accept the name or accelerator, or a word has a NUL.
     """
+    # Checked here: `sky launch` would fail after it has rented a machine.
     check_words([setup, *command])
     if re.fullmatch(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*", name) is None:
         raise ValueError(

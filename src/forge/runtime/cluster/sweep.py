@@ -29,10 +29,12 @@ def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[s
         if not equals or not key or not all(values.split(",")):
             raise ValueError(f"--sweep {sweep}: write section.key=value,value")
         axes.append([(key, value) for value in values.split(",")])
+    # The seed is the last axis, so that runs of the same values stand together.
     if seeds is not None:
         axes.append([("seed", str(seed)) for seed in range(seeds)])
     runs = []
     for combination in itertools.product(*axes):
+        # A name is also that of a folder.
         parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", key.rpartition(".")[2] + value) for key, value in combination]
         overrides = [word for key, value in combination for word in (f"--{key}", value)]
         runs.append(("-".join(parts), overrides))

@@ -64,6 +64,7 @@ def split(address: str) -> tuple[str, int]:
         ValueError: the address has another form.
     """
     host, colon, port = address.rpartition(":")
+    # The last colon of [IPv6] is part of the address.
     if not colon or address.endswith("]"):
         host = address
         port = str(PORT)

@@ -68,6 +68,7 @@ class Segments:
         try:
             contents = {}
             for name in names:
+                # A writer holds the lock exclusively: a segment that is shared cannot be reused.
                 locks.append(os.open(self.used / name, os.O_RDWR))
                 if not lock(locks[-1], fcntl.LOCK_SH):
                     raise FileNotFoundError(f"segment {name} is being written")
@@ -197,6 +198,7 @@ def locked(path: Path, timeout: float) -> Iterator[None]:
     deadline = time.monotonic() + timeout
     pause = 0.0002
     try:
+        # The lock of a file has no queue: it is tried again, soon at first.
         while not lock(file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout:g} s for {path}, which another process holds: is one stopped?")

@@ -50,6 +50,7 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
         TypeError: a value is not a tensor; names it.
         ValueError: there is no tensor, or two have the same name.
     """
+    # A single tensor has no name.
     if isinstance(value, Tensor):
         return {"": value}, True
     tensors: dict[str, Tensor] = {}
@@ -60,6 +61,7 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
                 visit(f"{path}.{name}" if path else str(name), child)
         elif not isinstance(part, Tensor):
             raise TypeError(f"only tensors can be stored; {path or 'the value'!r} is a {type(part).__name__}")
+        # {"a.b": x, "a": {"b": y}} would be one name for two tensors.
         elif path in tensors:
             raise ValueError(f"two tensors have the name {path!r}")
         else:

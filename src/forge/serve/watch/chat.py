@@ -51,6 +51,7 @@ class Chat:
         body = check_body(body)
         if which == "live":
             return await ask(run, body, TIMEOUT)
+        # One request at a time: the page is for a person, and two would share the same cores.
         async with self._lock:
             model = await asyncio.to_thread(self._model, run, which)
             _, engine, tokenizer = await asyncio.to_thread(self._load, which, model)
@@ -121,12 +122,14 @@ def check_body(body: Body) -> Body:
     unknown = sorted(body.keys() - FIELDS)
     if unknown:
         raise ValueError(f"unknown field {unknown[0][:60]!r}")
+    # A page that is left open should not occupy the machine for long.
     tokens = 256 if body.get("max_tokens") is None else body["max_tokens"]
     if type(tokens) is not int or tokens < 1:
         raise ValueError("max_tokens must be a whole number of at least 1")
     messages = body.get("messages")
     if messages is None and not isinstance(body.get("prompt"), str):
         raise ValueError("ask with messages, or with a text as prompt")
+    # Contents of other kinds, such as images, are no texts that the models here read.
     if messages is not None and not (
         isinstance(messages, list)
         and messages

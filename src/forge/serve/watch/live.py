@@ -41,6 +41,7 @@ def find_server(run: Path) -> tuple[str, str]:
     if file is None:
         raise NoModel("the policy is not served: the run is not running, or serve.port is not set")
     with file:
+        # Another user could write a file with an address of his own, and would receive the prompts.
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise NoModel(f"{run / SERVED} is not a file of this user alone, as a run of this user writes it")
@@ -49,6 +50,7 @@ def find_server(run: Path) -> tuple[str, str]:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = None
+    # The file may also be that of an older version.
     url = fields.get("url") if isinstance(fields, dict) else None
     key = fields.get("key") if isinstance(fields, dict) else None
     address = ADDRESS.fullmatch(url) if isinstance(url, str) else None
@@ -56,6 +58,7 @@ def find_server(run: Path) -> tuple[str, str]:
         raise NoModel(f"{run / SERVED} is not what a run writes: start the run again with this version")
     host = address[1].strip("[]")
     port = int(address[2])
+    # The key is sent to that address: another process may have taken the port since the run wrote the file.
     if not is_loopback(host):
         raise NoModel(f"the policy is served at {host}, which is not this machine")
     if listeners(port) != {os.geteuid()}:

@@ -70,6 +70,7 @@ class Watch:
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
         """Serve on a socket of `forge.system.web.bind` within the block; yields the address."""
         app = web.Application(middlewares=[_errors_as_json, guard(listener.getsockname()[0], self.key)])
+        # The files are read once: they are part of the program, and no path of a request reaches the disk.
         for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):
             kind = KINDS[Path(name).suffix]
             body = (PAGE / name).read_bytes()
