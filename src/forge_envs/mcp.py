@@ -268,6 +268,7 @@ class StdioTools(MCPTools):
                     raise ToolError(
                         f"{self.name} hung in an earlier call and was restarted: what it had kept is lost, call again"
                     ) from None
+        # How long a call took tells a timeout from a tool that failed.
         started = asyncio.get_running_loop().time()
         try:
             return await super().call(name, arguments)
@@ -289,6 +290,7 @@ class StdioTools(MCPTools):
         assert program.stdout is not None
         stdin = program.stdin
         stdout = program.stdout
+        # The SDK's session takes streams of messages: they are connected to the program's pipes.
         to_session, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         write, from_session = anyio.create_memory_object_stream[SessionMessage](0)
 
@@ -308,6 +310,7 @@ class StdioTools(MCPTools):
                     await stdin.drain()
 
         async def watching() -> None:
+            # A program may close its output and go on: it gets a second to end.
             await asyncio.wait([asyncio.create_task(reading()), asyncio.create_task(program.wait(float("inf")))])
             await program.wait(1.0)
             if not self._stop.is_set():
@@ -321,6 +324,7 @@ class StdioTools(MCPTools):
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
+                # An end that nobody asked for is described while its log still exists.
                 if not self._stop.is_set():
                     await program.wait(1.0)
                     self._end = f"; {program.describe_end()}"

@@ -85,6 +85,7 @@ class Program:
         """
         log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the program
         keeper_end, lifeline = os.pipe()
+        # Isolated (-I, -S): a file in the working directory cannot take the place of a module of the keeper.
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _KEEPER, str(keeper_end), str(os.getpid()), *command),

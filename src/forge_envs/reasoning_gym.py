@@ -16,13 +16,16 @@ try:
 except ImportError as error:
     raise ImportError("reasoning-gym tasks need reasoning-gym: pip install reasoning-gym") from error
 
+# Families whose scorers were found to reward wrong answers.
 UNRELIABLE = {
     "complex_arithmetic": 'the answer "nan" scores 1',
     "game_of_life_halting": "unreadable answers score 1",
     "coin_flip": 'the answer "0" scores near 1',
 }
 _DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
+# Scorers that compare numbers by a tolerance accept these for any number.
 _NOT_FINITE = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNORECASE)
+# An answer that is right for no question.
 _NONSENSE = "?!~ no answer ~!?"
 _SCORE_LIMIT = 10.0  # seconds for one score
 _MAX_SURPLUS = 10_000  # characters of an answer beyond ten times those of the right one: scorers are not of linear time

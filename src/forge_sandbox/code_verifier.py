@@ -135,6 +135,7 @@ class CodeVerifier:
         if time_limit <= 0 or concurrency < 1:
             raise ValueError(f"time_limit must be above 0, concurrency at least 1: got {time_limit}, {concurrency}")
         if sandbox is None or isinstance(sandbox, dict):
+            # The version of a result names everything that can change it: settings do, the number of workers does not.
             settings = sandbox or {}
             runner: Runner = construct(Sandbox, settings, "sandbox")
             if version is None and cases is read_cases and program is code_block:
@@ -242,6 +243,7 @@ class CodeVerifier:
                 mark = new_mark()
                 result = await self._run(test_script(test, calls, answers or [], mark), "", slots)
                 report = read_report(result.stdout, mark)
+                # The test wrote no report: it failed before its end, or it was cut.
                 if report is None:
                     if result.status == "output":
                         raise Unscored("the arguments of a test's calls exceed the sandbox's output limit")
@@ -256,6 +258,7 @@ class CodeVerifier:
                 if execution == 0:
                     answers = await self._answers(program, [], slots)
                 return answers is not None and report["passed"]
+            # With answers a test may ask for other things, so it is executed again with those for what it has asked.
             calls = asked
             answers = await self._answers(program, calls, slots)
             if answers is None:
@@ -305,6 +308,7 @@ class _Check:
     in_process: bool = False
 
 
+# Stands for the result of a program that cannot be written as a literal: no comparison with it holds.
 _NO_LITERAL = object()
 _OPERATORS: dict[type[ast.cmpop], Callable[[Value, Value], Value]] = {
     ast.Eq: operator.eq,

@@ -17,6 +17,7 @@ MAX_BITS = 1 << 16  # of an integer: arithmetic on larger ones could take minute
 
 Value = Any  # of any literal
 
+# Arithmetic of constants, as in `1e-9 * 2` or `-1`.
 _ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from .worker import SandboxError, Settings, Worker
 
+# The levels that "auto" tries, the strongest first.
 AUTO = ("namespaces", "landlock", "bubblewrap")
 LEVELS = (*AUTO, "none")
 
@@ -50,6 +51,7 @@ def _try_level(settings: Settings, python: str, user: int | None) -> str:
     level = settings["level"]
     if level == "bubblewrap" and not settings["bubblewrap"]:
         return "bwrap is not installed"
+    # The canary tries what a program must not do: read this file, write beside it, use memory, see its parent.
     with tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o644)
         # Far beyond its limit; it is not written to, so that the level "none" does not fill the machine.
@@ -71,6 +73,7 @@ def _try_level(settings: Settings, python: str, user: int | None) -> str:
     out, error_text = (body.decode(errors="replace").strip() for body in bodies)
     if header["status"] != "ok":
         return f"a program could not run ({header['status']}: {error_text[-300:]})"
+    # Without isolation this is as it should be.
     if (out or escaped) and level != "none":
         return f"a program was not prevented from: {out or 'write'}"
     return ""

@@ -27,6 +27,7 @@ OPERATORS = {
     **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"},
     **{"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "&", "or_": "|", "xor": "^"},
 }
+# Types whose values are sent as literals; objects of other types stay with the program.
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}"}
 
@@ -117,6 +118,7 @@ def encode(value: Value) -> str:
     kind = type(value)
     if kind is Remote:
         return vars(value)["text"]
+    # infinity and nan have no literal.
     if kind in SCALARS:
         return f"float('{value}')" if kind is float and not math.isfinite(value) else repr(value)
     if kind is dict:
@@ -193,6 +195,7 @@ def _operator(name: str, sign: str) -> None:
     def apply(left: Value, right: Value) -> Value:
         left = evaluate(left)
         right = evaluate(right)
+        # Both belong to the program, so that the program computes it.
         if type(left) is Remote and type(right) is Remote:
             return ask(f"({encode(left)}) {sign} ({encode(right)})")
         if type(left) is Remote or type(right) is Remote:

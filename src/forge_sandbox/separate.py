@@ -15,11 +15,14 @@ MODULES = (
     *("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "cmath", "operator", "random", "re"),
     *("statistics", "string", "typing", "unittest", "json"),
 )
+# Functions that act on the process in which they are called: a test with them runs in the program's own.
 _IN_PROCESS = {"eval", "exec", "globals", "locals", "open", "input", "compile"}
 _BUILTINS = {*dir(builtins)}
 # Names that the program must have imported or defined, if the test does not.
 _FOREIGN_MODULES = {*sys.stdlib_module_names, "np", "numpy", "pd", "pandas", "scipy", "sympy", "torch"} - {*MODULES}
+# Sent with the test, as the first part of its program.
 _TEXT = (Path(__file__).parent / "remote.py").read_text("utf-8")
+# Statements that could not be executed again with the same result, or would need an event loop.
 _UNSUPPORTED = (ast.AsyncFunctionDef, ast.Await, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.NamedExpr)
 
 

@@ -110,6 +110,7 @@ def compare_runs(args: argparse.Namespace) -> None:
     # Runs of different lengths are compared at the last step that all of them have.
     step = min(rows_of_run[-1]["step"] for rows_of_run in numbers)
     shared = [[row for row in rows_of_run if row["step"] <= step] for rows_of_run in numbers]
+    # A difference is one of two runs; of more, the reader compares.
     two = len(names) == 2
     lines = [[f"\nat step {step:g}", *names, *["difference"] * two]]
     for metric in args.metrics:

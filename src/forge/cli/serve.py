@@ -55,6 +55,7 @@ def serve(args: argparse.Namespace) -> None:
         from ..system.web import bind, required_key
 
         args.api_key = required_key(args.host, args.api_key)
+        # Options that were not given are left to the engine's own defaults.
         names = ("engine", "slots", "max_seq_len", "dtype")
         settings = {name: getattr(args, name) for name in names if hasattr(args, name)}
         engine = EngineSettings(**settings)

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
     from ..system.files import write_atomic
 
     try:
+        # By standard input the secret is in no command line and no environment that other users see.
         if args.stdin:
             os.environ[SECRET] = sys.stdin.readline().strip()
         address, port = split(args.listen) if args.listen else ("", PORT)
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
+        # The other machines have certificates too: without the package nothing can be served.
         import cryptography  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"error: {error}: a worker needs certificates: pip install cryptography") from error
@@ -101,6 +103,7 @@ def run(args: argparse.Namespace) -> None:
 
         leaving: list[asyncio.Task] = []  # a reference keeps it alive
         loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave())))
+        # A worker ends with the terminal or the connection that started it.
         for number in (signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, task.cancel)
         if args.stdin:

@@ -350,6 +350,7 @@ TYPES = {
     "dict_type": "a mapping",
     "model_type": "a mapping of keys to values",
 }
+# Kinds of errors of a limit, in words.
 LIMITS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_equal": "at most", "less_than": "below"}
 
 

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 MARK = "metrics.jsonl"  # its presence makes a folder that of a run
 CONFIG = "config.yaml"
+# Only a run that came to its end has this file.
 FINISHED = "finished"
 LOGS = "logs.txt"
 ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the reason; then the traceback

@@ -11,6 +11,7 @@ from ..system.files import open_plain
 from ..types import Episode, Sample
 from .lines import TURN, Row, appended_lines, parse_line
 
+# A file of JSON lines in the folder of a run.
 HELD_OUT = "held_out.jsonl"
 PAGE = 50  # answers of a page
 MAX_TEXT = 4000  # characters of a text on a page

@@ -31,6 +31,7 @@ def appended_lines(path: Path, start: int, limit: float = math.inf) -> Iterator[
         file.seek(start)
         while limit > 0:
             line = file.readline(MAX_LINE)
+            # The writer has not finished this line. Lines that are too long come in pieces, which are damaged lines.
             if not line.endswith(b"\n") and len(line) < MAX_LINE:
                 return
             start += len(line)

@@ -41,6 +41,7 @@ def messages(file: BinaryIO, start: int = 0) -> Iterator[Message]:
     while True:
         file.seek(start)
         prefix = file.read(8)
+        # The file grows while it is read: an incomplete message is the end for now.
         if len(prefix) < 8:
             return
         mark, length = struct.unpack("<Ii", prefix)
@@ -88,6 +89,7 @@ def _message(header: bytes, start: int, body: int) -> Message:
     if not 0 <= length <= MAX_MESSAGE:
         raise ValueError(f"a message has {length} bytes")
     end = body + length
+    # Other messages, such as the schema, have no rows.
     if kind != BATCH:
         return Message(start, body, end, kind, 0, (), False)
     batch = table.table(2)

@@ -25,6 +25,7 @@ def profile_next(path: str | None, process: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     gpu = torch.cuda.is_available()
+    # Written aside and renamed, so that a profile that exists is complete.
     if _running is not None:
         profiler, folder = _running
         _running = None

@@ -28,6 +28,7 @@ from .messages import SCHEMA, Message, messages, read
 if TYPE_CHECKING:
     import pyarrow
 
+# A stream of Arrow record batches in the folder of a run, one for each step.
 ROLLOUTS = "rollouts.arrow"
 CHUNK = 1 << 22  # bytes that are copied at once
 END = 8  # bytes of the mark at the end of a stream
@@ -35,7 +36,9 @@ IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advant
 TEXT = ("prompt", "response", "target")
 # Numbers of each token; unknown ones are NaN.
 ENGINE = ("engine_logprobs",)
+# Made with the batch that is trained, by the controller.
 BATCH = ("advantages", "weights", "ref_logprobs", "values", "returns")
+# Computed during the step, by the trainer.
 TRAINER = ("logprobs", "ratio", "entropy", "clip_fraction", "correction_fraction", "loss")
 
 log = logging.getLogger(__name__)

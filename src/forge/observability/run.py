@@ -89,6 +89,7 @@ class Run:
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
             cut(self.folder / HELD_OUT, start)
+        # What an earlier attempt has said about its end is no longer true.
         for name in (FINISHED, ENDED):
             (self.folder / name).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(without_secrets(config), sort_keys=False))
@@ -100,6 +101,7 @@ class Run:
         if resume:
             self.sync()  # the checksums may cover rows that were removed
         self._trackers: TrackerProcess | None = None
+        # Trackers are programs of others, and may hang: they run in a process of their own.
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
             from .trackers.process import TrackerProcess
 
@@ -146,6 +148,7 @@ class Run:
             self._last = now
             row = {"step": float(step), "seconds": now - self._started, **snapshot.values(), **values}
             row["seconds/step"] = seconds
+            # The wall time of a step by phase; the rest of it is in no phase.
             spent = self._clock.take()
             if spent:
                 row |= {f"wall/{name}": duration for name, duration in spent.items()}
@@ -154,6 +157,7 @@ class Run:
             if row.get("seconds/train"):
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
             row |= self._usage(snapshot, row) | room(self.folder) | gpus()
+            # A step exists once its line is in the file of metrics.
             self.history.append(row)
             self._write(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
             self._write(HELD_OUT, lines(step, *self._evaluated))
@@ -161,6 +165,7 @@ class Run:
             self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
+            # Monarch ends the process if it cannot write its log: space for it is reserved.
             if (self.folder / MONARCH).exists():
                 reserve(self.folder / MONARCH, RESERVED)
             self._progress.update(step, row)

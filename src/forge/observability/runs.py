@@ -17,6 +17,7 @@ SERVED = "serve.json"  # of a run that is served: {"url": ..., "key": ...}, for 
 MAX_REASON = 500  # characters
 MAX_CONFIG = 1 << 20  # bytes of a configuration
 ABSENT = "-"
+# Stands for a section that other runs lack.
 SECTION = "(a section)"
 
 

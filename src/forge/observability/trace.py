@@ -17,6 +17,7 @@ from ..system.files import room_for, write_atomic
 from .lines import Row
 from .metrics import Snapshot
 
+# In Chrome's format, which Perfetto shows too.
 TRACE = "trace.json"
 STEP_METRICS = ("reward", "policy_age", "policy_age/max", "buffer/size")  # of the mark of a step
 
@@ -36,10 +37,12 @@ class Trace:
         new_events: list[Row] = []
         spans = {(span.pid, span.process) for span in snapshot.spans}
         processes = spans | {(use.pid, use.process) for use in snapshot.usage}
+        # A process has its name before its first span.
         for pid, name in sorted(processes):
             if pid not in self._named:
                 self._named.add(pid)
                 new_events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        # Kinds of events are those of Chrome's format: X is a span, C a counter, i a mark, M a name.
         for span in snapshot.spans:
             timing = {"pid": span.pid, "tid": 0, "ts": round(span.start * 1e6), "dur": round(span.duration * 1e6)}
             new_events.append({"ph": "X", "name": span.name, **timing})

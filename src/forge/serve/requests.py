@@ -14,6 +14,7 @@ from ..system.web import Json
 from ..types import TOP_LOGPROBS, Sampling
 from .text import Tokenizer
 
+# Settings of sampling with the defaults of OpenAI's interface.
 SAMPLING: dict[str, Json] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}
 COMMON = {"model", "n", "stop", "stream", "stream_options", "max_tokens", "logprobs", "priority", *SAMPLING}
 # Fields without effect on the tokens, or with an effect that is always on.
@@ -35,6 +36,7 @@ ABSENT: dict[str, tuple[Json, ...]] = {
     "modalities": (None, ["text"]),
     "reasoning_effort": (None,),
 }
+# Fields with a number, and the type that it must have.
 NUMBERS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "best_of", "top_k", "top_logprobs"), int),
     **dict.fromkeys(("seed", "priority"), int),
@@ -49,6 +51,7 @@ MAX_MESSAGES = 4096
 MAX_TEXT = 1 << 20  # characters of a prompt or of a chat, and token ids of a prompt
 MAX_REPEATED = 1 << 22  # tokens of the prompts in a response, which contains them once for each sample
 MAX_SHOWN = 60  # characters of a value in an error
+# Fields of one of the two interfaces alone.
 COMPLETIONS = {"prompt", "echo", "best_of"}
 CHAT = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 
@@ -116,6 +119,7 @@ def parse(body: Json, tokenizer: Tokenizer, model: str, *, chat: bool) -> Genera
     if chat:
         stop_ids = (*sampling.stop_token_ids, *_ends_of_turns(tokenizer, str(tokenizer.chat_template)))
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
+    # A short request may ask for a long answer: both are limited before anything is generated.
     _check_count(len(prompts), sampling.n)
     size = sum(map(len, prompts)) * sampling.n
     if size > MAX_REPEATED:

@@ -123,16 +123,19 @@ class Server:
             body = await json_of(request)
         except ValueError as error:
             raise BadRequest(f"the body is not JSON: {error}") from None
+        # Templates and tokenizers take long for long texts: other requests go on meanwhile.
         job = await self._in_thread(partial(parse, body, self.tokenizer, self.model, chat=chat))
         answer = Answer(job, self.tokenizer, self.spell, self.model)
         if job.stream:
             return await self._stream(request, job, answer)
+        # All samples share one budget, since all are in memory until the answer is complete.
         budget = OutputBudget(MAX_OUTPUT)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._samples(job, answer, i, budget)) for i in range(len(job.prompts))]
         choices = [choice for task in tasks for choice in task.result()[0]]
         tokens = sum(task.result()[1] for task in tasks)
         parts = await self._in_thread(lambda: list(answer.complete(choices, tokens)))
+        # Written in parts, so that a slow client holds a part, not a copy of all.
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.content_length = sum(map(len, parts))
         with suppress(ConnectionError):  # the client has disconnected

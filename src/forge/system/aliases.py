@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 
+# An older name also holds for all modules in the package.
 ALIASES = {
     "forge.api": "forge.recipes.api",
     "forge.cluster": "forge.runtime.cluster",

@@ -20,6 +20,7 @@ MASK = "***"
 # Mappings whose values are all hidden, and lists of them.
 _ENVIRONMENT = {"env", "environ", "environment"}
 _PLACES = re.compile(r"((^|_)env(ironment)?_var(iable)?s|(^|_)headers?|(^|_)cookies?)$")
+# A name as environment variables have it.
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 # A name is read in words: api-key, apiKey and API_KEY are two, apikey is one.
@@ -67,6 +68,7 @@ _QUERY = re.compile(
     r"|awsaccesskeyid|googleaccessid|ossaccesskeyid"
 )
 
+# Keys and tokens of services, which are known by how they begin.
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(sk-|[srp]k_(?:live|test)_|hf_|gh[pousr]_|github_pat_|gl[a-z]+-|xox[a-z]-|xapp-|AIza|ya29\.|npm_|pypi-"
     r"|gsk_|nvapi-|r8_|SG\.|shp[a-z]+_|dckr_pat_|whsec_|dop_v1_|tskey-|hvs\.|figd_|lin_api_|tvly-|pplx-)"
@@ -76,15 +78,19 @@ _KNOWN = re.compile(
     r"|(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)[\w/-]+"
     r"|(?<![\w-])(eyJ)[\w-]{5,}\.[\w-]+(?:\.[\w-]*)*"
 )
+# A private key in a text file.
 _PEM = re.compile(
     r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----).*?(-----END [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----|\Z)", re.DOTALL
 )
+# After the word of an HTTP header; a sentence may have the same word in small letters.
 _BEARER = re.compile(
     r"\b(Bearer|BEARER|bearer(?=\s+(?:\S{16}|\S*\d))|[Bb]asic(?=\s+\S*(?:[0-9=]|[a-z][A-Z])))(\s+)[\w.~+/=-]+"
 )
 # A quote may be part of a password; before a comma, a bracket or a space it ends the address.
 _ADDRESS = re.compile(r"(?<=://)(?:[^\s\"'<>]|[\"'](?![\s,;:)\]}]|$))+")
+# user:password@host without a scheme; the name of an image with its digest is none.
 _BARE_ADDRESS = re.compile(r"[\w.+-]+:[^\s/]+@(?!sha\d+:)[\w.-]+(:\d+)?(/\S*)?")
+# Names with their values: as an option, an assignment, in quotes, and in a header or YAML.
 _OPTION = re.compile(r"(--?)([A-Za-z][\w.-]{0,99})([ =]+)(\"[^\"]*\"|'[^']*'|\{[^}]*\}?|[^\s-]\S*)")
 _ASSIGNED = re.compile(r"([?&;#]?)(?<![\w%.\[\]-])((?:--?)?[A-Za-z%][\w.%\[\]-]{0,99})\s{0,9}=\s{0,9}")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s\"'<>&;#,)}\]]+")

@@ -135,6 +135,7 @@ class Session:
                     await self._socket.send_str(text)
                 received = await self._socket.receive()
         except BaseException as error:
+            # The reply may still come: it must not answer the next call.
             self.drop()
             if isinstance(error, TimeoutError) and limit.expired():
                 raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
@@ -355,6 +356,7 @@ class OpenEnvClient:
         http = self._connect().http
         limit = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout)
         try:
+            # Read in parts, so that a server cannot fill the memory of this machine.
             async with http.request(method, self.url + path, json=body, timeout=limit) as response:
                 status = response.status
                 data = bytearray()

@@ -24,6 +24,7 @@ Data = dict[str, Any]
 FIRST_MESSAGE_LIMIT = 10.0  # seconds for the first message of a WebSocket
 API_VERSION = "1.0.0"  # of OpenEnv's HTTP interface, which `openenv validate` reads from /openapi.json
 _OPERATION = {"responses": {"200": {"description": "JSON, as OpenEnv's clients read it"}}}
+# All other errors are status 500.
 _HTTP_STATUS = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTURE_ERROR": 503}
 
 
@@ -85,10 +86,12 @@ class ServedSession:
         parameters = dict(data)
         seed = parameters.pop("seed", None)
         episode = parameters.pop("episode_id", None)
+        # Without a seed each episode is another one.
         seed = secrets.randbits(31) if seed is None else seed
         if not isinstance(seed, int):
             raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
         task = parameters.get("task", parameters) if parameters else self._task(seed)
+        # Until the reset has succeeded there is no episode: a step would act in the former one.
         self._running = False
         step = await self._limited(self.environment.reset(task, seed=seed), "reset")
         self._first = step
@@ -148,6 +151,7 @@ class ServedSession:
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
         except TimeoutError as error:
+            # The environment's own TimeoutError is an error like others, after which the session goes on.
             if limit.expired():
                 message = f"{name} gave no answer within {self._timeout:g} s"
                 raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
@@ -228,6 +232,7 @@ class OpenEnvServer:
     def _begin(self) -> ServedSession:
         active = len(self._open)
         if active >= self._max_sessions:
+            # With the limit, which clients show to their users.
             message = f"Server at capacity: {active}/{self._max_sessions} sessions active"
             raise ServedError(
                 "CAPACITY_REACHED", message, last=True, active_sessions=active, max_sessions=self._max_sessions
@@ -258,6 +263,7 @@ class OpenEnvServer:
         except ConnectionError:
             log.info("a client disconnected during an answer")
         finally:
+            # Environments may hold processes: they end with the connection.
             self._sockets.discard(socket)
             for session in sessions:
                 await self._end(session)

@@ -15,6 +15,7 @@ Json = Any  # the parsed JSON of a message or its parts
 MAX_MESSAGE = 100 << 20  # bytes of one message, as in OpenEnv's own client
 CLOSE_LIMIT = 1.0  # seconds for the other side to acknowledge a close
 FORGE_ACTION = "ForgeAction"  # the schema's title by which a client recognises an environment of this library
+# Parts of the schemas.
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
 _CALL = {**_OBJECT, "properties": {"name": _TEXT, "arguments": _OBJECT, "id": _TEXT}, "required": ["name"]}

@@ -56,6 +56,7 @@ def execute(settings: Settings, modules: dict[str, str], source: bytes, cells: i
 def main(message: int, header: Header, source: bytes) -> None:
     """Inside bwrap: confine further, then run the program."""
     os.close(message)
+    # The first process inside must stay as init: it collects processes whose parents have ended.
     program_pid = os.fork()
     if program_pid:
         _run_as_init(program_pid)

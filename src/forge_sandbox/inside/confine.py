@@ -9,6 +9,7 @@ from . import landlock, limits, namespaces, seccomp
 from .syscalls import call, die_with_parent, prctl
 from .wire import Settings
 
+# Written once confinement has succeeded, before the program starts.
 BEGUN = b"+"
 SETUP_FAILED = 125  # exit code if confinement failed
 DUMPABLE = 4  # options of prctl

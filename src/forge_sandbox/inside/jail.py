@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from . import confine, landlock, limits, namespaces
 from .wire import Settings
 
+# What programs need of the system: libraries and time zones, and nothing that tells about the machine.
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+# Devices without a state.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _USERS = 1 << 30  # first of a range far above assigned user ids
 

@@ -138,6 +138,7 @@ class Running:
             if remaining <= 0:
                 status = "timeout"
                 break
+            # Limits that the kernel does not enforce for a whole tree of processes are looked at now and then.
             pause = min(remaining, _CHECK_INTERVAL) if self.monitored else remaining
             ready = {descriptor for descriptor, _ in poll.poll(1000 * pause)}
             if self.control in ready:
@@ -151,6 +152,7 @@ class Running:
                 if reply == _CLOSED:
                     poll.unregister(self.cells)
                     continue
+                # What the cell wrote before its reply may still be in the pipes.
                 self._drain()
                 status = self._check_output() or (
                     "memory" if reply == b"m" else self._check_usage() if self.monitored else ""

@@ -10,7 +10,9 @@ from contextlib import suppress
 from .syscalls import call
 from .wire import Settings
 
+# PR_CAPBSET_DROP of prctl.
 _DROP_FROM_BOUNDS = 24
+# Units of the numbers in /proc: pages of memory, and ticks of CPU time.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
 _proc = -1  # descriptor of the /proc of the processes outside

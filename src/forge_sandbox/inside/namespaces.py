@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from .syscalls import call, check, libc
 
+# Flags of unshare.
 NEW_PID = 0x20000000
 _NEW_MOUNTS = 0x20000
 # Also of host names, IPC, users, the network and cgroups.
@@ -27,6 +28,7 @@ _DETACH = 2
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _ALL_BELOW = 0x8000  # AT_RECURSIVE
 NOBODY = 65534
+# Mount point of the old root, until it is detached.
 _SCRATCH = "/.tmp"
 _ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
 

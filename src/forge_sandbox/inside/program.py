@@ -16,6 +16,7 @@ import traceback
 import types
 from _sitebuiltins import Quitter  # type: ignore[import-not-found]
 
+# The name of a program in its tracebacks.
 NAME = "program.py"
 
 

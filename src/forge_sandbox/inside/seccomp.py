@@ -38,12 +38,15 @@ _FILE_CALLS = (
     *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
     *("utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr", "truncate"),
 )
+# A program is one process, unless the settings allow more.
 _PROCESS_CALLS = ("fork", "vfork", "execve", "execveat")
 # ENOSYS: callers of clone3 fall back to clone; io_uring would bypass this filter.
 _UNIMPLEMENTED = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
 _NEWEST = 449  # futex_waitv; later system calls are unknown here
 
+# Numbers of system calls differ between architectures: a filter holds for one of them.
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# The bit of system calls of the x32 interface, which would have other numbers.
 _X32 = 0x40000000
 _NEW_NAMESPACES, _THREAD = 0x7E020080, 0x10000
 _UNIX, _STREAM = 1, 1

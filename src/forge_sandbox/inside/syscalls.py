@@ -42,6 +42,7 @@ syslog 103 116 | tgkill 234 131 | tkill 200 130 | truncate 76 45 | umount2 166 3
 uselib 134 - | userfaultfd 323 282 | ustat 136 - | utime 132 - | utimensat 280 88 | utimes 235 - | vfork 58 -
 vhangup 153 58 | vmsplice 278 75
 """
+# Numbers on x86-64 and on ARM64; None: this architecture has no such call.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     name: (None if x86 == "-" else int(x86), None if arm == "-" else int(arm))
     for name, x86, arm in (row.split() for row in _TABLE.replace("\n", "|").split("|") if row)

@@ -25,7 +25,7 @@ from forge.observability.runs import SERVED, rows, settings
 from forge.observability.summaries import last_values, planned, summary
 from forge.observability.trace import TRACE
 from forge.serve.watch import Watch
-from forge.serve.watch.server import VIEWS
+from forge.serve.watch.server import MAX_VIEWS
 from forge.serve.watch.views import RunView, plain
 from forge.system.web import bind
 
@@ -249,11 +249,11 @@ def test_a_run_has_one_view_however_it_is_spelled(root: Path):
 
 def test_few_views_are_kept(root: Path):
     watch = Watch(root)
-    for number in range(VIEWS + 4):
+    for number in range(MAX_VIEWS + 4):
         (root / f"run{number}").mkdir()
         (root / f"run{number}" / CONFIG).write_text("seed: 0")
         watch.view(f"run{number}")
-    assert len(watch._views) == VIEWS
+    assert len(watch._views) == MAX_VIEWS
 
 
 def test_a_folder_that_is_closed_hides_no_run(root: Path, monkeypatch: pytest.MonkeyPatch):

@@ -121,6 +121,7 @@ def deliver(folder: Path, start: int | None) -> bool:
     """
     configure_logging()
     config = yaml.safe_load((folder / "config.yaml").read_text())
+    # During a run the settings come by a pipe: they may hold keys, which the configuration of the folder masks.
     metrics = metrics_after_run(config["metrics"]) if start is None else json.loads(sys.stdin.buffer.readline())
     path = folder / "trackers.json"
     states = json.loads(path.read_text()) if path.exists() else {}
@@ -142,6 +143,7 @@ def deliver(folder: Path, start: int | None) -> bool:
     parent = os.getppid()
     for thread in threads.values():
         thread.start()
+    # The run closes the pipe when it ends, however it ends.
     if start is not None:
         sys.stdin.buffer.read()
     ended.set()

@@ -10,6 +10,7 @@ import sys
 from ...system.masking import masked_names
 from ..lines import Row
 
+# In the order of their documentation; each is a section of `metrics`.
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 LOGIN = """
 import sys, wandb

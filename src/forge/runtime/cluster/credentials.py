@@ -115,6 +115,7 @@ class Credentials:
             x509.KeyUsage(False, False, False, False, False, True, True, False, False), critical=True
         )
         key = ec.generate_private_key(curve)
+        # All processes of a run answer to one name, wherever they are: the certificate proves the run, not the machine.
         names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.DNSName("localhost")]
         for address in addresses:
             try:
@@ -130,6 +131,7 @@ class Credentials:
                 critical=False,
             )
         )
+        # Readable by this user alone: the key proves that a process belongs to the run.
         credentials = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
         pem = serialization.Encoding.PEM
         private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

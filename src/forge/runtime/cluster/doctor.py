@@ -42,6 +42,7 @@ async def examine(hosts: Sequence[str], credentials: Credentials, folder: Path |
     inventories: dict[str, Inventory] = {}
     for host in hosts:
         try:
+            # One answer tells what the host is; several tell how far it is.
             began = time.monotonic()
             wall = time.time()
             description = await query(host, credentials, do="describe")
@@ -68,6 +69,7 @@ async def examine(hosts: Sequence[str], credentials: Credentials, folder: Path |
                 holder or "free",
             ]
         )
+        # Each of these would later fail in a way that does not name it.
         if abs(skew) > SKEW:
             diagnosis.problems.append(
                 f"{inventory.name}: its clock differs by {skew:+.0f} s: start chronyd or ntpd there"
@@ -90,6 +92,7 @@ async def examine(hosts: Sequence[str], credentials: Credentials, folder: Path |
             check_versions(inventory)
         except ValueError as error:
             diagnosis.problems.append(str(error))
+    # Same machines are the rule: a missing GPU is most often a broken one.
     counts = {len(inventory.gpus) for inventory in inventories.values()}
     if len(counts) > 1:
         gpu_counts = ", ".join(f"{inventory.name} {len(inventory.gpus)}" for inventory in inventories.values())

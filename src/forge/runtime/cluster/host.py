@@ -54,6 +54,7 @@ class Daemon:
         self._lease: HostLease | None = None
         self._boards = Boards()
         self._resources = ExitStack()
+        # Left behind by an earlier daemon that was killed.
         sweep()
         scratch = Scratch("forge-run-")
         self._resources.callback(scratch.close)
@@ -172,6 +173,7 @@ class Daemon:
             send(writer, {"do": "sink", "bytes": size})
             block = bytes(1 << 20)
             for _ in range(size // len(block)):
+                # A pause after each block, so that the loop serves its runs during the measurement.
                 writer.write(block)
                 await writer.drain()
             if await receive(reader, MEASURE_TIMEOUT) is None:
@@ -250,6 +252,7 @@ class HostLease:
             case "start":
                 return await self._start(request["identity"])
             case "stop":
+                # Unknown workers have already ended: a request may cross the message about it.
                 worker = self.workers.pop(request["worker"], None)
                 if worker is not None:
                     worker.kill()
@@ -326,6 +329,7 @@ class HostLease:
         """Kill the workers and, through them, every process of the run on this machine."""
         workers = self.workers
         self.workers = {}
+        # All are killed before any is waited for.
         for worker in workers.values():
             worker.kill()
         for process in self._watched.values():

@@ -19,7 +19,9 @@ from typing import Any
 
 # Which accelerators a process may see: CUDA and ROCm read the first, oneAPI the second.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+# Processes of a run must agree on these.
 PACKAGES = ("torchforge-rl", "torch", "torchmonarch", "transformers")
+# One entry for each RDMA device.
 INFINIBAND = Path("/sys/class/infiniband")
 COUNT_TIMEOUT = 120.0  # seconds
 # Bytes free, and files of a process, below which a run is in danger: shared memory holds versions of the weights, and

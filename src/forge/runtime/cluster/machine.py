@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT = 90.0  # seconds; starting a worker imports Monarch, which takes tens of seconds from a cold disk
 # Variables of the controller's environment that are passed on to a host's processes.
 INHERITED = ("PYTHONPATH", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "PYTHONUTF8", "TORCHSTORE_USE_RDMA")
+# Settings that a process on another machine gets too; all others are of this machine.
 INHERITED_PREFIXES = ("FORGE_", "HYPERACTOR_", "MONARCH_", "NCCL_", "ATEN_", "ONEDNN_")
 # Of these, each machine has its own.
 NOT_INHERITED = ("FORGE_SECRET", "FORGE_HOSTS", "FORGE_HOST", "HYPERACTOR_TLS_CA", "HYPERACTOR_TLS_CERT")
@@ -132,6 +133,7 @@ class Machine:
         except BaseException:
             self._writer.close()
             raise
+        # One task reads what the host sends, the other tells it that this side is alive.
         for work in (self._listen(reader), self._beat()):
             task = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(log_failure)

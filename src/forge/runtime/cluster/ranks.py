@@ -26,7 +26,9 @@ from .wire import CONNECT_TIMEOUT, Json, connect, pipe, send, split
 
 # gloo's address of a rank: a sockaddr_in at the loopback; each rank listens at 127.0.0.1.
 _GLOO = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01\x00{8}", re.DOTALL)
+# The key under which torch writes the address of a rank, and its rank.
 _ADDRESS_KEY = re.compile(r"(.*cpu//\d+)/(\d+)")
+# Our own key, which torch never writes, by which ranks find those on their machine.
 _MACHINE = "machine of "
 _stores: list[BoardStore] = []  # C++ does not keep the Python half of a store alive
 

@@ -82,6 +82,7 @@ def accelerators(visible: tuple[str, ...], driver: list[str]) -> Finding:
 
 def compilers(*, needed: bool) -> Iterator[Finding]:
     """Check the compiler and headers of torch.compile: on a GPU attention is always compiled."""
+    # As torch does, which takes CC before it looks for others.
     preferred = os.environ.get("CC")
     names = (preferred,) if preferred else ("cc", "gcc", "clang")
     compiler = next(filter(None, map(shutil.which, names)), None)
@@ -91,6 +92,7 @@ def compilers(*, needed: bool) -> Iterator[Finding]:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = "" if header.is_file() else f"{reason}: install python3-dev, or a Python with its headers"
     yield Finding("Python.h", str(header) if header.is_file() else "none", missing if needed else "")
+    # The folder may not exist yet: then the nearest one above it must be writable.
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_folder())
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     closed = "" if os.access(existing, os.W_OK) else "compiled kernels cannot be kept: set TORCHINDUCTOR_CACHE_DIR"

@@ -37,6 +37,7 @@ class Boards:
             while (request := await receive(reader, timeout=None)) is not None:
                 send(writer, await self._answer(values, request))
                 await writer.drain()
+        # The last rank that leaves takes the board with it: the next attempt to train begins with an empty one.
         finally:
             self._users[name] -= 1
             if not self._users[name]:
@@ -45,6 +46,7 @@ class Boards:
     async def _answer(self, values: dict[str, str], request: Message) -> dict[str, Json]:
         key = request.get("key", "")
         async with self._changed:
+            # The operations of torch.distributed.Store.
             match request["do"]:
                 case "set":
                     values[key] = request["value"]

@@ -8,6 +8,7 @@ import shlex
 from .wire import PORT, Json
 from .words import check_words
 
+# SkyPilot runs this on every machine: all have a worker, and the first one the run as well.
 RUN = """export FORGE_HOSTS=$(echo "$SKYPILOT_NODE_IPS" | sed 's/$/:{port}/' | paste -sd, -)
 export FORGE_EXPECT_HOSTS=$SKYPILOT_NUM_NODES
 own=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")

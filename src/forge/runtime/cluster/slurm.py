@@ -14,6 +14,7 @@ from .words import check_words
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
 BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1, to write a checkpoint in
 
+# The job: a worker on every machine, and the run on the first.
 SCRIPT = """#!/bin/bash
 {options}
 

@@ -89,6 +89,7 @@ def _address(host: str, process: subprocess.Popen) -> str:
         lines.append(file.readline().strip())
 
     assert process.stdout is not None
+    # Read in a thread: a read has no time limit, and ssh may wait for a password for ever.
     reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
     reader.start()
     reader.join(START_TIMEOUT)

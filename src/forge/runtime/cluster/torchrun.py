@@ -25,6 +25,7 @@ from .words import check_words
 
 MEETING_TIMEOUT = timedelta(minutes=10)  # machines of one job may boot minutes apart
 _HOST = re.compile(r"[\w.:%][\w.:%-]{0,254}", re.ASCII)
+# Variables of the launcher, which the run must not see: it has ranks of its own.
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,6 +41,7 @@ class Meeting(NamedTuple):
     def read(cls, environment: Mapping[str, str]) -> Meeting:
         """Read the variables of a launcher. ValueError: one is missing or invalid; names it."""
         numbers = []
+        # Checked before they are used: a wrong launcher sets some of them, or to words.
         for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
             text = environment.get(name, "")
             if re.fullmatch("[0-9]{1,9}", text) is None:

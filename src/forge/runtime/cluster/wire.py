@@ -12,11 +12,13 @@ from .credentials import NAME, Credentials
 Json = Any  # a value of JSON
 Message = dict[str, Json]
 
+# Of daemons; the controller needs none.
 PORT = 7070
 # Seconds of silence after which either end counts the other as lost; a host ends its processes then. Eight messages are
 # sent in that time, so that a lost packet or a busy moment does not end a run.
 LEASE = 4.0
 BEAT = LEASE / 8
+# Seconds. A machine that is up answers in milliseconds, one that is down not at all.
 CONNECT_TIMEOUT = 5.0
 MAX_MESSAGE = 1 << 20  # bytes: the longest ones carry an environment
 

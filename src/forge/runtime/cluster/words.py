@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import yaml
 
+# Words that need no quotes in YAML.
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 # Words that YAML parsers other than Python's read as something else than text.
 _AMBIGUOUS = re.compile(r"y|n|yes|no|on|off|true|false|null|nan|inf", re.IGNORECASE)

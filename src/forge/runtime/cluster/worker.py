@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .wire import LEASE
 
+# The option of prctl that ends a process with its parent.
 PR_SET_PDEATHSIG = 1
 
 

@@ -28,6 +28,7 @@ from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, 
 from .segments import Segments, locked
 from .transfer import CollectivePut, OpenVersion, RankPart, Ranks
 
+# By this name folders of a killed run are found and removed.
 PREFIX = "forge-weights-"
 LOCK_TIMEOUT = 60.0  # seconds to wait for the store's lock, which is held only briefly
 SETTLE_TIMEOUT = 5.0  # seconds to wait for a version that replaces one whose memory is gone

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = 120.0  # seconds for an answer: a model on the CPU is slow
 MAX_TOKENS = 2048
+# Fields that the page may set; others, such as n, would need more time and memory.
 FIELDS = {"messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed"}
 
 
@@ -98,6 +99,7 @@ class Chat:
     def _generate(self, engine: Engine, tokenizer: Tokenizer, body: Body) -> Body:
         from ..requests import BadRequest, parse
 
+        # A base model has no chat template: it continues the text.
         if "messages" in body and not tokenizer.chat_template:
             body = as_text(body)
         try:
@@ -107,6 +109,7 @@ class Chat:
         request = engine.submit(job.prompts[0], job.sampling)
         try:
             (completion,) = request.result(TIMEOUT)
+        # Also after a timeout: the engine would go on for nobody.
         finally:
             request.cancel()
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -19,6 +19,7 @@ from ...system.bounded_http import bounded
 from ...system.files import open_plain
 from ...system.web import Json, is_loopback
 
+# Plain HTTP on this machine, and no name that would have to be looked up: the key is sent there.
 ADDRESS = re.compile(r"http://([a-z0-9.]{1,40}|\[[0-9a-f:.]{1,40}\]):([0-9]{1,5})/v1")
 MAX_FILE = 4096  # characters of the file
 Body = dict[str, Json]

@@ -10,6 +10,7 @@ from pathlib import Path
 from ...system.files import write_atomic
 from .views import Fields, RunView, plain
 
+# The page is the one of `forge watch`.
 PAGE = Path(__file__).with_name("page")
 # In the order of their imports.
 SCRIPTS = (
@@ -24,6 +25,7 @@ SCRIPTS = (
     "main.js",
 )
 STYLES = ("uPlot.min.css", "style.css")
+# Not a module, unlike the other scripts.
 CHARTS = "uPlot.iife.min.js"
 # Limits of a report, which stays below about 20 MB and opens in a second.
 MAX_ROWS = 1000
@@ -50,6 +52,7 @@ def write_report(folder: Path, state: str | None = None) -> None:
         "rollouts": _sample(view),
         "held_out": _held_out(view),
     }
+    # One file without requests: it can be sent, and opened without a server.
     scripts = "\n".join(_inline(name) for name in SCRIPTS)
     styles = "\n".join((PAGE / name).read_text() for name in STYLES)
     page = (PAGE / "index.html").read_text()

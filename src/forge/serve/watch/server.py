@@ -38,6 +38,7 @@ LIST_TIMEOUT = 1.0  # seconds for a list of runs; those that were not read in it
 MAX_NAME = 100  # characters of a name in an error
 MAX_ERROR = 500  # characters of an error
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+# Texts of rollouts are shown in the page: it may load and send nothing but to this server.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

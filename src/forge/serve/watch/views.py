@@ -153,8 +153,8 @@ class RunView:
 
         table = self._table
         if table is None:
-            # A mask of the rows that pass every filter.
             return {"total": 0, "all": 0, "rows": [], "histogram": None, "reasons": []}
+        # A mask of the rows that pass every filter.
         keep = np.ones(len(table), np.bool_)
         numbers = {name: table[name].to_numpy() for name in NUMBERS}
         for name, values in numbers.items():
@@ -162,6 +162,7 @@ class RunView:
                 limit = query.get(f"{name}_{bound}")
                 if limit:
                     keep &= holds(values, float(limit))
+        # Reasons are shown as choices, so all rows count, not the selected ones alone.
         reasons = [plain(cell) for cell in pc.unique(table["dropped"].combine_chunks()).to_pylist()]
         reason = query.get("reason", "")
         if reason == "trained":
@@ -188,6 +189,7 @@ class RunView:
         if len(rewards):
             counts, edges = np.histogram(rewards, BINS)
             histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
+        # Only a page of texts is read from the file: the table has the numbers alone.
         index = table.take(pa.array(page)).to_pylist() if len(page) else []
         rows = [{"row": int(number), **plain(line)} for number, line in zip(page, index, strict=True)]
         for row in rows:
