@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from forge.envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
 from forge.rewards.threads import in_thread
@@ -14,6 +14,9 @@ try:
     from gymnasium import Env, spaces
 except ImportError as error:
     raise ImportError("Gymnasium environments need gymnasium: pip install gymnasium") from error
+
+Observation = Any  # a value of the environment's observation space
+TextEnv: TypeAlias = "Env[Observation, Any]"
 
 
 class GymnasiumEnvironment(Environment):
@@ -39,11 +42,11 @@ class GymnasiumEnvironment(Environment):
 
     def __init__(
         self,
-        make: Callable[[], Env[Any, Any]],
+        make: Callable[[], TextEnv],
         *,
         prompt: str = "",
         actions: Sequence[str] | None = None,
-        to_text: Callable[[Any], str] | None = None,
+        to_text: Callable[[Observation], str] | None = None,
         play_truncated: bool = False,
         timeout: float = 60.0,
     ) -> None:
@@ -53,7 +56,7 @@ class GymnasiumEnvironment(Environment):
         self._timeout = timeout
         self._play_truncated = play_truncated
         self._names = None if actions is None else [name.casefold() for name in actions]
-        self._env: Env[Any, Any] | None = None
+        self._env: TextEnv | None = None
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin an episode."""
@@ -94,7 +97,7 @@ class GymnasiumEnvironment(Environment):
         if env is not None:
             await self._call(env.close, "close")
 
-    def _check(self, env: Env[Any, Any]) -> None:
+    def _check(self, env: TextEnv) -> None:
         if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
             raise ValueError(f"the action space must be Discrete or Text, not {env.action_space}")
         if self._to_text is None and not isinstance(env.observation_space, spaces.Discrete | spaces.Text):
@@ -104,7 +107,7 @@ class GymnasiumEnvironment(Environment):
             if number != len(self._names):
                 raise ValueError(f"{len(self._names)} names for the actions of {env.action_space}")
 
-    def _parse_move(self, env: Env[Any, Any], text: str) -> Any:
+    def _parse_move(self, env: TextEnv, text: str) -> str | int:
         """Parse an action. ValueError: invalid; describes the valid ones."""
         space = env.action_space
         if isinstance(space, spaces.Text):
@@ -124,7 +127,7 @@ class GymnasiumEnvironment(Environment):
             raise ValueError(f"an action is a number from {first} to {last}")
         return int(text)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: Observation) -> str:
         return self._to_text(observation) if self._to_text is not None else str(observation)
 
     async def _call(self, function: Callable[[], Any], call_name: str) -> Any:

@@ -14,7 +14,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -43,6 +43,8 @@ MAX_TOOLS = 10_000  # of one server
 PING_TIMEOUT = 5.0  # seconds
 _TIMED_OUT = 408  # the SDK's error code of a timeout
 _FAILED = -32099  # our error code of an HTTP response that is not MCP
+
+Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 
 
 class MCPTools(ABC):
@@ -128,6 +130,7 @@ class MCPTools(ABC):
             if error.error.code == _TIMED_OUT:
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
             if error.error.code == _FAILED:
+                # Another call may have reconnected meanwhile.
                 if error.error.data and self._session is session:
                     await self.close()
                 raise InfrastructureError(error.error.message) from None
@@ -148,11 +151,13 @@ class MCPTools(ABC):
         """Disconnect; idempotent. `open` reconnects."""
         task = self._task
         self._task = None
+        # Set at once: calls from now on do not use a session that ends.
         self._session = None
         self._loss = ""
         self._stop.set()
         if task is not None:
             await asyncio.wait([task], timeout=2 * PING_TIMEOUT)
+            # The server did not let go.
             task.cancel()
             await asyncio.wait([task])
 
@@ -203,7 +208,7 @@ class MCPTools(ABC):
         return InfrastructureError(loss or f"{self.name} was closed")
 
     @abstractmethod
-    def _connect(self) -> Any:
+    def _connect(self) -> AbstractAsyncContextManager[Streams]:
         """Return an async context manager of a read stream and a write stream."""
 
     def _end_details(self) -> str:
@@ -280,7 +285,7 @@ class StdioTools(MCPTools):
             raise
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncIterator[Any]:
+    async def _connect(self) -> AsyncIterator[Streams]:
         # Not the SDK's stdio client: its process outlives this one if this is killed, and its exit code is hidden.
         self._end = ""
         program = self._program = await Program.start(
@@ -363,7 +368,7 @@ class HTTPTools(MCPTools):
         self._headers = dict(headers or {})
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncIterator[Any]:
+    async def _connect(self) -> AsyncIterator[Streams]:
         limits = httpx.Timeout(self._start_timeout, read=None)
         transport = _Isolated(self.name)
         async with (
@@ -381,6 +386,7 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         self._name = name
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        # GET opens a stream of notifications, whose failure is no call's.
         if request.method != "POST":
             return await super().handle_async_request(request)
         number = json.loads(request.content).get("id")
@@ -393,12 +399,13 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         except httpx.TransportError as error:
             return self._failed(number, f"{self._name}: {error or type(error).__name__}", lost=True)
         try:
-            answer = json.loads(text)
+            document = json.loads(text)
         except (ValueError, RecursionError):
-            answer = None
-        if isinstance(answer, dict) and (response.status_code < 300 or answer.get("id") == number):
+            document = None
+        # A server may also report an error of the protocol with an HTTP error status.
+        if isinstance(document, dict) and (response.status_code < 300 or document.get("id") == number):
             headers = {n: v for n, v in response.headers.items() if n.lower() == "mcp-session-id"}
-            return httpx.Response(200, json=answer, headers=headers, request=request)
+            return httpx.Response(200, json=document, headers=headers, request=request)
         if 300 <= response.status_code < 400:  # following it would carry the headers to another server
             text = f"it redirects to {response.headers.get('Location', 'elsewhere')}: use that url"
         if response.status_code < 300:
@@ -408,7 +415,8 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         lost = status == 404 or (status == 400 and "session" in text.lower())
         return self._failed(number, f"{self._name} answered with status {status}: {text[:500]}", lost)
 
-    def _failed(self, number: Any, message: str, lost: bool) -> httpx.Response:
+    def _failed(self, number: Json, message: str, lost: bool) -> httpx.Response:
+        # A notification has no answer.
         if number is None:
             return httpx.Response(202)
         error = {"code": _FAILED, "message": message, "data": lost}

@@ -30,6 +30,8 @@ _NONSENSE = "?!~ no answer ~!?"
 _SCORE_LIMIT = 10.0  # seconds for one score
 _MAX_SURPLUS = 10_000  # characters of an answer beyond ten times those of the right one: scorers are not of linear time
 
+Entry = Mapping[str, Any]  # of a dataset: its question and answer, and metadata of its family
+
 
 class ReasoningGymEnvironment(Environment):
     """The task of an episode is the index of a question, or None to pick one by the seed.
@@ -59,7 +61,7 @@ class ReasoningGymEnvironment(Environment):
         *,
         size: int = 1000,
         seed: int = 0,
-        prompt: Callable[[Mapping[str, Any]], str] = lambda entry: entry["question"],
+        prompt: Callable[[Entry], str] = lambda entry: entry["question"],
         answer: Callable[[str], str] = str.strip,
         allow_wrong: bool = False,
         **settings: Any,
@@ -81,7 +83,7 @@ class ReasoningGymEnvironment(Environment):
         self._dataset = dataset
         self._prompt = prompt
         self._answer = answer
-        self._entry: Mapping[str, Any] | None = None
+        self._entry: Entry | None = None
 
     def __len__(self) -> int:
         """Number of questions."""
@@ -112,7 +114,7 @@ class ReasoningGymEnvironment(Environment):
             return Step(reward=None, terminated=True, info={"unscored": str(unscored), "entry": entry})
         return Step(reward=reward, terminated=True, info={"entry": entry})
 
-    def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
+    def _score(self, answer: str, entry: Entry) -> float:
         expected = entry.get("answer")
         if len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS:
             return 0.0
@@ -131,7 +133,7 @@ class ReasoningGymEnvironment(Environment):
             raise Unscored(f"the scorer of {self._family} gives nonsense more than half a point on this question")
         return score
 
-    def _accepts(self, answer: Any, entry: Mapping[str, Any]) -> bool:
+    def _accepts(self, answer: object, entry: Entry) -> bool:
         """Whether the scorer gives this answer more than half a point."""
         try:
             return float(self._dataset.score_answer(answer, entry)) > 0.5

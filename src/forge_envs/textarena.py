@@ -85,6 +85,7 @@ class TextArenaEnvironment(Environment):
         """Take a turn, and let the others take theirs."""
         if self._game is None:
             raise RuntimeError("step before reset")
+        # The game is as it was, and waits for another turn.
         if action.truncated and not self._play_truncated:
             return Step(({"role": "user", "content": CUT},))
         return await self._until_turn(self._play(action.answer))
@@ -107,6 +108,7 @@ class TextArenaEnvironment(Environment):
             assert self._opponent is not None
             reply = self._opponent("\n".join(self._unread[seat]))
             over = self._play(await reply if inspect.isawaitable(reply) else reply)
+        # The game is over for all seats: its rewards are by seat.
         rewards, infos = self._with_own_random(game.close)
         self._game = None
         info = (infos or {}).get(self._seat, {})
@@ -118,6 +120,7 @@ class TextArenaEnvironment(Environment):
     def _play(self, text: str) -> bool:
         """Take an action; True if it ended the game. Brackets are added to an action without them."""
         game: Game = self._game
+        # The games look for actions in brackets.
         action = text if "[" in text and "]" in text else f"[{text}]"
         return bool(self._with_own_random(lambda: game.step(action))[0])
 

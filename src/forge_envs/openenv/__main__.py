@@ -5,9 +5,10 @@ import asyncio
 import os
 import signal
 import sys
-from typing import Any
+from collections.abc import Callable
 
 from forge.config.plugin import resolve
+from forge.envs.environment import Environment
 
 from .server import serve
 
@@ -41,7 +42,7 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-async def _serve(make: Any, args: argparse.Namespace) -> None:
+async def _serve(make: Callable[[], Environment], args: argparse.Namespace) -> None:
     settings = {name: getattr(args, name) for name in ("host", "port", "key", "max_sessions", "idle", "timeout")}
     async with serve(make, **settings):
         stop = asyncio.Event()

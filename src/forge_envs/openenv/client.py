@@ -81,18 +81,16 @@ class Session:
         """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
         try:
             # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
-            answer = await self._request(
-                "mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-            )
-            if "error" in answer:
-                raise OpenEnvError("MCP_ERROR", str(answer["error"].get("message")), self._url)
-            tools = answer["result"]["tools"]
+            reply = await self._request("mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
+            if "error" in reply:
+                raise OpenEnvError("MCP_ERROR", str(reply["error"].get("message")), self._url)
+            tools = reply["result"]["tools"]
         except OpenEnvError as error:
             if error.code != "UNKNOWN_TYPE":
                 raise
             tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
         except (KeyError, TypeError, AttributeError):
-            raise InfrastructureError(f"{self._url} answered tools/list with {str(answer)[:80]!r}") from None
+            raise InfrastructureError(f"{self._url} answered tools/list with {str(reply)[:80]!r}") from None
         try:
             return tuple(map(function_schema, tools))
         except (KeyError, TypeError, AttributeError):
@@ -147,9 +145,9 @@ class Session:
             self.drop()
             raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
         try:
-            answer = json.loads(received.data)
-            reply_kind = answer["type"]
-            content = answer["data"]
+            reply = json.loads(received.data)
+            reply_kind = reply["type"]
+            content = reply["data"]
         except (ValueError, KeyError, TypeError, RecursionError):
             self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
@@ -291,6 +289,7 @@ class OpenEnvClient:
             return
         self._used.remove(session)
         self._connection.free.release()
+        # A pending call would answer the next one.
         if session.idle:
             self._idle.append(session)
         else:
@@ -298,6 +297,7 @@ class OpenEnvClient:
 
     async def close(self) -> None:
         """End all sessions; pending calls fail. The client can be used again."""
+        # State first: calls from now on make a new connection.
         sessions = [*self._idle, *self._used]
         self._idle = []
         self._used = set()
@@ -333,6 +333,7 @@ class OpenEnvClient:
                     continue  # ended by the server while it was idle
                 if loop.time() + pause > deadline:
                     raise
+            # At random, so that clients that were refused together do not return together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, MAX_PAUSE)
 
@@ -365,7 +366,7 @@ class OpenEnvClient:
                     if len(data) > MAX_MESSAGE:
                         raise InfrastructureError(f"{self.url}{path} answered with more than {MAX_MESSAGE} bytes")
             text = data.decode("utf-8", "replace")
-            answer = json.loads(text) if status == 200 else None
+            document = json.loads(text) if status == 200 else None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or f"no answer within {self._timeout:g} s"
             raise InfrastructureError(f"{self.url}{path}: {reason}") from error
@@ -373,9 +374,9 @@ class OpenEnvClient:
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
         if status in (502, 503, 504):  # from a proxy, or a full server
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
-        if not isinstance(answer, dict):
+        if not isinstance(document, dict):
             raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")
-        return answer
+        return document
 
     def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()

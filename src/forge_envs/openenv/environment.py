@@ -151,6 +151,7 @@ class OpenEnvEnvironment(Environment):
         self, messages: tuple[Message, ...], reward: float | None, metadata: Mapping[str, Json], *, over: bool
     ) -> Step:
         self._rewarded |= reward is not None
+        # OpenEnv has no other word for an episode that a limit ended.
         truncated = over and bool(metadata.get("truncated"))
         return Step(
             messages,
@@ -163,6 +164,7 @@ class OpenEnvEnvironment(Environment):
     def _messages(self, reply: Reply) -> tuple[Message, ...]:
         if self._to_messages is not None:
             return tuple(self._to_messages(reply))
+        # Most observations are one text: it is shown as it is, others as JSON.
         shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only = next(iter(shown.values())) if len(shown) == 1 else None
         return (_user_message(self._shorten(only if isinstance(only, str) else json.dumps(shown))),)
@@ -174,6 +176,7 @@ class OpenEnvEnvironment(Environment):
             return asdict(action)
         parameters = parameters_of({"parameters": schema})
         fields = [name for name in parameters.properties if name != "metadata"]
+        # Without required fields, all are.
         required = [name for name in schema.get("required", ()) if name in fields] or fields
         text = action.answer
         if len(required) != 1:
@@ -192,6 +195,7 @@ class OpenEnvEnvironment(Environment):
                 reading = read(text)
                 if parameters.takes(name, reading):
                     return {name: reading}
+        # The error names what would have fitted: the policy reads it.
         if any(parameters.takes(name, number) for number in (0, 1, 0.5)):
             raise ValueError(f"an action must be a number, not {text[:80]!r}")
         raise ValueError(f"an action does not fit: {parameters.mismatch({name: text})[:200]}")

@@ -74,6 +74,7 @@ class LocalServer:
             except BaseException as error:
                 port_taken = isinstance(error, InfrastructureError) and "address already in use" in server.log().lower()
                 await server.stop()
+                # A port that was asked for has no replacement.
                 if not port_taken or port is not None or attempt == _MAX_ATTEMPTS:
                     raise
             attempt += 1

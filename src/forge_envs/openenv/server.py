@@ -16,11 +16,13 @@ from aiohttp import web
 from forge.envs.environment import Environment, InfrastructureError, Step
 from forge.system.web import bind, guard, listen, required_key
 
+from ..content import Json
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_json
 
 log = logging.getLogger(__name__)
 
-Data = dict[str, Any]
+Data = dict[str, Json]
+TaskOfSeed = Callable[[int], Any]
 FIRST_MESSAGE_LIMIT = 10.0  # seconds for the first message of a WebSocket
 API_VERSION = "1.0.0"  # of OpenEnv's HTTP interface, which `openenv validate` reads from /openapi.json
 _OPERATION = {"responses": {"200": {"description": "JSON, as OpenEnv's clients read it"}}}
@@ -31,16 +33,16 @@ _HTTP_STATUS = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTUR
 class ServedError(Exception):
     """An error reported to the client. `last`: the session ends with it."""
 
-    def __init__(self, code: str, message: str, last: bool = False, **more: Any) -> None:
+    def __init__(self, code: str, message: str, last: bool = False, **fields: Json) -> None:
         super().__init__(message)
-        self.data = {"message": message, "code": code, **more}
+        self.data = {"message": message, "code": code, **fields}
         self.last = last
 
 
 class ServedSession:
     """An environment and the state of its episode. Calls are serialised."""
 
-    def __init__(self, environment: Environment, task: Callable[[int], Any], timeout: float) -> None:
+    def __init__(self, environment: Environment, task: TaskOfSeed, timeout: float) -> None:
         self.environment = environment
         self._task = task
         self._timeout = timeout
@@ -127,22 +129,22 @@ class ServedSession:
         params = data.get("params") or {}
         if not isinstance(params, dict):
             raise ServedError("VALIDATION_ERROR", f"params must be an object, got {params!r:.80}")
-        answer = {"jsonrpc": "2.0", "id": data.get("id")}
+        response = {"jsonrpc": "2.0", "id": data.get("id")}
         try:
             if method == "tools/list":
-                return {**answer, "result": {"tools": self._tools("inputSchema")}}
+                return {**response, "result": {"tools": self._tools("inputSchema")}}
             if method == "tools/call":
                 # A call by MCP is a step like any other: it counts, and it may end the episode.
                 call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
                 text = (await self._step({"type": "call_tool", **call}))["observation"]["result"]
                 content = [{"type": "text", "text": text}]
-                return {**answer, "result": {"content": content, "data": text, "is_error": False}}
+                return {**response, "result": {"content": content, "data": text, "is_error": False}}
         except ServedError as error:
             # The session is over: the caller must know, not the MCP client alone.
             if error.last:
                 raise
-            return {**answer, "error": {"code": -32603, "message": str(error)}}
-        return {**answer, "error": {"code": -32601, "message": f"Method not found: {method}"}}
+            return {**response, "error": {"code": -32603, "message": str(error)}}
+        return {**response, "error": {"code": -32601, "message": f"Method not found: {method}"}}
 
     async def _limited(self, call: Awaitable[Step], name: str) -> Step:
         try:
@@ -181,7 +183,7 @@ class OpenEnvServer:
     def __init__(
         self,
         make: Callable[[], Environment],
-        task: Callable[[int], Any],
+        task: TaskOfSeed,
         metadata: Data,
         max_sessions: int,
         idle: float,
@@ -314,8 +316,8 @@ class OpenEnvServer:
         try:
             if "" not in self._named:
                 self._named[""] = self._begin()
-            _, answer = await self._named_session("").answer(kind, data["action"] if kind == "step" else data)
-            return web.json_response(text=_dumps(answer))
+            _, response = await self._named_session("").answer(kind, data["action"] if kind == "step" else data)
+            return web.json_response(text=_dumps(response))
         except ServedError as error:
             if error.last:
                 await self._end_named("")
@@ -360,6 +362,7 @@ class OpenEnvServer:
     def _reap(self, name: str, is_second_half: bool) -> None:
         """End a session after the second half of its limit, before which a process that was stopped reads messages."""
         session = self._named[name]
+        # A call that runs longer than the limit is no idle session.
         if session.busy:
             self._named_session(name)
             return
@@ -389,7 +392,7 @@ async def _receive(socket: web.WebSocketResponse, timeout: float) -> aiohttp.WSM
 def web_app(
     make: Callable[[], Environment],
     *,
-    task: Callable[[int], Any] = lambda seed: None,
+    task: TaskOfSeed = lambda seed: None,
     name: str = "",
     description: str = "",
     version: str | None = None,

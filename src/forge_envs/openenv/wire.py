@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from forge.envs.environment import Action, InfrastructureError, Step, ToolCall
 
-Json = Any  # the parsed JSON of a message or its parts
+from ..content import Json
 
 MAX_MESSAGE = 100 << 20  # bytes of one message, as in OpenEnv's own client
 CLOSE_LIMIT = 1.0  # seconds for the other side to acknowledge a close
@@ -119,6 +119,7 @@ def reply_to_json(step: Step) -> dict[str, Json]:
     reward = None if step.reward is None else float(step.reward)
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
+    # Of Gymnasium and the like `info` has arrays, which become text.
     metadata = json.loads(json.dumps(dict(step.info), default=str)) | ({"truncated": True} if step.truncated else {})
     observation = {"messages": list(step.messages), "tools": list(step.tools), "rewritten": step.rewritten}
     reply: dict[str, Json] = {"observation": {**observation, "metadata": metadata}, "reward": reward}
