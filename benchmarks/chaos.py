@@ -238,7 +238,9 @@ async def harm(system: System, cell: Cell) -> None:
             await asyncio.sleep(0.005)
         index = next(i for i, one in enumerate(service._supervisors) if call_of_harm(one.replica))
         pids = (
-            runtime().hosts[name][index].pids() if cell.component == "host" else service.status().replicas[index].pids
+            runtime().placement.hosts[name][index].pids()
+            if cell.component == "host"
+            else service.status().replicas[index].pids
         )
         start = time.monotonic()
         os.kill(pids[-1], getattr(signal, cell.fault))

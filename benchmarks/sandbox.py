@@ -79,7 +79,7 @@ def open_things() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "mounts": Path("/proc/self/mountinfo").read_text().count("\n"),
         "files in /tmp and /dev/shm": len(os.listdir("/tmp")) + len(os.listdir("/dev/shm")),
-        "MB": sum(map(resident, [os.getpid(), *limits.below(os.getpid())])) >> 20,
+        "MB": sum(map(resident, [os.getpid(), *limits.descendants(os.getpid())])) >> 20,
     }
 
 
@@ -156,7 +156,7 @@ def check(what: str, before: dict[str, int]) -> None:
 
 
 def main() -> None:
-    limits.look_from_here()
+    limits.open_proc()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--soak", type=int, default=0)

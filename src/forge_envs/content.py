@@ -6,16 +6,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+Json = Any  # the parsed JSON of a message or its parts
 
-def function_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """An MCP tool as an OpenAI function schema."""
+
+def function_schema(tool: Mapping[str, Json]) -> dict[str, Json]:
+    """Convert an MCP tool to an OpenAI function schema."""
     parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
-    about = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": about}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
-def text_of(result: Mapping[str, Any]) -> str:
-    """The content blocks of a result, one per line; blocks other than text are named."""
+def text_of(result: Mapping[str, Json]) -> str:
+    """Return the content blocks of a result as text, one per line; blocks other than text are named."""
     blocks = result.get("content") or []
     structured = result.get("structuredContent", result.get("structured_content"))
     if not blocks and structured is not None:
@@ -23,11 +25,12 @@ def text_of(result: Mapping[str, Any]) -> str:
     return "\n".join(map(_block, blocks))
 
 
-def _block(block: Mapping[str, Any]) -> str:
+def _block(block: Mapping[str, Json]) -> str:
     kind = block.get("type")
     if kind == "text":
         return str(block.get("text", ""))
-    if kind == "resource" and isinstance(resource := block.get("resource"), Mapping):
+    resource = block.get("resource")
+    if kind == "resource" and isinstance(resource, Mapping):
         return str(resource.get("text", f"[resource {resource.get('uri')}, {resource.get('mimeType')}]"))
     if kind == "resource_link":
         return f"[resource {block.get('uri')}: {block.get('name')}]"

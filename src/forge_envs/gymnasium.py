@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from forge.envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
 from forge.rewards.threads import in_thread
@@ -14,6 +14,9 @@ try:
     from gymnasium import Env, spaces
 except ImportError as error:
     raise ImportError("Gymnasium environments need gymnasium: pip install gymnasium") from error
+
+Observation = Any  # a value of the environment's observation space
+TextEnv: TypeAlias = "Env[Observation, Any]"
 
 
 class GymnasiumEnvironment(Environment):
@@ -39,18 +42,21 @@ class GymnasiumEnvironment(Environment):
 
     def __init__(
         self,
-        make: Callable[[], Env[Any, Any]],
+        make: Callable[[], TextEnv],
         *,
         prompt: str = "",
         actions: Sequence[str] | None = None,
-        to_text: Callable[[Any], str] | None = None,
+        to_text: Callable[[Observation], str] | None = None,
         play_truncated: bool = False,
         timeout: float = 60.0,
     ) -> None:
-        self._make, self._prompt, self._to_text, self._timeout = make, prompt, to_text, timeout
+        self._make = make
+        self._prompt = prompt
+        self._to_text = to_text
+        self._timeout = timeout
         self._play_truncated = play_truncated
         self._names = None if actions is None else [name.casefold() for name in actions]
-        self._env: Env[Any, Any] | None = None
+        self._env: TextEnv | None = None
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin an episode."""
@@ -58,25 +64,27 @@ class GymnasiumEnvironment(Environment):
             env = await self._call(self._make, "make")
             self._check(env)
             self._env = env
-        env, options = self._env, dict(task) if isinstance(task, Mapping) else None
+        env = self._env
+        options = dict(task) if isinstance(task, Mapping) else None
         observation, info = await self._call(lambda: env.reset(seed=seed, options=options), "reset")
         text = self._text(observation)
-        return Step((_said(f"{self._prompt}\n{text}" if self._prompt else text),), info={"info": info})
+        return Step((_user_message(f"{self._prompt}\n{text}" if self._prompt else text),), info={"info": info})
 
     async def step(self, action: Action) -> Step:
         """Take a turn."""
         if self._env is None:
             raise RuntimeError("step before reset")
         if action.truncated and not self._play_truncated:
-            return Step((_said(CUT),))
+            return Step((_user_message(CUT),))
+        # An invalid turn leaves the episode as it was.
         try:
-            chosen = self._chosen(self._env, action.answer)
+            move = self._parse_move(self._env, action.answer)
         except ValueError as error:
-            return Step((_said(f"error: {error}"),))
+            return Step((_user_message(f"error: {error}"),))
         env = self._env
-        observation, reward, terminated, truncated, info = await self._call(lambda: env.step(chosen), "step")
+        observation, reward, terminated, truncated, info = await self._call(lambda: env.step(move), "step")
         return Step(
-            (_said(self._text(observation)),),
+            (_user_message(self._text(observation)),),
             reward=float(reward),
             terminated=bool(terminated),
             truncated=bool(truncated) and not terminated,
@@ -89,7 +97,7 @@ class GymnasiumEnvironment(Environment):
         if env is not None:
             await self._call(env.close, "close")
 
-    def _check(self, env: Env[Any, Any]) -> None:
+    def _check(self, env: TextEnv) -> None:
         if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
             raise ValueError(f"the action space must be Discrete or Text, not {env.action_space}")
         if self._to_text is None and not isinstance(env.observation_space, spaces.Discrete | spaces.Text):
@@ -99,7 +107,7 @@ class GymnasiumEnvironment(Environment):
             if number != len(self._names):
                 raise ValueError(f"{len(self._names)} names for the actions of {env.action_space}")
 
-    def _chosen(self, env: Env[Any, Any], text: str) -> Any:
+    def _parse_move(self, env: TextEnv, text: str) -> str | int:
         """Parse an action. ValueError: invalid; describes the valid ones."""
         space = env.action_space
         if isinstance(space, spaces.Text):
@@ -109,6 +117,7 @@ class GymnasiumEnvironment(Environment):
                 )
             return text
         assert isinstance(space, spaces.Discrete)
+        # A `Discrete` space need not begin at 0.
         if self._names is not None:
             if text.casefold() not in self._names:
                 raise ValueError(f"an action is one of {', '.join(self._names)}")
@@ -118,19 +127,20 @@ class GymnasiumEnvironment(Environment):
             raise ValueError(f"an action is a number from {first} to {last}")
         return int(text)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: Observation) -> str:
         return self._to_text(observation) if self._to_text is not None else str(observation)
 
-    async def _call(self, function: Callable[[], Any], what: str) -> Any:
+    async def _call(self, function: Callable[[], Any], call_name: str) -> Any:
         try:
-            return await in_thread(function, limit=self._timeout, name=f"{what} of a Gymnasium environment")
+            return await in_thread(function, limit=self._timeout, name=f"{call_name} of a Gymnasium environment")
+        # The thread may still use the environment: the next reset makes a new one.
         except asyncio.CancelledError:
-            self._env = None  # the thread may still be using it
-            raise
-        except Unscored as late:
             self._env = None
-            raise InfrastructureError(str(late)) from None
+            raise
+        except Unscored as unscored:
+            self._env = None
+            raise InfrastructureError(str(unscored)) from None
 
 
-def _said(text: str) -> Message:
+def _user_message(text: str) -> Message:
     return {"role": "user", "content": text}

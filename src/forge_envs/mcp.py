@@ -14,15 +14,15 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
 from forge.envs.environment import InfrastructureError
 from forge.envs.tools import ToolError
 
-from .content import function_schema, text_of
-from .process import Program, words
+from .content import Json, function_schema, text_of
+from .process import Program, copy_command
 
 try:
     import anyio
@@ -38,11 +38,13 @@ except ImportError as error:
 
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
-LONGEST = 64 << 20  # bytes of one line
-MOST_TOOLS = 10_000  # of one server
+MAX_LINE = 64 << 20  # bytes of one line
+MAX_TOOLS = 10_000  # of one server
 PING_TIMEOUT = 5.0  # seconds
 _TIMED_OUT = 408  # the SDK's error code of a timeout
 _FAILED = -32099  # our error code of an HTTP response that is not MCP
+
+Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 
 
 class MCPTools(ABC):
@@ -55,12 +57,15 @@ class MCPTools(ABC):
     def __init__(self, name: str, timeout: float, start_timeout: float) -> None:
         if min(timeout, start_timeout) <= 0:
             raise ValueError(f"timeout and start_timeout must be above 0 seconds, got {timeout} and {start_timeout}")
-        self.name, self._timeout, self._start_timeout = name, timeout, start_timeout
-        self._schemas: tuple[dict[str, Any], ...] | None = None
+        self.name = name
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._schemas: tuple[dict[str, Json], ...] | None = None
         self._session: ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
-        self._opening, self._lost = asyncio.Lock(), ""
+        self._opening = asyncio.Lock()
+        self._loss = ""
 
     @property
     def connected(self) -> bool:
@@ -75,6 +80,7 @@ class MCPTools(ABC):
         async with self._opening:
             if self.connected:
                 return
+            # A connection that was lost may have left a task behind.
             await self.close()
             self._stop = asyncio.Event()
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,21 +89,22 @@ class MCPTools(ABC):
                 async with asyncio.timeout(self._start_timeout):
                     await asyncio.shield(ready)
             except BaseException as error:
-                why = self._why()
+                # Before `close`, which forgets the program and the end of its log.
+                details = self._end_details()
                 await self.close()
                 if isinstance(error, TimeoutError):
-                    late = f"{self.name} did not answer initialize and tools/list within {self._start_timeout:g} s"
-                    raise InfrastructureError(late + why) from None
+                    message = f"{self.name} did not answer initialize and tools/list within {self._start_timeout:g} s"
+                    raise InfrastructureError(message + details) from None
                 raise
 
-    def schemas(self) -> tuple[dict[str, Any], ...]:
-        """The tools in OpenAI's form. RuntimeError: `open` was not called."""
+    def schemas(self) -> tuple[dict[str, Json], ...]:
+        """Return the tools in OpenAI's form. RuntimeError: `open` was not called."""
         if self._schemas is None:
             raise RuntimeError(f"the tools of {self.name} are not known before `await open()`")
         return self._schemas
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The tool's result as text.
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
+        """Call a tool and return its result as text.
 
         Raises:
             ToolError: the tool failed, does not exist, or took more than `timeout` seconds.
@@ -107,10 +114,12 @@ class MCPTools(ABC):
             json.dumps(dict(arguments), ensure_ascii=False).encode()
         except UnicodeEncodeError:  # it would end the connection
             raise ToolError("the arguments hold a lone surrogate, which is no character") from None
-        if (session := self._session) is None:
-            lost, self._lost = self._lost, ""
-            if lost:  # report the loss once: the caller may rely on the server's state
-                raise InfrastructureError(lost)
+        session = self._session
+        if session is None:
+            loss = self._loss
+            self._loss = ""
+            if loss:  # report the loss once: the caller may rely on the server's state
+                raise InfrastructureError(loss)
             await self.open()
             session = self._session
             assert session is not None
@@ -121,14 +130,15 @@ class MCPTools(ABC):
             if error.error.code == _TIMED_OUT:
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
             if error.error.code == _FAILED:
+                # Another call may have reconnected meanwhile.
                 if error.error.data and self._session is session:
                     await self.close()
                 raise InfrastructureError(error.error.message) from None
             if error.error.code == CONNECTION_CLOSED:
-                raise await self._gone() from None
+                raise await self._loss_error() from None
             raise ToolError(error.error.message) from None
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            raise await self._gone() from None
+            raise await self._loss_error() from None
         except RuntimeError as error:  # the result violates the tool's output schema
             raise ToolError(str(error)) from None
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -139,62 +149,69 @@ class MCPTools(ABC):
 
     async def close(self) -> None:
         """Disconnect; idempotent. `open` reconnects."""
-        self._session, task, self._task = None, self._task, None
-        self._lost = ""
+        task = self._task
+        self._task = None
+        # Set at once: calls from now on do not use a session that ends.
+        self._session = None
+        self._loss = ""
         self._stop.set()
         if task is not None:
             await asyncio.wait([task], timeout=2 * PING_TIMEOUT)
+            # The server did not let go.
             task.cancel()
             await asyncio.wait([task])
 
     async def _run(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
-        why = f"{self.name} has gone"
+        reason = f"{self.name} has gone"
         try:
             async with self._connect() as (read, write), ClientSession(read, write) as session:
                 await session.initialize()
-                tools: list[dict[str, Any]] = []
+                tools: list[dict[str, Json]] = []
                 seen: set[str] = set()
                 page = await session.list_tools()
                 while True:
                     tools += [function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in page.tools]
                     if not page.nextCursor:
                         break
-                    if len(tools) > MOST_TOOLS or page.nextCursor in seen:
+                    if len(tools) > MAX_TOOLS or page.nextCursor in seen:
                         raise InfrastructureError(f"its list of tools has no end: {len(tools)} so far")
                     seen.add(page.nextCursor)
                     page = await session.list_tools(params=PaginatedRequestParams(cursor=page.nextCursor))
-                self._schemas, self._session = tuple(tools), session
+                self._schemas = tuple(tools)
+                self._session = session
                 ready.set_result(None)
                 await stop.wait()
         except BaseException as error:
-            first: BaseException = error
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            why = f"{self.name}: {first}"
+            # Task groups wrap the error that ended them.
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            reason = f"{self.name}: {cause}"
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            mine = self._stop is stop
-            if mine:
+            is_current = self._stop is stop  # or `close` and `open` have replaced it
+            if is_current:
                 self._session = None
             if not ready.done():
-                ready.set_exception(InfrastructureError(f"{why}{self._why()}"))
-            elif mine and not stop.is_set():
-                self._lost = f"{why}{self._why()}"
+                ready.set_exception(InfrastructureError(f"{reason}{self._end_details()}"))
+            elif is_current and not stop.is_set():
+                self._loss = f"{reason}{self._end_details()}"
 
-    async def _gone(self) -> InfrastructureError:
-        """The error of a connection that ended, once its reason is known."""
+    async def _loss_error(self) -> InfrastructureError:
+        """Return the error of a connection that ended, once its reason is known."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=PING_TIMEOUT)
-        lost, self._lost = self._lost, ""
-        return InfrastructureError(lost or f"{self.name} was closed")
+        loss = self._loss
+        self._loss = ""
+        return InfrastructureError(loss or f"{self.name} was closed")
 
     @abstractmethod
-    def _connect(self) -> Any:
-        """Async context manager of a read stream and a write stream."""
+    def _connect(self) -> AbstractAsyncContextManager[Streams]:
+        """Return an async context manager of a read stream and a write stream."""
 
-    def _why(self) -> str:
+    def _end_details(self) -> str:
         """Details on the end of the connection, for an error."""
         return ""
 
@@ -232,17 +249,20 @@ class StdioTools(MCPTools):
         timeout: float = 30.0,
         start_timeout: float = 30.0,
     ) -> None:
-        super().__init__(" ".join(words(command)), timeout, start_timeout)
-        self._command, self._cwd, self._env = words(command), cwd, dict(env or {})
+        super().__init__(" ".join(copy_command(command)), timeout, start_timeout)
+        self._command = copy_command(command)
+        self._cwd = cwd
+        self._env = dict(env or {})
         self._program: Program | None = None
         self._end = ""
-        self._late, self._checking = False, asyncio.Lock()
+        self._unanswered = False  # a call timed out or was cancelled: the program may hang
+        self._checking = asyncio.Lock()
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """See `MCPTools.call`."""
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
+        """Call a tool; see `MCPTools.call`."""
         async with self._checking:
-            if self._late and self._session is not None:
-                self._late = False
+            if self._unanswered and self._session is not None:
+                self._unanswered = False
                 try:
                     async with asyncio.timeout(PING_TIMEOUT):
                         with suppress(McpError):  # pings are unsupported, but it answers
@@ -253,25 +273,29 @@ class StdioTools(MCPTools):
                     raise ToolError(
                         f"{self.name} hung in an earlier call and was restarted: what it had kept is lost, call again"
                     ) from None
-        began = asyncio.get_running_loop().time()
+        # How long a call took tells a timeout from a tool that failed.
+        started = asyncio.get_running_loop().time()
         try:
             return await super().call(name, arguments)
         except asyncio.CancelledError:
-            self._late = True
+            self._unanswered = True
             raise
         except ToolError:
-            self._late |= asyncio.get_running_loop().time() - began >= self._timeout
+            self._unanswered |= asyncio.get_running_loop().time() - started >= self._timeout
             raise
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncIterator[Any]:
+    async def _connect(self) -> AsyncIterator[Streams]:
         # Not the SDK's stdio client: its process outlives this one if this is killed, and its exit code is hidden.
         self._end = ""
         program = self._program = await Program.start(
-            self._command, pipes=True, line_limit=LONGEST, cwd=self._cwd, env=self._env
+            self._command, pipes=True, line_limit=MAX_LINE, cwd=self._cwd, env=self._env
         )
-        assert program.stdin is not None and program.stdout is not None
-        stdin, stdout = program.stdin, program.stdout
+        assert program.stdin is not None
+        assert program.stdout is not None
+        stdin = program.stdin
+        stdout = program.stdout
+        # The SDK's session takes streams of messages: they are connected to the program's pipes.
         to_session, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         write, from_session = anyio.create_memory_object_stream[SessionMessage](0)
 
@@ -291,6 +315,7 @@ class StdioTools(MCPTools):
                     await stdin.drain()
 
         async def watching() -> None:
+            # A program may close its output and go on: it gets a second to end.
             await asyncio.wait([asyncio.create_task(reading()), asyncio.create_task(program.wait(float("inf")))])
             await program.wait(1.0)
             if not self._stop.is_set():
@@ -304,13 +329,14 @@ class StdioTools(MCPTools):
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
+                # An end that nobody asked for is described while its log still exists.
                 if not self._stop.is_set():
                     await program.wait(1.0)
-                    self._end = f"; {program.ended()}"
-                await program.stop(0.0 if self._late else PING_TIMEOUT)
+                    self._end = f"; {program.describe_end()}"
+                await program.stop(0.0 if self._unanswered else PING_TIMEOUT)
 
-    def _why(self) -> str:
-        return self._end or ("" if self._program is None else f"; {self._program.ended()}")
+    def _end_details(self) -> str:
+        return self._end or ("" if self._program is None else f"; {self._program.describe_end()}")
 
 
 class HTTPTools(MCPTools):
@@ -342,7 +368,7 @@ class HTTPTools(MCPTools):
         self._headers = dict(headers or {})
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncIterator[Any]:
+    async def _connect(self) -> AsyncIterator[Streams]:
         limits = httpx.Timeout(self._start_timeout, read=None)
         transport = _Isolated(self.name)
         async with (
@@ -360,6 +386,7 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         self._name = name
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        # GET opens a stream of notifications, whose failure is no call's.
         if request.method != "POST":
             return await super().handle_async_request(request)
         number = json.loads(request.content).get("id")
@@ -372,12 +399,13 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         except httpx.TransportError as error:
             return self._failed(number, f"{self._name}: {error or type(error).__name__}", lost=True)
         try:
-            answer = json.loads(text)
+            document = json.loads(text)
         except (ValueError, RecursionError):
-            answer = None
-        if isinstance(answer, dict) and (response.status_code < 300 or answer.get("id") == number):
+            document = None
+        # A server may also report an error of the protocol with an HTTP error status.
+        if isinstance(document, dict) and (response.status_code < 300 or document.get("id") == number):
             headers = {n: v for n, v in response.headers.items() if n.lower() == "mcp-session-id"}
-            return httpx.Response(200, json=answer, headers=headers, request=request)
+            return httpx.Response(200, json=document, headers=headers, request=request)
         if 300 <= response.status_code < 400:  # following it would carry the headers to another server
             text = f"it redirects to {response.headers.get('Location', 'elsewhere')}: use that url"
         if response.status_code < 300:
@@ -387,7 +415,8 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         lost = status == 404 or (status == 400 and "session" in text.lower())
         return self._failed(number, f"{self._name} answered with status {status}: {text[:500]}", lost)
 
-    def _failed(self, number: Any, message: str, lost: bool) -> httpx.Response:
+    def _failed(self, number: Json, message: str, lost: bool) -> httpx.Response:
+        # A notification has no answer.
         if number is None:
             return httpx.Response(202)
         error = {"code": _FAILED, "message": message, "data": lost}

@@ -53,9 +53,14 @@ class Program:
     When it ends, the rest of its process group is killed."""
 
     def __init__(self, process: Process, name: str, lifeline: int, log: IO[bytes]) -> None:
-        self.name, self._process, self._lifeline, self._log = name, process, lifeline, log
-        self.stdin, self.stdout = process.stdin, process.stdout
-        self._gone, self._watch = False, asyncio.create_task(self._sweep())
+        self.name = name
+        self.stdin = process.stdin
+        self.stdout = process.stdout
+        self._process = process
+        self._lifeline = lifeline
+        self._log = log
+        self._gone = False
+        self._sweeper = asyncio.create_task(self._kill_rest())
 
     @classmethod
     async def start(
@@ -79,10 +84,11 @@ class Program:
             InfrastructureError: no process could be started.
         """
         log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the program
-        reading, lifeline = os.pipe()
+        keeper_end, lifeline = os.pipe()
+        # Isolated (-I, -S): a file in the working directory cannot take the place of a module of the keeper.
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _KEEPER, str(reading), str(os.getpid()), *command),
+                *(sys.executable, "-I", "-S", "-c", _KEEPER, str(keeper_end), str(os.getpid()), *command),
                 stdin=asyncio.subprocess.PIPE if pipes else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if pipes else log,
                 stderr=log,
@@ -90,7 +96,7 @@ class Program:
                 cwd=cwd,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
-                pass_fds=(reading,),
+                pass_fds=(keeper_end,),
             )
         except BaseException as error:
             os.close(lifeline)
@@ -99,26 +105,26 @@ class Program:
                 raise InfrastructureError(f"{command[0]} could not be started: {error}") from error
             raise
         finally:
-            os.close(reading)
+            os.close(keeper_end)
         return cls(process, command[0], lifeline, log)
 
     @property
     def pid(self) -> int:
-        """Of the process group of the program and its children."""
+        """Process group of the program and its children."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while running; 128 + n after signal n."""
+        """Exit code; None while running, 128 + n after signal n."""
         return self._process.returncode
 
-    def ended(self) -> str:
-        """Exit code and end of the log, for an error."""
+    def describe_end(self) -> str:
+        """Describe its exit code and the end of its log, for an error."""
         code = self.returncode
-        how = "is still running" if code is None else f"ended with exit code {code}"
+        state = "is still running" if code is None else f"ended with exit code {code}"
         with suppress(ValueError):  # not a signal
-            how = f"was ended by {signal.Signals((code or 0) - 128).name}"
-        return f"{self.name} {how}; its log ends with:\n{self.tail() or '(nothing)'}"
+            state = f"was ended by {signal.Signals((code or 0) - 128).name}"
+        return f"{self.name} {state}; its log ends with:\n{self.tail() or '(nothing)'}"
 
     def tail(self) -> str:
         """The end of its log, at most TAIL bytes."""
@@ -134,10 +140,12 @@ class Program:
                 await self._process.wait()
 
     async def stop(self, grace: float = GRACE) -> None:
-        """SIGTERM to the process group, SIGKILL after `grace` seconds; idempotent."""
+        """Send SIGTERM to the process group, and SIGKILL after `grace` seconds; idempotent."""
         if self._lifeline < 0:
             return
-        lifeline, self._lifeline = self._lifeline, -1
+        lifeline = self._lifeline
+        self._lifeline = -1
+        # A closed stdin is how many servers are told to end.
         try:
             if self.stdin is not None:
                 self.stdin.close()
@@ -145,12 +153,13 @@ class Program:
                 self._signal(signal.SIGTERM)
                 await self.wait(grace)
         finally:
+            # The lifeline is closed last: at the end of this pipe the keeper kills the group.
             self._signal(signal.SIGKILL)
             os.close(lifeline)
             self._log.close()
         await self.wait(GRACE)
 
-    async def _sweep(self) -> None:
+    async def _kill_rest(self) -> None:
         await self._process.wait()
         self._signal(signal.SIGKILL)
         self._gone = True  # from now on the id may be reused
@@ -168,8 +177,8 @@ class Program:
         await self.stop()
 
 
-def words(command: Sequence[str]) -> list[str]:
-    """A copy of a command. ValueError: it is a string, or empty."""
+def copy_command(command: Sequence[str]) -> list[str]:
+    """Copy a command. ValueError: it is a string, or empty."""
     if not command or isinstance(command, str):
         raise ValueError(f"a command must be a list of its words, got {command!r}")
     return list(command)

@@ -16,16 +16,21 @@ try:
 except ImportError as error:
     raise ImportError("reasoning-gym tasks need reasoning-gym: pip install reasoning-gym") from error
 
-WRONG = {
+# Families whose scorers were found to reward wrong answers.
+UNRELIABLE = {
     "complex_arithmetic": 'the answer "nan" scores 1',
     "game_of_life_halting": "unreadable answers score 1",
     "coin_flip": 'the answer "0" scores near 1',
 }
 _DIVISION = 'some labels of divisions are wrong; take operators=["+", "-", "*"]'
-_NO_NUMBER = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNORECASE)
+# Scorers that compare numbers by a tolerance accept these for any number.
+_NOT_FINITE = re.compile(r"(?<![a-z])(nan|inf|infinity)(?=j?(?![a-z]))", re.IGNORECASE)
+# An answer that is right for no question.
 _NONSENSE = "?!~ no answer ~!?"
-_SCORING = 10.0  # seconds for one score
-_SURPLUS = 10_000  # characters of an answer beyond ten times those of the right one: scorers are not of linear time
+_SCORE_LIMIT = 10.0  # seconds for one score
+_MAX_SURPLUS = 10_000  # characters of an answer beyond ten times those of the right one: scorers are not of linear time
+
+Entry = Mapping[str, Any]  # of a dataset: its question and answer, and metadata of its family
 
 
 class ReasoningGymEnvironment(Environment):
@@ -56,7 +61,7 @@ class ReasoningGymEnvironment(Environment):
         *,
         size: int = 1000,
         seed: int = 0,
-        prompt: Callable[[Mapping[str, Any]], str] = lambda entry: entry["question"],
+        prompt: Callable[[Entry], str] = lambda entry: entry["question"],
         answer: Callable[[str], str] = str.strip,
         allow_wrong: bool = False,
         **settings: Any,
@@ -68,13 +73,17 @@ class ReasoningGymEnvironment(Environment):
             dataset: Any = reasoning_gym.create_dataset(family, size=size, seed=seed, **settings)
         except (AssertionError, TypeError) as error:
             raise ValueError(f"{family}: {error}") from error
-        why = WRONG.get(family)
+        # A scorer that gives points for wrong answers teaches them.
+        fault = UNRELIABLE.get(family)
         if family == "basic_arithmetic" and "/" in dataset.config.operators:
-            why = _DIVISION
-        if why is not None and not allow_wrong:
-            raise ValueError(f"{family} is off: {why}. Set allow_wrong=True to use it anyway")
-        self._family, self._dataset, self._prompt, self._answer = family, dataset, prompt, answer
-        self._entry: Mapping[str, Any] | None = None
+            fault = _DIVISION
+        if fault is not None and not allow_wrong:
+            raise ValueError(f"{family} is off: {fault}. Set allow_wrong=True to use it anyway")
+        self._family = family
+        self._dataset = dataset
+        self._prompt = prompt
+        self._answer = answer
+        self._entry: Entry | None = None
 
     def __len__(self) -> int:
         """Number of questions."""
@@ -92,38 +101,40 @@ class ReasoningGymEnvironment(Environment):
         """Score the answer, which ends the episode."""
         if self._entry is None:
             raise RuntimeError("step before reset")
-        entry, self._entry = self._entry, None
+        entry = self._entry
+        self._entry = None
         if action.truncated:  # the answer did not come
             return Step(truncated=True, info={"entry": entry})
         answer = self._answer(action.answer)
         try:
             reward = await in_thread(
-                lambda: self._score(answer, entry), limit=_SCORING, name=f"score of {self._family}"
+                lambda: self._score(answer, entry), limit=_SCORE_LIMIT, name=f"score of {self._family}"
             )
-        except Unscored as why:
-            return Step(reward=None, terminated=True, info={"unscored": str(why), "entry": entry})
+        except Unscored as unscored:
+            return Step(reward=None, terminated=True, info={"unscored": str(unscored), "entry": entry})
         return Step(reward=reward, terminated=True, info={"entry": entry})
 
-    def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        right = entry.get("answer")
-        if len(answer) > 10 * len(str(right)) + _SURPLUS:
+    def _score(self, answer: str, entry: Entry) -> float:
+        expected = entry.get("answer")
+        if len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS:
             return 0.0
-        if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(str(right)):
+        if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected)):
             return 0.0
         try:
             score = float(self._dataset.score_answer(answer, entry))
         except Exception as error:
-            if right is None or not self._fair(right, entry):
+            if expected is None or not self._accepts(expected, entry):
                 raise Unscored(f"the scorer of {self._family} raised {type(error).__name__}: {error}") from error
             return 0.0
         if not math.isfinite(score) or not 0 <= score <= 1:
             raise Unscored(f"the scorer of {self._family} gave {score}")
-        if answer != right and score > 0.5 and self._fair(_NONSENSE, entry):
+        # A scorer that accepts nonsense says nothing about this answer.
+        if answer != expected and score > 0.5 and self._accepts(_NONSENSE, entry):
             raise Unscored(f"the scorer of {self._family} gives nonsense more than half a point on this question")
         return score
 
-    def _fair(self, answer: Any, entry: Mapping[str, Any]) -> bool:
-        """Whether the scorer takes this answer for right."""
+    def _accepts(self, answer: object, entry: Entry) -> bool:
+        """Whether the scorer gives this answer more than half a point."""
         try:
             return float(self._dataset.score_answer(answer, entry)) > 0.5
         except Exception:

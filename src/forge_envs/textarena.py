@@ -15,6 +15,7 @@ except ImportError as error:
     raise ImportError("TextArena games need textarena: pip install textarena") from error
 
 A = TypeVar("A")
+Game = Any  # textarena.Env, whose methods are not typed
 Opponent = Callable[[str], str | Awaitable[str]]
 
 
@@ -57,31 +58,37 @@ class TextArenaEnvironment(Environment):
             raise ValueError(f"seat must be one of {players} players, from 0, got {seat}")
         if players > 1 and opponent is None:
             raise ValueError(f"a game for {players} players needs an opponent for the other seats")
-        self._raw, self._opponent, self._players, self._seat = raw, opponent, players, seat
+        self._raw = raw
+        self._opponent = opponent
+        self._players = players
+        self._seat = seat
         self._play_truncated = play_truncated
-        self._settings, self._game, self._random = settings, None, random.getstate()
+        self._settings = settings
+        self._game: Game | None = None
+        self._random = random.getstate()
         self._unread: dict[int, list[str]] = {}
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin a game, determined by the seed; the task is ignored."""
         self._unread = {seat: [] for seat in range(self._players)}
 
-        def begin() -> Any:
+        def begin() -> Game:
             random.seed(seed)
             game = textarena.make(self._raw, **self._settings)
             game.reset(num_players=self._players, seed=seed)
             return game
 
-        self._game = self._own(begin)
+        self._game = self._with_own_random(begin)
         return await self._until_turn(False)
 
     async def step(self, action: Action) -> Step:
         """Take a turn, and let the others take theirs."""
         if self._game is None:
             raise RuntimeError("step before reset")
+        # The game is as it was, and waits for another turn.
         if action.truncated and not self._play_truncated:
             return Step(({"role": "user", "content": CUT},))
-        return await self._until_turn(self._say(action.answer))
+        return await self._until_turn(self._play(action.answer))
 
     async def close(self) -> None:
         """Discard the game."""
@@ -89,37 +96,40 @@ class TextArenaEnvironment(Environment):
 
     async def _until_turn(self, over: bool) -> Step:
         """Play until it is the policy's turn, or the game is over."""
-        game: Any = self._game
+        game: Game = self._game
         while not over:
-            seat, messages = self._own(game.get_observation)
+            seat, messages = self._with_own_random(game.get_observation)
             # Without the seat's own messages.
             self._unread[seat] += [str(text).strip() for sender, text, _ in messages if sender != seat]
             if seat == self._seat:
-                news, self._unread[seat] = "\n".join(self._unread[seat]), []
-                return Step(({"role": "user", "content": news},))
+                observation = "\n".join(self._unread[seat])
+                self._unread[seat] = []
+                return Step(({"role": "user", "content": observation},))
             assert self._opponent is not None
             reply = self._opponent("\n".join(self._unread[seat]))
-            over = self._say(await reply if inspect.isawaitable(reply) else reply)
-        rewards, about = self._own(game.close)
+            over = self._play(await reply if inspect.isawaitable(reply) else reply)
+        # The game is over for all seats: its rewards are by seat.
+        rewards, infos = self._with_own_random(game.close)
         self._game = None
-        mine = (about or {}).get(self._seat, {})
+        info = (infos or {}).get(self._seat, {})
         reward = (rewards or {}).get(self._seat)
         if not isinstance(reward, int | float):  # in some games the text of an invalid move
-            return Step(reward=None, terminated=True, info={**mine, "unscored": f"the game's reward is {reward!r}"})
-        return Step(reward=float(reward), terminated=True, info=mine)
+            return Step(reward=None, terminated=True, info={**info, "unscored": f"the game's reward is {reward!r}"})
+        return Step(reward=float(reward), terminated=True, info=info)
 
-    def _say(self, text: str) -> bool:
+    def _play(self, text: str) -> bool:
         """Take an action; True if it ended the game. Brackets are added to an action without them."""
-        game: Any = self._game
+        game: Game = self._game
+        # The games look for actions in brackets.
         action = text if "[" in text and "]" in text else f"[{text}]"
-        return bool(self._own(lambda: game.step(action))[0])
+        return bool(self._with_own_random(lambda: game.step(action))[0])
 
-    def _own(self, call: Callable[[], A]) -> A:
-        """Call it with the game's state of the random generator."""
-        others = random.getstate()
+    def _with_own_random(self, function: Callable[[], A]) -> A:
+        """Call a function with the game's own state of the random generator."""
+        global_state = random.getstate()
         random.setstate(self._random)
         try:
-            return call()
+            return function()
         finally:
             self._random = random.getstate()
-            random.setstate(others)
+            random.setstate(global_state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .code_verifier import Case, CodeVerifier, forgeable, read_cases
 from .sandbox import Result, Sandbox, Session
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # The actor needs Monarch, which takes seconds to import.
     if name == "SandboxedPythonCoder":
         from .coder import SandboxedPythonCoder

@@ -1,4 +1,4 @@
-"""The sandbox as a Forge service."""
+"""The sandbox as a service of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SandboxedPythonCoder(ForgeActor):
     result = await coder.execute.route("print(6 * 7)")
 
     Args:
-        settings: of `forge_sandbox.Sandbox`.
+        settings: the settings of `forge_sandbox.Sandbox`.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -1,12 +1,15 @@
-"""Runs in the process of the program, as text: executes it and reports what its calls return."""
+"""Harness in the process of a program, as text: executes the program and reports what its calls return."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+Json = Any
+
+# The number of a message that says only that the checks have begun.
 BEGUN = -1
-# Everything it uses is bound before the program runs, which may replace any global. Values are formatted by the methods
+# All that it uses is bound before the program runs, which may replace any global. Values are formatted by the methods
 # of the built-in types, whatever a subclass overrides, and compared outside. Objects of the program are never true.
 HARNESS = r"""
 def harness(program, checks, mark):
@@ -93,14 +96,15 @@ def harness(program, checks, mark):
 """.replace("BEGUN", str(BEGUN))
 
 
-def read_marked(stdout: str, mark: str) -> dict[int, list[Any]]:
-    """Reports of the harness by index of the check: empty if it raised, else one value, None if it has no form."""
-    reports: dict[int, list[Any]] = {}
+def read_marked(stdout: str, mark: str) -> dict[int, list[Json]]:
+    """Return the reports of the harness by index of the check: empty if it raised, else one value; None without a
+    form."""
+    reports: dict[int, list[Json]] = {}
     for line in stdout.split("\n"):
         if line.startswith(mark):
             try:
-                place, _, report = line.removeprefix(mark).partition(" ")
-                reports.setdefault(int(place), list(json.loads(report)))
+                index, _, report = line.removeprefix(mark).partition(" ")
+                reports.setdefault(int(index), list(json.loads(report)))
             except (ValueError, TypeError, RecursionError):
                 continue  # forged by the program
     return reports

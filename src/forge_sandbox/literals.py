@@ -10,12 +10,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# Python warns of odd syntax as it parses, once for each place: a program could fill the log.
+# The parser warns of odd syntax, once for each location: a program could fill the log.
 warnings.filterwarnings("ignore", module="<model output>")
 
-_LARGEST = 1 << 16  # bits of an integer
+MAX_BITS = 1 << 16  # of an integer: arithmetic on larger ones could take minutes
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+Value = Any  # of any literal
+
+# Arithmetic of constants, as in `1e-9 * 2` or `-1`.
+_ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -26,8 +29,8 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-def literal(text: str | ast.expr, fold: bool = True) -> tuple[Any] | None:
-    """The value in a 1-tuple; None if it is not a literal.
+def literal(text: str | ast.expr, fold: bool = True) -> tuple[Value] | None:
+    """Return the value in a 1-tuple; None if the text is not a literal.
 
     Args:
         fold: also accept `float("inf")` and arithmetic on small numbers.
@@ -38,20 +41,22 @@ def literal(text: str | ast.expr, fold: bool = True) -> tuple[Any] | None:
             if isinstance(text, str)
             else copy.deepcopy(text)
         )
-        tree = (_Folded() if fold else _Named()).visit(tree)
+        tree = (_Fold() if fold else _ReplaceNames()).visit(tree)
         return (ast.literal_eval(tree),)
     except (ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
         return None
 
 
-class _Named(ast.NodeTransformer):
-    """`inf`, the repr of infinity."""
+class _ReplaceNames(ast.NodeTransformer):
+    """Replaces `inf`, the repr of infinity, which is not a literal."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(math.inf) if node.id == "inf" else node
 
 
-class _Folded(_Named):
+class _Fold(_ReplaceNames):
+    """Also evaluates `float("inf")` and arithmetic on small numbers."""
+
     def visit_Call(self, node: ast.Call) -> ast.expr:
         match node:
             case ast.Call(func=ast.Name("float"), args=[ast.Constant(str(text))], keywords=[]):
@@ -59,13 +64,14 @@ class _Folded(_Named):
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        one, other = ast.literal_eval(self.visit(node.left)), ast.literal_eval(self.visit(node.right))
-        holds = _ARITHMETIC.get(type(node.op))
-        if holds is None or not all(isinstance(number, int | float | complex) for number in (one, other)):
+        left = ast.literal_eval(self.visit(node.left))
+        right = ast.literal_eval(self.visit(node.right))
+        operation = _ARITHMETIC.get(type(node.op))
+        if operation is None or not all(isinstance(number, int | float | complex) for number in (left, right)):
             raise ValueError("not arithmetic on numbers")
-        if isinstance(node.op, ast.Pow) and (abs(one) > 1e9 or abs(other) > 1024):
+        if isinstance(node.op, ast.Pow) and (abs(left) > 1e9 or abs(right) > 1024):
             raise ValueError("this power may be large")
-        value = holds(one, other)
-        if isinstance(value, int) and value.bit_length() > _LARGEST:
+        value = operation(left, right)
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise ValueError("this integer is large")
         return ast.Constant(value)

@@ -1,14 +1,14 @@
-"""Selects the isolation level: a canary program tries what must be blocked."""
+"""Selection of the isolation level: a canary program tries what must be blocked."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
-from .worker import SandboxError, Worker
+from .worker import SandboxError, Settings, Worker
 
+# The levels that "auto" tries, the strongest first.
 AUTO = ("namespaces", "landlock", "bubblewrap")
 LEVELS = (*AUTO, "none")
 
@@ -32,11 +32,11 @@ print(*(name for name, what in tried.items() if works(what)), *(sorted({{*os.env
 """
 
 
-def holding(levels: Sequence[str], settings: dict[str, Any], python: str, user: int | None) -> str:
-    """The first of these levels that confines the canary. SandboxError: none does; with the reason for each."""
+def select_level(levels: Sequence[str], settings: Settings, python: str, user: int | None) -> str:
+    """Return the first of these levels that confines the canary. SandboxError: none does, with the reason for each."""
     reasons = []
     for level in levels:
-        reason = _why_not(settings | {"level": level}, python, user)
+        reason = _try_level(settings | {"level": level}, python, user)
         if not reason:
             return level
         reasons.append(f"{level}: {reason}")
@@ -46,30 +46,34 @@ def holding(levels: Sequence[str], settings: dict[str, Any], python: str, user: 
     )
 
 
-def _why_not(settings: dict[str, Any], python: str, user: int | None) -> str:
+def _try_level(settings: Settings, python: str, user: int | None) -> str:
+    """Run the canary; return the reason why the level does not work, "" if it does."""
     level = settings["level"]
     if level == "bubblewrap" and not settings["bubblewrap"]:
         return "bwrap is not installed"
+    # The canary tries what a program must not do: read this file, write beside it, use memory, see its parent.
     with tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o644)
-        # Far beyond its limit, and untouched.
+        # Far beyond its limit; it is not written to, so that the level "none" does not fill the machine.
         memory = (settings["memory_mb"] << 20) * 4
         canary = _CANARY.format(parent=os.getpid(), file=file.name, memory=memory)
         try:
             worker = Worker(settings, python, user)
             try:
-                header, bodies = worker.ask({"kind": "run", "time_limit": 10.0}, canary.encode(), b"", limit=10.0)
+                header, bodies = worker.request({"kind": "run", "time_limit": 10.0}, canary.encode(), b"", limit=10.0)
                 worker.settle()
             finally:
                 worker.kill()
         except SandboxError as error:
             return str(error)
-        escaped = os.path.exists(beside := file.name + ".new")
+        written = file.name + ".new"
+        escaped = os.path.exists(written)
         if escaped:
-            os.unlink(beside)
+            os.unlink(written)
     out, error_text = (body.decode(errors="replace").strip() for body in bodies)
     if header["status"] != "ok":
         return f"a program could not run ({header['status']}: {error_text[-300:]})"
+    # Without isolation this is as it should be.
     if (out or escaped) and level != "none":
         return f"a program was not prevented from: {out or 'write'}"
     return ""

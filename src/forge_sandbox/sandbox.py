@@ -1,4 +1,4 @@
-"""A sandbox for untrusted Python programs."""
+"""Sandbox for untrusted Python programs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from .probe import AUTO, LEVELS, holding
-from .worker import SandboxError, Worker
+from .probe import AUTO, LEVELS, select_level
+from .worker import Header, SandboxError, Settings, Worker
 
-A = TypeVar("A")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_LONGEST = 64 << 20  # bytes of a program and its input
+MAX_BYTES = 64 << 20  # of a program and its input
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,23 @@ class Result:
 
 
 class _Pending:
-    """A pending program and the worker that runs it, for cancellation."""
+    """A submitted program and the worker that runs it, for its cancellation."""
 
     def __init__(self) -> None:
-        self._lock, self._given_up = Lock(), False
+        self._lock = Lock()
+        self._cancelled = False
         self._worker: Worker | None = None
 
-    def hold(self, worker: Worker | None) -> bool:
+    def assign(self, worker: Worker | None) -> bool:
         """Set the worker. False if the program was cancelled."""
         with self._lock:
             self._worker = worker
-            return not self._given_up
+            return not self._cancelled
 
     def cancel(self) -> None:
         """Cancel the program."""
         with self._lock:
-            self._given_up = True
+            self._cancelled = True
             if self._worker is not None:
                 self._worker.interrupt()
 
@@ -79,7 +80,7 @@ class Sandbox:
     Args:
         level: "namespaces", "landlock" or "bubblewrap"; "auto" takes the first that works here; "none" isolates
             nothing and requires `allow_unsafe`.
-        workers: concurrent programs; each session has a worker of its own besides.
+        workers: concurrent programs; each session has an additional worker.
         memory_mb: address space of a process, and memory of a program's processes together.
         cpu_seconds: per process, and for a program's processes together.
         processes: of a program, including threads. At landlock only threads.
@@ -119,28 +120,31 @@ class Sandbox:
             raise ValueError("level none isolates nothing: set allow_unsafe to accept that")
         limits = {"workers": workers, "memory_mb": memory_mb, "cpu_seconds": cpu_seconds, "processes": processes}
         limits |= {"file_mb": file_mb, "output_kb": output_kb}
-        if wrong := [name for name, value in limits.items() if not isinstance(value, int) or value < 1]:
-            raise ValueError(f"{', '.join(wrong)} must be at least 1, and whole numbers")
-        places = {place: os.path.realpath(place) for place in (*path, *readable)}
-        if hidden := [place for place, real in places.items() if os.path.commonpath([real, "/tmp"]) == real]:
+        invalid = [name for name, value in limits.items() if not isinstance(value, int) or value < 1]
+        if invalid:
+            raise ValueError(f"{', '.join(invalid)} must be at least 1, and whole numbers")
+        paths = {given: os.path.realpath(given) for given in (*path, *readable)}
+        hidden = [given for given, real in paths.items() if os.path.commonpath([real, "/tmp"]) == real]
+        if hidden:
             raise ValueError(f"{', '.join(hidden)}: programs have a /tmp of their own, name single paths in it")
         self.level = level
         self._levels = (*AUTO, *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
-        self._settings: dict[str, Any] = limits | {
+        self._settings: Settings = limits | {
             "imports": list(imports),
-            "path": [places[place] for place in path],
-            "readable": [os.path.abspath(place) for place in (*path, *readable)],
+            "path": [paths[folder] for folder in path],
+            "readable": [os.path.abspath(folder) for folder in (*path, *readable)],
             "bubblewrap": shutil.which("bwrap"),
         }
-        self._python, self._user = python or os.path.realpath(sys.executable), user
+        self._python = python or os.path.realpath(sys.executable)
+        self._user = user
         self._threads = ThreadPoolExecutor(workers, "sandbox")
-        self._idle: SimpleQueue[Worker | None] = SimpleQueue()  # as many as threads
+        self._idle: SimpleQueue[Worker | None] = SimpleQueue()  # one for each thread
         for _ in range(workers):
             self._idle.put(None)
         self._lock = Lock()
         self._started = self._closed = False
-        self._process = 0  # in which it was started
-        self._all: set[Worker] = set()
+        self._process = 0  # the process that started it
+        self._workers: set[Worker] = set()
 
     async def __aenter__(self) -> Sandbox:
         await self.start()
@@ -150,7 +154,7 @@ class Sandbox:
         await self.close()
 
     async def start(self) -> None:
-        """Select the level. SandboxError: none works here; with the reasons."""
+        """Select the level. SandboxError: none works here, with the reasons."""
         self._check_usable()
         await asyncio.wrap_future(self._threads.submit(self._start))
 
@@ -165,11 +169,12 @@ class Sandbox:
             SandboxError: the sandbox failed, also on a retry with a new process.
             RuntimeError: closed, or started before a fork of this process.
         """
-        bodies = _checked(time_limit, program, stdin)
+        bodies = _encode(time_limit, program, stdin)
         self._check_usable()
         pending = _Pending()
         future = self._threads.submit(self._run, bodies, time_limit, pending)
         try:
+            # The thread waits for the worker, and returns soon after the worker was killed.
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             pending.cancel()
@@ -181,7 +186,7 @@ class Sandbox:
         also between cells; those of time and output to each cell. Raises as `run`."""
         await self.start()
         thread = ThreadPoolExecutor(1, "sandbox session")
-        starting = thread.submit(self._worker)
+        starting = thread.submit(self._start_worker)
         try:
             session = Session(thread, await asyncio.wrap_future(starting))
             try:
@@ -190,9 +195,9 @@ class Sandbox:
             finally:
                 session.close()
                 # Shielded: cancellation must not interrupt the cleanup.
-                await asyncio.shield(asyncio.wrap_future(thread.submit(self._give_up, session.worker)))
+                await asyncio.shield(asyncio.wrap_future(thread.submit(self._discard, session.worker)))
         except asyncio.CancelledError:
-            thread.submit(lambda: self._give_up(starting.result()))  # it may still have been starting
+            thread.submit(lambda: self._discard(starting.result()))  # it may still have been starting
             raise
         finally:
             thread.shutdown(wait=False)
@@ -203,11 +208,11 @@ class Sandbox:
             return  # the workers belong to the parent process
         with self._lock:
             self._closed = True
-            workers = list(self._all)
+            workers = list(self._workers)
         for worker in workers:
             worker.interrupt()
         for worker in workers:
-            await asyncio.to_thread(self._give_up, worker)
+            await asyncio.to_thread(self._discard, worker)
         self._threads.shutdown(wait=False)
 
     def _check_usable(self) -> None:
@@ -215,13 +220,13 @@ class Sandbox:
             raise RuntimeError("the sandbox is closed")
         self._process = self._process or os.getpid()
         if self._process != os.getpid():
-            raise RuntimeError("the sandbox was started in the process that this one was forked from: make one here")
+            raise RuntimeError("the sandbox was started in the process that this one was forked from: create one here")
 
     def _start(self) -> None:
         with self._lock:
             if self._started:
                 return
-            self.level = holding(self._levels, self._settings, self._python, self._user)
+            self.level = select_level(self._levels, self._settings, self._python, self._user)
             self._settings["level"] = self.level
             self._started = True
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)
@@ -230,18 +235,19 @@ class Sandbox:
         self._start()
         worker = self._idle.get()
         try:
+            # A worker that fails is replaced once: the program may have brought it down, or the machine.
             for last in (False, True):
                 try:
-                    worker = worker or self._worker()
-                    if not pending.hold(worker):
+                    worker = worker or self._start_worker()
+                    if not pending.assign(worker):
                         return Result("ended")  # cancelled
-                    answer = worker.ask({"kind": "run", "time_limit": time_limit}, *bodies, limit=time_limit)
+                    reply = worker.request({"kind": "run", "time_limit": time_limit}, *bodies, limit=time_limit)
                     worker.settle()
-                    return _result(*answer)
+                    return _result(*reply)
                 except SandboxError:
                     if worker is not None:
                         interrupted = worker.interrupted
-                        self._give_up(worker)
+                        self._discard(worker)
                         worker = None
                         if last or interrupted:
                             raise
@@ -249,36 +255,37 @@ class Sandbox:
                         raise
             raise AssertionError
         finally:
-            pending.hold(None)
-            if worker is not None and worker.interrupted:  # after its answer: no longer usable
-                self._give_up(worker)
+            pending.assign(None)
+            if worker is not None and worker.interrupted:  # after its reply: no longer usable
+                self._discard(worker)
                 worker = None
             self._idle.put(worker)
 
-    def _worker(self) -> Worker:
+    def _start_worker(self) -> Worker:
         worker = Worker(self._settings, self._python, self._user)
         with self._lock:
             if not self._closed:
-                self._all.add(worker)
+                self._workers.add(worker)
                 return worker
         worker.kill()
         raise SandboxError("the sandbox was closed")
 
-    def _give_up(self, worker: Worker) -> None:
-        self._all.discard(worker)
+    def _discard(self, worker: Worker) -> None:
+        self._workers.discard(worker)
         worker.kill()
 
 
 class Session:
-    """Cells with a shared namespace; see `Sandbox.session`."""
+    """A session of cells with a shared namespace; see `Sandbox.session`."""
 
     def __init__(self, thread: ThreadPoolExecutor, worker: Worker) -> None:
-        self.worker, self._thread = worker, thread
-        self._over = ""
+        self.worker = worker
+        self._thread = thread
+        self._end_reason = ""
 
     async def begin(self) -> None:
         """Start the session's process."""
-        await self._in_thread(lambda: self.worker.ask({"kind": "session"}, limit=0.0))
+        await self._in_thread(lambda: self.worker.request({"kind": "session"}, limit=0.0))
 
     async def run(self, cell: str, time_limit: float = 5.0) -> Result:
         """Run a cell; the value of a final expression is printed. A status other than "ok" and "error", or an exit,
@@ -289,30 +296,33 @@ class Session:
             ValueError: as `Sandbox.run`.
             SandboxError: the sandbox failed; the session is lost.
         """
-        body = _checked(time_limit, cell)[0]
-        if self._over:
-            return Result("ended", stderr=f"the session is over: {self._over}", exit_code=1)
+        body = _encode(time_limit, cell)[0]
+        if self._end_reason:
+            return Result("ended", stderr=f"the session is over: {self._end_reason}", exit_code=1)
         try:
             header, bodies = await self._in_thread(
-                lambda: self.worker.ask({"time_limit": time_limit}, body, limit=time_limit)
+                lambda: self.worker.request({"time_limit": time_limit}, body, limit=time_limit)
             )
         except BaseException as error:
-            self._over = f"the sandbox failed ({error})" if isinstance(error, SandboxError) else "a cell was cancelled"
+            self._end_reason = (
+                f"the sandbox failed ({error})" if isinstance(error, SandboxError) else "a cell was cancelled"
+            )
             raise
+        # The session ended between two cells.
         if "over" in header:
-            self._over = header["over"]
+            self._end_reason = header["over"]
             return await self.run(cell, time_limit)
         result = _result(header, bodies)
         if header["ended"]:
-            self._over = f"a cell ended it with {result.status} (exit code {result.exit_code})"
+            self._end_reason = f"a cell ended it with {result.status} (exit code {result.exit_code})"
         return result
 
     def close(self) -> None:
         """End the session's process."""
-        self._over = self._over or "it was closed"
+        self._end_reason = self._end_reason or "it was closed"
         self.worker.interrupt()
 
-    async def _in_thread(self, work: Callable[[], A]) -> A:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         try:
             return await asyncio.wrap_future(self._thread.submit(work))
         except asyncio.CancelledError:
@@ -320,19 +330,19 @@ class Session:
             raise
 
 
-def _result(header: dict[str, Any], bodies: list[bytes]) -> Result:
+def _result(header: Header, bodies: list[bytes]) -> Result:
     out, error = (body.decode("utf-8", "replace") for body in bodies)
-    known = {name: header[name] for name in ("status", "seconds", "cpu_seconds", "exit_code", "truncated")}
-    return Result(stdout=out, stderr=error, **known)
+    fields = {name: header[name] for name in ("status", "seconds", "cpu_seconds", "exit_code", "truncated")}
+    return Result(stdout=out, stderr=error, **fields)
 
 
-def _checked(time_limit: float, *texts: str) -> list[bytes]:
+def _encode(time_limit: float, *texts: str) -> list[bytes]:
     if not 0 < time_limit <= 86_400:
         raise ValueError(f"time_limit must be above 0 and at most 86400 seconds, got {time_limit}")
     try:
         bodies = [text.encode() for text in texts]
     except UnicodeEncodeError as error:
         raise ValueError(f"a program and its input must be encodable as UTF-8: {error}") from None
-    if sum(map(len, bodies)) > _LONGEST:
-        raise ValueError(f"a program with its input may have {_LONGEST} bytes, got {sum(map(len, bodies))}")
+    if sum(map(len, bodies)) > MAX_BYTES:
+        raise ValueError(f"a program with its input may have {MAX_BYTES} bytes, got {sum(map(len, bodies))}")
     return bodies

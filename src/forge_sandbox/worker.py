@@ -1,4 +1,4 @@
-"""The caller's side of a sandbox process."""
+"""Client of a sandbox process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from forge.envs.environment import InfrastructureError
 
 from .inside import wire
 
-_START = 60.0  # seconds to start, with all imports
-_GRACE = 30.0  # seconds to answer, beyond a program's time limit
-_LEAVE = 5.0  # seconds to exit by itself
+START_TIMEOUT = 60.0  # seconds to start, with all imports
+GRACE = 30.0  # seconds to reply, beyond a program's time limit: the machine may be busy
+EXIT_TIMEOUT = 5.0  # seconds to exit by itself
 _MODULES = (
-    *("syscalls", "wire", "seccomp", "landlock", "namespaces", "limits", "program", "confine", "place", "bubblewrap"),
+    *("syscalls", "wire", "seccomp", "landlock", "namespaces", "limits", "program", "confine", "jail", "bubblewrap"),
     *("keeper", "zygote"),
 )
 # The modules are sent as text: the process may not be able to read the files after a change of user or root.
@@ -50,6 +50,9 @@ else:
     package.bubblewrap.main(source, header, bodies[0])
 """
 
+Header = dict[str, Any]  # of a message, see `inside.wire`
+Settings = dict[str, Any]  # of a sandbox, as plain data
+
 
 class SandboxError(InfrastructureError):
     """The sandbox failed, not a program in it."""
@@ -59,32 +62,32 @@ class Worker:
     """A process that runs one program at a time. Methods block and are called in one thread, except `kill`.
 
     Args:
-        settings: of `forge_sandbox.Sandbox`.
+        settings: those of `forge_sandbox.Sandbox`.
         python: the interpreter.
         user: user id of the process; requires root.
 
     Raises:
-        SandboxError: it failed to start.
+        SandboxError: the process failed to start.
     """
 
-    def __init__(self, settings: dict[str, Any], python: str, user: int | None) -> None:
-        whose: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    def __init__(self, settings: Settings, python: str, user: int | None) -> None:
+        owner: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
         self.interrupted = False
-        self._socket, other = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         # A file, since a pipe that is not read would block verbose imports.
         self._stderr = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
-        with other:
-            words = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(other.fileno())]
+        with child_socket:
+            words = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT, str(child_socket.fileno())]
             try:
                 self._process = subprocess.Popen(
                     words,
-                    **whose,
+                    **owner,
                     env={},
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._stderr,
-                    pass_fds=(other.fileno(),),
+                    pass_fds=(child_socket.fileno(),),
                     start_new_session=True,
                 )
             except OSError as error:
@@ -93,7 +96,7 @@ class Worker:
                 raise SandboxError(f"{python} could not be started: {error}") from error
         try:
             header = {"modules": _TEXTS, "main": "zygote", "settings": settings | {"boot": _BOOT}}
-            self.ask(header, limit=_START - _GRACE)
+            self.request(header, limit=START_TIMEOUT - GRACE)
         except BaseException:
             self.kill()
             raise
@@ -103,48 +106,48 @@ class Worker:
         """Process id of the worker."""
         return self._process.pid
 
-    def ask(self, header: dict[str, Any], *bodies: bytes, limit: float) -> tuple[dict[str, Any], list[bytes]]:
-        """Send a request and return the answer. SandboxError: it failed or timed out and must be killed."""
-        self._deadline = time.monotonic() + limit + _GRACE
+    def request(self, header: Header, *bodies: bytes, limit: float) -> tuple[Header, list[bytes]]:
+        """Send a request and return the reply. SandboxError: it failed or timed out, and the worker must be killed."""
+        self._deadline = time.monotonic() + limit + GRACE
         try:
-            self._socket.settimeout(limit + _GRACE)
+            self._socket.settimeout(limit + GRACE)
             self._socket.sendall(wire.pack(header, *bodies))
-            return self._hear()
+            return self._receive()
         except TimeoutError:
-            raise SandboxError(f"the sandbox's process gave no answer within {limit + _GRACE:g} s") from None
+            raise SandboxError(f"the sandbox's process gave no answer within {limit + GRACE:g} s") from None
         except (EOFError, ConnectionError):
-            raise SandboxError(f"the sandbox's process has ended{self._last_words()}") from None
+            raise SandboxError(f"the sandbox's process has ended{self._stderr_tail()}") from None
         except (OSError, ValueError) as error:  # closed concurrently
             raise SandboxError(f"the sandbox's process was ended ({error})") from error
 
     def settle(self) -> None:
-        """Wait until all processes of the last program are gone. SandboxError: as `ask`."""
-        self._deadline = time.monotonic() + _GRACE
+        """Wait until all processes of the last program have ended. SandboxError: as `request`."""
+        self._deadline = time.monotonic() + GRACE
         try:
-            answer, _ = self._hear()
+            reply, _ = self._receive()
         except (OSError, EOFError) as error:
             raise SandboxError(f"the sandbox's process has ended ({error})") from error
-        if not answer.get("over"):
-            raise SandboxError(f"the sandbox's process sent {answer} instead of the end of a program")
+        if not reply.get("over"):
+            raise SandboxError(f"the sandbox's process sent {reply} instead of the end of a program")
 
     def interrupt(self) -> None:
-        """Ask it to end with all that it started; a pending `ask` raises SandboxError. Thread-safe."""
+        """Ask the worker to end with all its processes; a pending `request` raises SandboxError. Thread-safe."""
         self.interrupted = True
         with suppress(OSError):  # already ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """End it with all that it started, and wait for it."""
+        """End the worker with all its processes, and wait for it."""
         self.interrupt()
         try:
-            self._process.wait(_LEAVE)
+            self._process.wait(EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._socket.close()
         self._stderr.close()
 
-    def _hear(self) -> tuple[dict[str, Any], list[bytes]]:
+    def _receive(self) -> tuple[Header, list[bytes]]:
         def read(size: int) -> bytes:
             self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
             return self._socket.recv(size)
@@ -154,12 +157,12 @@ class Worker:
             raise SandboxError(f"confining a program failed: {header['failed']}")
         return header, bodies
 
-    def _last_words(self) -> str:
-        """The end of its stderr, once it has exited."""
+    def _stderr_tail(self) -> str:
+        """Return the end of its stderr, once it has exited."""
         if self.interrupted:
             return ""
         try:
-            self._process.wait(_LEAVE)
+            self._process.wait(EXIT_TIMEOUT)
             stderr = self._stderr.fileno()
         except (subprocess.TimeoutExpired, ValueError):  # ValueError: closed concurrently
             return ""

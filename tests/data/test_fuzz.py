@@ -21,7 +21,7 @@ from forge.envs.calls import SYNTAXES
 from forge.envs.schemas import Parameters
 from forge.models.tokenizer import character_tokenizer
 from forge.rewards.rules import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer
-from forge.serve.requests import BadRequest, Job, parse
+from forge.serve.requests import BadRequest, GenerationJob, parse
 from forge_envs.content import text_of
 from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
 from forge_envs.openenv.wire import Reply, action_from_json, step_from_reply
@@ -109,7 +109,7 @@ def test_bodies_of_requests(body, chat):
         job = None
         if not str(error):
             raise
-    assert job is None or isinstance(job, Job)
+    assert job is None or isinstance(job, GenerationJob)
 
 
 REPLY = objects("observation", "reward", "done", "metadata", observation=objects("messages", "tools", "rewritten"))

@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from forge.envs.environment import InfrastructureError
-from forge.system.bounded_http import LONGEST, bounded, bounded_transport
+from forge.system.bounded_http import MAX_BYTES, bounded, bounded_transport
 from forge_envs.openenv import OpenEnvClient
 from forge_envs.openenv.client import OpenEnvError
 
@@ -80,10 +80,10 @@ def mcp_server(tools=None, result=None, call=None):
 BOMB = gzip.compress(b" " * (200 << 20), 1)
 CALLS = {
     "a gzip bomb": lambda _: answered(BOMB, "Content-Encoding: gzip"),
-    "a long answer": lambda _: answered(b'"' + b"x" * (LONGEST + 9) + b'"'),
-    "a long event": lambda _: answered(b"data: " + b"x" * (LONGEST + 9), kind="text/event-stream"),
+    "a long answer": lambda _: answered(b'"' + b"x" * (MAX_BYTES + 9) + b'"'),
+    "a long event": lambda _: answered(b"data: " + b"x" * (MAX_BYTES + 9), kind="text/event-stream"),
     "a compressed event": lambda _: answered(BOMB, "Content-Encoding: gzip", kind="text/event-stream"),
-    "a long error": lambda _: answered(b"x" * (LONGEST + 9), status="500 Broken"),
+    "a long error": lambda _: answered(b"x" * (MAX_BYTES + 9), status="500 Broken"),
     "no object": lambda _: answered(b"[1, 2]"),
     "a number": lambda _: answered(b"3"),
     "deep": lambda _: answered(DEEP.encode()),
@@ -108,7 +108,7 @@ def test_an_mcp_server_that_answers_a_call_with_anything(name: str):
 
     tracemalloc.start()
     asyncio.run(main())
-    assert tracemalloc.get_traced_memory()[1] < 8 * LONGEST
+    assert tracemalloc.get_traced_memory()[1] < 8 * MAX_BYTES
     tracemalloc.stop()
 
 
@@ -133,8 +133,8 @@ def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
 
         return sum([len(chunk) async for chunk in bounded(chunks(), events=True)])
 
-    many = LONGEST // len(line) + 2
-    assert asyncio.run(taken((line + end.encode()) * many)) > LONGEST
+    many = MAX_BYTES // len(line) + 2
+    assert asyncio.run(taken((line + end.encode()) * many)) > MAX_BYTES
     with pytest.raises(OverflowError, match="longer than"):
         asyncio.run(taken(line * many))
 

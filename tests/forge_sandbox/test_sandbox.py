@@ -406,8 +406,8 @@ def test_a_lost_process_is_replaced_and_its_program_run_again(level):
 
 
 def test_a_process_that_hangs_is_replaced(monkeypatch):
-    monkeypatch.setattr("forge_sandbox.worker._GRACE", 0.5)
-    monkeypatch.setattr("forge_sandbox.worker._LEAVE", 0.2)
+    monkeypatch.setattr("forge_sandbox.worker.GRACE", 0.5)
+    monkeypatch.setattr("forge_sandbox.worker.EXIT_TIMEOUT", 0.2)
     sandbox = opened("namespaces", SELF, workers=1)
     before = below(os.getpid())
     run(sandbox, "1")

@@ -60,7 +60,7 @@ def test_a_run_that_goes_well_has_none():
 def test_what_goes_wrong_has_one(last: dict[str, float], found: str, advice: str):
     only = alerts(a_run(**last), SETTINGS)
     assert len(only) == 1, only
-    assert only[0].found.startswith(found)
+    assert only[0].finding.startswith(found)
     assert advice in only[0].advice
 
 

@@ -17,9 +17,10 @@ import pytest
 from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
-from forge.observability.trackers import check_trackers, wandb_mode, without_secrets
+from forge.observability.trackers import check_trackers, wandb_mode
 from forge.recipes.api import Result
 from forge.recipes.metrics_config import MetricsConfig
+from forge.system.masking import without_secrets
 from forge.types import Episode, Group
 
 SECTIONS = {

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from forge.data.spelling import spelled
-from forge.serve.requests import Job
-from forge.serve.responses import Answer, encoded
+from forge.serve.requests import GenerationJob
+from forge.serve.responses import Answer, encode
 from forge.types import Completion, Sampling
 
 
@@ -27,7 +27,7 @@ def llama_tokenizer():
 
 def answered(tokenizer, chat, completion):
     sampling = Sampling(top_logprobs=4)
-    job = Job([[3]], sampling, [], logprobs=True, chat=chat)
+    job = GenerationJob([[3]], sampling, [], logprobs=True, chat=chat)
     return Answer(job, tokenizer, partial(spelled, tokenizer), "m").choice(0, "", completion, "length")["logprobs"]
 
 
@@ -58,13 +58,13 @@ def test_tokens_of_one_text_share_an_entry(llama_tokenizer):
     ids=lambda value: str(value)[:12],
 )
 def test_json_in_parts_is_the_same_json(value):
-    assert encoded(value) == json.dumps(value).encode()
+    assert encode(value) == json.dumps(value).encode()
 
 
 def test_a_whole_answer_is_json(llama_tokenizer):
-    job = Job([[3], [1, 2]], Sampling(), [], logprobs=False, chat=False)
+    job = GenerationJob([[3], [1, 2]], Sampling(), [], logprobs=False, chat=False)
     answer = Answer(job, llama_tokenizer, partial(spelled, llama_tokenizer), "m")
     choices = [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}]
-    parsed = json.loads(b"".join(answer.whole([encoded(choice) for choice in choices], 7)))
+    parsed = json.loads(b"".join(answer.complete([encode(choice) for choice in choices], 7)))
     assert parsed["choices"] == choices
     assert parsed["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}

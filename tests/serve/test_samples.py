@@ -35,6 +35,6 @@ def test_tokens_after_a_stop_string_are_left_out(tokenizer):
     ids = tokenizer("abcdef", add_special_tokens=False)["input_ids"]
     samples = Samples(tokenizer, job)
     piece = Completion("", ids, [0.5] * len(ids), versions=[0] * len(ids), identities={0: ""}, finish="length")
-    [(sample, text, taken, finish)] = samples.take([(0, piece)])
-    assert (sample, text, taken.token_ids, finish, samples.left) == (0, "ab", ids[:4], "stop", set())
-    assert [*samples.take([(0, piece)])] == []
+    [(sample, text, taken, finish)] = samples.decode([(0, piece)])
+    assert (sample, text, taken.token_ids, finish, samples.running) == (0, "ab", ids[:4], "stop", set())
+    assert [*samples.decode([(0, piece)])] == []

@@ -272,7 +272,7 @@ def test_a_client_that_goes_away_within_a_long_answer_is_no_news(served, monkeyp
 
 
 def test_a_long_answer_is_taken_as_a_stream(served, monkeypatch):
-    monkeypatch.setattr("forge.serve.server.MOST", 1000)
+    monkeypatch.setattr("forge.serve.server.MAX_OUTPUT", 1000)
     body = {"model": "tiny", "prompt": "a", "n": 200, "max_tokens": 200, "logprobs": 20}
     answer = served.ask("POST", "/completions", json.dumps(body))
     assert (answer.status, "ask for fewer samples" in answer.read().decode()) == (400, True)

@@ -110,7 +110,7 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch):
 
 
 def test_connections_beyond_the_limit_are_closed_and_silent_ones_too(monkeypatch):
-    monkeypatch.setattr(access, "CONNECTIONS", 4)
+    monkeypatch.setattr(access, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(access, "HEADER_TIME", 0.5)
 
     async def work(http, url):
@@ -168,7 +168,7 @@ def test_an_idle_connection_is_closed(monkeypatch):
 
 @pytest.mark.parametrize("rest", [b"", b"GET /"], ids=["idle", "half"])
 def test_connections_that_bring_nothing_make_room(monkeypatch, rest):
-    monkeypatch.setattr(access, "CONNECTIONS", 4)
+    monkeypatch.setattr(access, "MAX_CONNECTIONS", 4)
 
     async def work(_, url):
         port = int(url.rpartition(":")[2])

@@ -78,7 +78,7 @@ def check_current(store: VersionStore, version: int, who: str) -> None:
 def differing(store: Store, version: int, second_version: int) -> str:
     """The tensor in which two versions differ, as the end of a sentence; empty if one of them is no longer stored."""
     try:
-        tensor = store.manifest(POLICY, version).difference(store.manifest(POLICY, second_version))
+        tensor = store.manifest(POLICY, version).first_difference(store.manifest(POLICY, second_version))
     except MissingVersion:
         return ""
     return "" if tensor is None else f" (they differ in {tensor!r})"

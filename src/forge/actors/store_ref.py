@@ -20,7 +20,7 @@ from ..runtime.controller import runtime
 from ..runtime.controller.remote_service import RemoteService
 from ..runtime.store import MissingVersion, Store, VersionStore
 from ..runtime.store.manifest import Manifest
-from ..runtime.store.transfer import Part, Snapshot
+from ..runtime.store.transfer import OpenVersion, RankPart
 from .weight_cache import COPY, HOME, WeightCache, cache_name, host_of, local_store
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class StoreRef:
 async def share(store: VersionStore) -> VersionStore | StoreRef:
     """Let a store reach all hosts of this controller, also those that join later; without hosts it stays as it is."""
     running = runtime()
-    pool = running.pool
+    pool = running.placement.pool
     if pool is None:
         return store
 
@@ -72,7 +72,7 @@ async def share(store: VersionStore) -> VersionStore | StoreRef:
                     await store.publisher(newest)
 
         pool.on_lost.append(publish_again)
-        pool.on_each(start_cache)
+        pool.on_up(start_cache)
         return StoreRef(store, cast(RemoteService, home))  # which it is once it is pickled
 
     if running.shared is None:
@@ -124,17 +124,17 @@ class HostStore(Store):
         """Publish here if the store is on this host, otherwise send the parts to its host."""
         if self.host == HOME:
             return self.local.put(key, value, version, dtype=dtype, timeout=timeout)
-        part = Part.of(key, value, version, dtype)
+        part = RankPart.of_value(key, value, version, dtype)
         with self.local.segments.writing(max(part.size, 1)) as (name, memory):
             written = part.write(name, memory)
-            text = written.at(self.host).to_json()
+            text = written.on_host(self.host).to_json()
             number = self._wait(self._home.publish.route(text, part.ranks, timeout))
             # Before the segment is unlocked: other processes of this host may reuse it then.
             self.local.keep_part(replace(written, version=number), f"rank{part.ranks.rank}")
         return number
 
     @contextmanager
-    def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
+    def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
         """Fetch a version to this host once, and read it from there."""
         if version is None:
             versions = self.versions(key)
@@ -147,7 +147,7 @@ class HostStore(Store):
                 manifest = Manifest.from_json(self._wait(fetched))
             try:
                 with self.local.segments.reading(manifest.segments) as memory:
-                    yield Snapshot(manifest, memory)
+                    yield OpenVersion(manifest, memory)
                     return
             except FileNotFoundError:
                 if is_retry:

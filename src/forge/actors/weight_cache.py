@@ -78,7 +78,7 @@ class WeightCache(ForgeActor):
     def setup(self) -> None:
         """Open the store of this host. ValueError: it is on another host."""
         self.host, self.store = local_store(self.home_store)
-        if not self.store.is_here():
+        if not self.store.is_local():
             raise ValueError(f"the weight cache of {self.store.root} must run on the host where it is")
         self._sources: dict[str, Source] = {}
         self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
@@ -131,7 +131,7 @@ class WeightCache(ForgeActor):
         if host not in chain:
             chain.append(host)
         earlier_hosts = [name for name in chain[: chain.index(host)] if name not in avoid]
-        return manifest.at(HOME).to_json(), earlier_hosts[-1] if earlier_hosts else None
+        return manifest.on_host(HOME).to_json(), earlier_hosts[-1] if earlier_hosts else None
 
     @endpoint
     async def fetch(self, key: str, version: int, timeout: float) -> str:
@@ -263,7 +263,7 @@ class WeightCache(ForgeActor):
 
 def local_store(store: VersionStore) -> tuple[str, VersionStore]:
     """The host of this process, and the store in its memory; `store` is that of the home host."""
-    if store.is_here():
+    if store.is_local():
         return HOME, store
     local = VersionStore(os.environ[STORE], store.keep)
     local.prepare()

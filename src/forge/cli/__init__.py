@@ -1,4 +1,4 @@
-"""The `forge` command."""
+"""The `forge` command: one program with a module for each subcommand."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = os.getcwd()
     except FileNotFoundError:
         raise SystemExit("error: the working folder was removed: change to another one") from None
+    # As with `python -m`: a reward of this folder is named by its module.
     if not {"", folder} & {*sys.path}:
-        sys.path.insert(0, folder)  # as with `python -m`: a reward of one's own is named by its module
+        sys.path.insert(0, folder)
     words = sys.argv[1:] if argv is None else argv
     args = make_parser(words).parse_args(argv)
     try:
         args.run(args)
-    except KeyboardInterrupt:  # of a command without handlers, or once more while it is being closed
+    except KeyboardInterrupt:  # of a command without handlers, or a second one
         print("forge: SIGINT: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
 
 
 class _Version(argparse.Action):
-    """Looked up only where it is asked for."""
+    """The option --version, which reads the version only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from .. import __version__
@@ -46,11 +47,11 @@ class _Version(argparse.Action):
 
 
 def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all commands.
+    """Create the parser of all commands.
 
     Args:
-        words: the command line. Commands of other packages, which take seconds to import, are left out where it begins
-            with a command of this one.
+        words: the command line. If it begins with a command of this package, those of other packages, which take
+            seconds to import, are omitted.
     """
     parser = argparse.ArgumentParser(
         prog="forge",
@@ -69,14 +70,13 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     runs.add_to(commands)
     watch.add_to(commands)
     completion.add_to(commands)
-    # A set: an environment that was installed under the former name, torchforge,
-    # has each of ours twice.
-    alone = bool(words) and words[0] in commands.choices and words[0] != completion.NAME
-    points = () if alone else entry_points(group=GROUP)
+    # A set: an environment that was installed under the former name, torchforge, has each entry point twice.
+    is_own = bool(words) and words[0] in commands.choices and words[0] != completion.NAME
+    points = () if is_own else entry_points(group=GROUP)
     for name, module in sorted({(point.name, point.value) for point in points}):
         try:
             import_module(module).add_to(commands)
-        except ImportError as error:  # an extra that is not installed
+        except ImportError as error:  # an optional package is missing
             commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_unavailable(error))
     return parser
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+
+from .table import Subparsers
 
 NAME = "completion"
 TEXT = "print a completion script for a shell; needs shtab"
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         NAME,
         help=TEXT,
@@ -22,7 +23,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the script."""
+    """Print the completion script."""
     try:
         import shtab
     except ImportError as error:
@@ -34,8 +35,8 @@ def run(args: argparse.Namespace) -> None:
     print(shtab.complete(parser, args.shell))
 
 
-def complete_files(parser: argparse.ArgumentParser, files: Any) -> None:
-    """Let arguments that take free text complete to files, in all commands."""
+def complete_files(parser: argparse.ArgumentParser, files: object) -> None:
+    """Complete arguments that take free text to files, in all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

@@ -4,48 +4,54 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+from .table import Subparsers
 
 TEXT = "examine this machine, or the hosts of a run: versions, GPUs, compilers, limits; clocks, bandwidth, folder"
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "doctor", help=TEXT, description=TEXT, epilog="example: forge doctor cluster --hosts node1,node2 --folder runs"
     )
-    parser.add_argument("what", nargs="?", choices=["machine", "cluster"], default="machine")
+    parser.add_argument("target", nargs="?", choices=["machine", "cluster"], default="machine")
     parser.add_argument("--hosts", help="as cluster.hosts; default: FORGE_HOSTS")
     parser.add_argument("--folder", type=Path, help="that all hosts should see, such as runs")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a report; exit code 1 if something is wrong."""
-    if args.what == "machine":
+    """Print a report; exit code 1 if there is a problem."""
+    if args.target == "machine":
         if args.hosts or args.folder:
             raise SystemExit("error: --hosts and --folder are of forge doctor cluster")
         examine_machine()
         return
+    # Imported here: `forge doctor` must also work where torch does not.
     import asyncio
     import os
     from tempfile import TemporaryDirectory
 
     from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-    from ..runtime.cluster.doctor import examine, shown
-    from ..runtime.cluster.pool import HOSTS, addresses
+    from ..runtime.cluster.doctor import examine, render
+    from ..runtime.cluster.pool import HOSTS, parse_addresses
 
     try:
-        if not (given := args.hosts or os.environ.get(HOSTS)):
+        hosts = args.hosts or os.environ.get(HOSTS)
+        if not hosts:
             raise ValueError(f"which hosts? give --hosts, or set {HOSTS}")
-        if (secret := read_secret()) is None:
+        secret = read_secret()
+        if secret is None:
             raise NoSecret(f"{SECRET} is not set: set it to the secret of the workers")
+        # The certificates are needed for this call alone.
         with TemporaryDirectory() as folder:
-            found = asyncio.run(examine(addresses(given), Credentials.make(secret, Path(folder)), args.folder))
+            credentials = Credentials.make(secret, Path(folder))
+            diagnosis = asyncio.run(examine(parse_addresses(hosts), credentials, args.folder))
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
-    print(shown(found))
-    if found.problems:
+    print(render(diagnosis))
+    if diagnosis.problems:
         raise SystemExit(1)
 
 
@@ -57,7 +63,7 @@ def examine_machine() -> None:
     for finding in findings():
         problems += bool(finding.problem)
         print(
-            f"{finding.what:24} {finding.value}" + (f"\n{'':24} PROBLEM: {finding.problem}" if finding.problem else "")
+            f"{finding.name:24} {finding.value}" + (f"\n{'':24} PROBLEM: {finding.problem}" if finding.problem else "")
         )
     if problems:
         raise SystemExit(1)

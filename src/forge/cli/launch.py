@@ -8,19 +8,23 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .recipes import RECIPES
+from .table import Subparsers
 
 if TYPE_CHECKING:
+    from ..config.sections import Arguments
     from ..recipes.schema import TrainingRecipe
 
 TEXT = "start a run on several machines, by Slurm, ssh, Kubernetes or SkyPilot"
+Runs = list[tuple[str, list[str]]]  # the name and the command line of each
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "launch",
         help=TEXT,
@@ -35,7 +39,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Launch; bad input ends the program with one line."""
+    """Launch the runs; invalid input ends the program with one line."""
     from ..config.sections import Arguments, ConfigError
     from ..recipes.resume import read_config
     from ..runtime.cluster.credentials import check_certificates
@@ -57,21 +61,22 @@ def run(args: argparse.Namespace) -> None:
     parser.add_argument("--setup", default="", help="shell lines before the run: modules, environments")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
     LAUNCHERS[args.launcher][0](parser)
+    # Options of the launcher come first; all unknown ones are overrides of the configuration.
     options, overrides = parser.parse_known_args(args.rest)
     _, settings, config_name, _ = RECIPES[options.recipe]
     config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config_name)
     try:
         runs = []
-        for suffix, more in variants(options.sweep, options.seeds):
-            words = ["--config", options.config, *overrides, *more]
+        for suffix, variant in variants(options.sweep, options.seeds):
+            words = ["--config", options.config, *overrides, *variant]
             arguments = Arguments.parse(words)
             _check_words(arguments, options)
             cfg = read_config(config_type, arguments)
-            if not cfg.checkpoint.every:  # an error of the job otherwise, after its time in the queue
+            if not cfg.checkpoint.every:  # otherwise the job fails, after its time in the queue
                 raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
-            own = [options.recipe, options.config, *overrides, *more, "--run.name", name, "--resume", "auto"]
-            runs.append((name, [sys.executable, "-m", "forge", *own]))
+            recipe = [options.recipe, options.config, *overrides, *variant, "--run.name", name, "--resume", "auto"]
+            runs.append((name, [sys.executable, "-m", "forge", *recipe]))
         if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers run in this environment
             check_certificates()
         LAUNCHERS[args.launcher][1](options, cfg, runs)
@@ -82,8 +87,8 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(masked(f"error: {error}")) from error
 
 
-def _check_words(arguments: Any, options: argparse.Namespace) -> None:
-    """ValueError: a secret would stand in a script, a manifest or the list of processes, which others can read."""
+def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
+    """Raise ValueError if a secret would be in a script, a manifest or the list of processes, which others can read."""
     from ..system.masking import masked, without_secrets
 
     remedy = (
@@ -92,7 +97,7 @@ def _check_words(arguments: Any, options: argparse.Namespace) -> None:
     for name, text in arguments.overrides:
         if without_secrets(text, name) != text:
             raise ValueError(f"--{name} holds a secret, {remedy}")
-    stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) states none
+    stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) has no secret
     if masked(stated) != stated:
         raise ValueError(f"--setup holds a secret, {remedy}")
 
@@ -106,7 +111,7 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
+def _slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from ..runtime.cluster.slurm import SlurmJob, quoted
 
     partition = [f"partition={quoted(options.partition)}"] if options.partition else []
@@ -131,7 +136,7 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python there; default: this one's path")
 
 
-def _ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
+def _ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from ..runtime.cluster.process import run_as_child
     from ..runtime.cluster.ssh import check, workers
 
@@ -161,11 +166,12 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shm", default="16Gi", help="/dev/shm of each pod: three versions of the weights")
 
 
-def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
+def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from ..runtime.cluster.kubernetes import KubernetesJob
     from ..runtime.cluster.words import documents
 
     for name, command in runs:
+        # Names of runs may hold what Kubernetes does not allow.
         job = KubernetesJob(
             name.lower().replace("_", "-").replace(".", "-"),
             [options.python, *command[1:]],
@@ -190,18 +196,20 @@ def _skypilot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accelerator", default="H100", help="kind of GPU, as SkyPilot names it")
 
 
-def _skypilot(options: argparse.Namespace, cfg: TrainingRecipe, runs: list[tuple[str, list[str]]]) -> None:
+def _skypilot(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     """Print the task: `forge launch skypilot ... > task.yaml; sky launch task.yaml`."""
     from ..runtime.cluster.skypilot import task
     from ..runtime.cluster.words import documents
 
-    nodes, gpus, kind = options.nodes, options.gpus_per_node, options.accelerator
+    nodes = options.nodes
+    gpus = options.gpus_per_node
+    kind = options.accelerator
     tasks = [task(name, ["forge", *command[3:]], nodes, gpus, kind, options.setup) for name, command in runs]
     print(documents(tasks), end="")
 
 
-# Launcher -> its options, what starts runs, each with its name and command line, and the options of an example.
-LAUNCHERS: dict[str, tuple[Any, Any, str]] = {
+# By launcher: a function that adds its options, a function that starts runs, and the options of an example.
+LAUNCHERS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[..., None], str]] = {
     "slurm": (_slurm_options, _slurm, "--nodes 2 --gpus-per-node 8 "),
     "ssh": (_ssh_options, _ssh, "--hosts node1,node2 "),
     "kubernetes": (_kubernetes_options, _kubernetes, "--image registry/forge:0.1 --nodes 2 "),

@@ -1,13 +1,14 @@
-"""The recipes from the command line: `forge train CONFIG` and others."""
+"""The recipes as commands: `forge train CONFIG` and others."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 from pathlib import Path
-from typing import Any
 
-# Command -> the module of its loop, that of its configuration, the configuration, and what it does.
+from .table import Subparsers
+
+# By command: the module of its loop, that of its configuration, the configuration's class, and a description.
 RECIPES = {
     "train": ("rl", "rl_config", "RLConfig", "reinforcement learning with rewards or environments"),
     "sft": ("sft", "sft_config", "SFTConfig", "supervised fine-tuning"),
@@ -26,8 +27,8 @@ EXAMPLES = {
 }
 
 
-def add_to(commands: Any) -> None:
-    """Add the commands to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the commands to the parser."""
     for name, (_, _, _, text) in RECIPES.items():
         parser = commands.add_parser(
             name, help=text, description=text, epilog=f"example: forge {name} {EXAMPLES[name]} --training.steps 50"
@@ -40,7 +41,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the recipe; bad input ends the program with one line."""
+    """Run the recipe; invalid input ends the program with one line."""
     from ..config.sections import Arguments, ConfigError, bundled, read_file
     from ..recipes.signals import end_at_signals
 
@@ -48,13 +49,13 @@ def run(args: argparse.Namespace) -> None:
     words = ["--config", args.config, *args.overrides]
     try:
         Arguments.parse(words)
-        read_file(bundled(Path(args.config)))  # before imports of seconds and the first process
+        read_file(bundled(Path(args.config)))  # before imports that take seconds, and the first process
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     from ..runtime.controller import forked_processes
 
     loop, settings, config, _ = RECIPES[args.recipe]
-    with forked_processes():  # their server imports PyTorch and transformers while this process imports the recipe
+    with forked_processes():  # the server imports its libraries while this process imports the recipe
         from ..recipes.launch import launch
 
         module = importlib.import_module(f"..recipes.{loop}", __package__)

@@ -1,25 +1,25 @@
-"""`forge runs`: the state of runs. `forge compare A B`: how they differ, in settings and in numbers."""
+"""`forge runs`: the state of runs. `forge compare A B`: differences of their settings and numbers."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from ..system.files import printable
+from .table import Subparsers
 
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
-_REASON = 60  # characters of why a run ended, in a list
+MAX_REASON = 60  # characters of the reason why a run ended, in a list
 METRICS = [
     *("reward", "eval/accuracy", "train/loss", "train/entropy", "train/grad_norm", "policy_age"),
     *("groups_without_signal", "generation/truncated", "generation/completion_length", "seconds/step"),
 ]
 
 
-def add_to(commands: Any) -> None:
-    """Add the commands to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the commands to the parser."""
     runs = commands.add_parser("runs", help=LIST, description=LIST, epilog="example: forge runs runs/")
     runs.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders with runs: runs/")
     runs.set_defaults(run=list_runs)
@@ -32,7 +32,8 @@ def add_to(commands: Any) -> None:
 
 
 def list_runs(args: argparse.Namespace) -> None:
-    """Print one line for each run, the one that was written last at the end."""
+    """Print one line for each run, the most recently written one last."""
+    # Imported here, so that `forge --help` is quick.
     from ..observability.alerts import alerts
     from ..observability.folder import ENDED
     from ..observability.runs import ending, find_runs, last, rows, settings, state
@@ -45,20 +46,25 @@ def list_runs(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: no runs in {', '.join(map(str, args.folders))}")
     lines = []
     for folder in folders:
-        when, damaged = _written(folder), ""
+        # A damaged run is a line like any other, with a remark: the others are worth showing.
+        written = _written(folder)
+        damaged = ""
         try:
             numbers = rows(folder)
         except ValueError:
-            numbers, damaged = [], " (metrics.jsonl is too large)"
+            numbers = []
+            damaged = " (metrics.jsonl is too large)"
         try:
             config = settings(folder)
         except (ValueError, OSError):
-            config, damaged = {}, " (damaged config.yaml)"
+            config = {}
+            damaged = " (damaged config.yaml)"
         steps = config.get("training.steps") or "?"
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         reached = f"{numbers[-1]['step']:g}" if numbers else "0"
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
-        reason = ending(folder)[:_REASON] if state(folder) in ("failed", "stopped") else ""
+        # A run that goes on or is complete needs no reason.
+        reason = ending(folder)[:MAX_REASON] if state(folder) in ("failed", "stopped") else ""
         cells = [
             printable(folder.name),
             printable(reason or state(folder)) + damaged,
@@ -66,18 +72,20 @@ def list_runs(args: argparse.Namespace) -> None:
             _number(last(numbers, "reward")),
             held_out,
         ]
-        lines.append((when, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - when)]))
+        lines.append((written, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - written)]))
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
     _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+    # One run leaves room for details.
     if len(folders) == 1:
         for alert in alerts(numbers, config):
             print(f"alert: {alert}")
-        if text := ending(folders[0]):
+        text = ending(folders[0])
+        if text:
             print(f"{printable(text)}; more in {printable(folders[0] / ENDED)}")
 
 
 def compare_runs(args: argparse.Namespace) -> None:
-    """Print two tables."""
+    """Print a table of the differing settings, and one of metrics."""
     from ..observability.folder import CONFIG
     from ..observability.runs import differences, last, rows
 
@@ -97,22 +105,25 @@ def compare_runs(args: argparse.Namespace) -> None:
     else:
         print("the settings are the same")
     if not all(numbers):
-        raise SystemExit(f"error: {names[[bool(some) for some in numbers].index(False)]} has no step")
-    step = min(some[-1]["step"] for some in numbers)
-    shared = [[row for row in some if row["step"] <= step] for some in numbers]
+        empty = next(name for name, rows_of_run in zip(names, numbers, strict=True) if not rows_of_run)
+        raise SystemExit(f"error: {empty} has no step")
+    # Runs of different lengths are compared at the last step that all of them have.
+    step = min(rows_of_run[-1]["step"] for rows_of_run in numbers)
+    shared = [[row for row in rows_of_run if row["step"] <= step] for rows_of_run in numbers]
+    # A difference is one of two runs; of more, the reader compares.
     two = len(names) == 2
     lines = [[f"\nat step {step:g}", *names, *["difference"] * two]]
     for metric in args.metrics:
-        values = [last(some, metric) for some in shared]
-        known = [value for value in values if value is not None]
-        if known:
-            change = f"{known[1] - known[0]:+.4g}" if len(known) == 2 else ""
+        values = [last(rows_of_run, metric) for rows_of_run in shared]
+        present = [value for value in values if value is not None]
+        if present:
+            change = f"{present[1] - present[0]:+.4g}" if len(present) == 2 else ""
             lines.append([metric, *map(_number, values), *[change] * two])
     _print(lines)
 
 
 def _written(folder: Path) -> float:
-    """When, in seconds since the epoch."""
+    """Return the time of the last write, in seconds since the epoch."""
     return max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
 
 
@@ -128,7 +139,7 @@ def _ago(seconds: float) -> str:
 
 
 def _print(table: list[list[str]]) -> None:
-    """In columns."""
+    """Print a table in columns."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import socket
 from pathlib import Path
-from typing import Any
+
+from .table import Subparsers
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "serve",
         help="serve a model to OpenAI clients",
@@ -28,6 +29,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
     )
+    # Without a default, the setting of the engine holds: the parser cannot know it.
     parser.add_argument("--engine", choices=["embedded", "vllm"], default=argparse.SUPPRESS, help="generation engine")
     parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
     parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
@@ -53,28 +55,32 @@ def serve(args: argparse.Namespace) -> None:
         from ..system.web import bind, required_key
 
         args.api_key = required_key(args.host, args.api_key)
-        given = ("engine", "slots", "max_seq_len", "dtype")
-        settings = {name: getattr(args, name) for name in given if hasattr(args, name)}
+        # Options that were not given are left to the engine's own defaults.
+        names = ("engine", "slots", "max_seq_len", "dtype")
+        settings = {name: getattr(args, name) for name in names if hasattr(args, name)}
         engine = EngineSettings(**settings)
         engine.check_installed()
         check_family(args.model)
         model = resolve_model(args.model)
+        # Fail before the engines start, which takes a minute.
         if engine.engine == "embedded":
             load_config(Path(model))
         try_tokenizer(Path(model))
-        with bind(args.host, args.port) as at:
+        with bind(args.host, args.port) as listener:
             name = args.name or Path(args.model).resolve().name
-            run(_serve(args, model, name, settings, at))
+            run(_serve(args, model, name, settings, listener))
     except (ForgeError, ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from None
 
 
-async def _serve(args: argparse.Namespace, model: str, name: str, settings: dict[str, Any], at: socket.socket) -> None:
+async def _serve(
+    args: argparse.Namespace, model: str, name: str, settings: dict[str, object], listener: socket.socket
+) -> None:
     from ..actors import Generator
     from ..models.tokenizer import open_tokenizer
     from ..serve import Server
 
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)
-    async with Server(policy, open_tokenizer(model), name, args.api_key).listen(at) as address:
+    async with Server(policy, open_tokenizer(model), name, args.api_key).listen(listener) as address:
         print(f"{name} is served at {address}", flush=True)
         await asyncio.Event().wait()

@@ -1,16 +1,18 @@
-"""`forge table runs/x-*`: what several runs came to, as one table."""
+"""`forge table runs/x-*`: the results of several runs in one table."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
+# The commands of the parser. argparse has no public name for the class.
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 TEXT = "one table of several runs, for example of a sweep or of seeds"
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "table", help=TEXT, description=TEXT, epilog="example: forge table runs/seed-0 runs/seed-1 --metric reward"
     )
@@ -20,7 +22,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print it."""
+    """Print the table."""
     from ..runtime.cluster.sweep import table
 
     print(table([folder for folder in args.runs if folder.is_dir()], args.metric))

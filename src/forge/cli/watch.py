@@ -1,4 +1,4 @@
-"""`forge watch runs/`: a page over the folders that runs leave. `forge report RUN`: the same of one run, as a file."""
+"""`forge watch runs/`: a page over the folders of runs. `forge report RUN`: the page of one run, as a file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 import asyncio
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from .table import Subparsers
 
 WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts, chat"
 REPORT = "write report.html of a run: the page of `forge watch` as one file"
 PORT = 8420
 
 
-def add_to(commands: Any) -> None:
-    """Add the commands to the parser's."""
+def add_to(commands: Subparsers) -> None:
+    """Add the commands to the parser."""
     watch = commands.add_parser("watch", help=WATCH, description=WATCH, epilog="example: forge watch runs/")
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="of runs, or a run: runs/")
     watch.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
@@ -29,7 +30,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_watch(args: argparse.Namespace) -> None:
-    """Serve until interrupted."""
+    """Serve the page until interrupted."""
     if not args.folder.is_dir():
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
@@ -37,12 +38,12 @@ def run_watch(args: argparse.Namespace) -> None:
         from ..serve.watch import Watch
 
         watch = Watch(args.folder, args.base, required_key(args.host))
-        at = bind(args.host, args.port)
+        listener = bind(args.host, args.port)
     except (ImportError, ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 
     async def serve() -> None:
-        async with watch.listen(at) as url:
+        async with watch.listen(listener) as url:
             print(f"{args.folder} is shown at {url}", flush=True)
             await asyncio.Event().wait()
 
@@ -51,7 +52,7 @@ def run_watch(args: argparse.Namespace) -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
-    """Write the file."""
+    """Write report.html of a run."""
     from ..observability.folder import CONFIG
     from ..serve.watch.report import write_report
 

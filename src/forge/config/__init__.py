@@ -6,7 +6,7 @@ Its names are imported on first use: `forge.algorithms` reads plugins, and must 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .sections import Arguments, ConfigError, Section, build, choices_in, keys_of, load, read, section_in, to_dict
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(import_module(".sections", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """Typed, strict configuration: a YAML file and dotted command-line overrides, `--trainer.procs 2`.
 
 A section is a pydantic model, and a component's settings are its section: one default, one check and one description,
-which docs/configuration.md is made of. Every mistake is an error of one line before anything is started, and names the
-nearest key that exists.
+from which docs/configuration.md is generated. Every mistake is an error of one line before anything is started, and
+names the nearest existing key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, Union
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -31,28 +31,34 @@ else:
     ModelMetaclass = type(BaseModel)
 
 T = TypeVar("T")
+Json = Any  # plain data, as YAML files have it
+Type = Any  # a type annotation: a class, a union, Literal[...], ...
 
 
 class ConfigError(ValueError):
     """An invalid configuration: the fault and the remedy in one line."""
 
 
-class _OneLine(ModelMetaclass):
-    """Errors of a section that Python makes are as those of a file."""
+class _OneLineErrors(ModelMetaclass):
+    """Makes errors of sections that Python code constructs look like those of files.
 
-    def __call__(cls, *args: Any, **settings: Any) -> Any:
+    It has to be a metaclass: pydantic raises its ValidationError, a report of several lines, out of the constructor,
+    and `__init__` and validators run inside of it.
+    """
+
+    def __call__(cls, *args: object, **settings: object) -> Any:
         try:
             return super().__call__(*args, **settings)
         except ValidationError as error:
-            raise ConfigError(_line(cls, error)) from None
+            raise ConfigError(_describe_error(cls, error)) from None
 
 
-class Section(BaseModel, metaclass=_OneLine):
+class Section(BaseModel, metaclass=_OneLineErrors):
     """Base of a configuration section, and so of the settings of a component.
 
-    A trailing underscore keeps Python's keywords out of the way: the field `async_` is the key `async`. A section that
-    is given in part keeps the rest of its default, which may differ from that of its type. `_check` holds what concerns
-    several fields. Sections unpack: `Generator.options(**cfg.services.generator)`.
+    A trailing underscore avoids Python's keywords: the field `async_` is the key `async`. A section that is given in
+    part keeps the other values of its default, which may differ from the defaults of its type. `_check` checks
+    conditions between fields. Sections unpack: `Generator.options(**cfg.services.generator)`.
 
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range.
@@ -70,11 +76,11 @@ class Section(BaseModel, metaclass=_OneLine):
 
     @model_validator(mode="before")
     @classmethod
-    def _over_defaults(cls, values: Any) -> Any:
+    def _over_defaults(cls, values: Json) -> Json:
         if not isinstance(values, dict):
             return values
         values = cls.canonical(values)
-        parts: dict[str, Any] = {}
+        parts: dict[str, Json] = {}
         for key, field in keys_of(cls).items():
             default = field.get_default(call_default_factory=True)
             if isinstance(default, Section) and isinstance(values.get(key), dict):
@@ -82,15 +88,15 @@ class Section(BaseModel, metaclass=_OneLine):
         return values | parts
 
     @model_validator(mode="after")
-    def _checked(self) -> Any:
+    def _checked(self) -> Self:
         self._check()
         return self
 
     def _check(self) -> None:
-        """ValueError: fields that do not go together; says which and what to do."""
+        """Raise ValueError for fields that exclude each other, with the remedy."""
 
     @classmethod
-    def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def canonical(cls, values: dict[str, Json]) -> dict[str, Json]:
         """The values by the section's own keys, where it can be written in another way too. ConfigError: see there."""
         return values
 
@@ -110,8 +116,8 @@ class Section(BaseModel, metaclass=_OneLine):
         """Whether any of these fields differs from its default."""
         return any(self[name] != type(self).model_fields[name].get_default() for name in names)
 
-    def only(self, settings: type[Section]) -> dict[str, Any]:
-        """The values of the fields that `settings` has as well."""
+    def only(self, settings: type[Section]) -> dict[str, Json]:
+        """Return the values of the fields that `settings` has too."""
         return {name: self[name] for name in settings.model_fields}
 
 
@@ -120,7 +126,7 @@ class Arguments:
     """A command line: `--config FILE`, `--resume RUN`, and overrides `--a.b VALUE` (or `--a.b=VALUE`).
 
     Raises:
-        ConfigError: a word that is none of these, or a name without its value.
+        ConfigError: a word of another form, or a name without its value.
     """
 
     config: Path | None
@@ -129,41 +135,47 @@ class Arguments:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Arguments:
-        """Read the words of a command line. ConfigError: see the class."""
-        found, rest = cls(None, None, []), list(argv)
-        while rest:
-            name, equals, value = rest.pop(0).partition("=")
+        """Parse the words of a command line. ConfigError: see the class."""
+        arguments = cls(None, None, [])
+        words = list(argv)
+        while words:
+            name, equals, value = words.pop(0).partition("=")
             if not name.startswith("--"):
-                before = found.overrides[-1][0] if found.overrides else ""
-                word = without_secrets(name, before)
+                # The word may be the second one of a secret, as of a password with a space.
+                option = arguments.overrides[-1][0] if arguments.overrides else ""
+                word = without_secrets(name, option)
                 raise ConfigError(f"did not understand {word!r}: overrides are written --section.key VALUE")
             if not equals:
-                if not rest:
+                if not words:
                     raise ConfigError(f"{name} needs a value")
-                value = rest.pop(0)
+                value = words.pop(0)
             if name == "--config":
-                found.config = bundled(Path(value))
+                arguments.config = bundled(Path(value))
             elif name == "--resume":
-                found.resume = value
+                arguments.resume = value
             else:
-                found.overrides.append((name[2:], value))
-        return found
+                arguments.overrides.append((name[2:], value))
+        return arguments
 
 
 def bundled(path: Path) -> Path:
-    """A configuration of the installed recipes for a path such as `apps/grpo/tiny.yaml`, if there is no such file in
-    the working directory; any other path as it is."""
-    if path.exists() or path.parts[:1] != ("apps",) or (apps := find_spec("apps")) is None:
+    """Return the configuration of the installed recipes for a path such as `apps/grpo/tiny.yaml`, if the working
+    directory has no such file; any other path as it is."""
+    if path.exists() or path.parts[:1] != ("apps",):
         return path
-    places = (Path(folder, *path.parts[1:]) for folder in apps.submodule_search_locations or ())
-    return next(filter(Path.is_file, places), path)
+    apps = find_spec("apps")
+    if apps is None:
+        return path
+    candidates = (Path(folder, *path.parts[1:]) for folder in apps.submodule_search_locations or ())
+    return next(filter(Path.is_file, candidates), path)
 
 
 def load(cls: type[T], argv: Sequence[str]) -> T:
     """Read `--config FILE` and overrides into `cls`, see `read`.
 
     Raises:
-        ConfigError: as `read`; or no file is given, or `--resume`, which `forge.recipes.launch.launch` understands.
+        ConfigError: as `read`; or there is no --config, or a --resume, which only `forge.recipes.launch.launch`
+            supports.
     """
     arguments = Arguments.parse(argv)
     if arguments.config is None:
@@ -176,11 +188,11 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
 def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) -> T:
     """Read a YAML file with overrides into `cls`.
 
-    A dotted name that does not exist at the top is looked for under `services`, so `--trainer.procs 2` sets
-    `services.trainer.procs`. Values are YAML, except for what a setting of text does not take as that.
+    A dotted name that does not exist at the top is searched under `services`, so `--trainer.procs 2` sets
+    `services.trainer.procs`. Values are YAML, except for those that a setting of type text does not accept as YAML.
 
     Raises:
-        ConfigError: missing file, malformed YAML, a value that is masked, as in the config.yaml of a run, or as
+        ConfigError: missing file, malformed YAML, a masked value, as in the config.yaml of a run, or as
             `build`.
     """
     values = read_file(path)
@@ -189,7 +201,9 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
         values = cls.canonical(values)
     for name, text in overrides:
         _set(values, cls, name, text)
-    if names := [*masked_names(values)]:
+    # The config.yaml of a run has masked secrets: with "***" a service would fail late, and say something else.
+    names = [*masked_names(values)]
+    if names:
         raise ConfigError(
             f"{path} does not hold the secret in {names[0]}, which is masked: give the original configuration with "
             f"--config FILE, or --{names[0]} VALUE"
@@ -197,11 +211,11 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     return build(cls, values)
 
 
-def build(cls: type[T], values: Any, where: str = "") -> T:
-    """Make the section `cls` from plain data.
+def build(cls: type[T], values: Json, key: str = "") -> T:
+    """Construct the section `cls` from plain data.
 
     Args:
-        where: the key of the section, for errors.
+        key: the key of the section, for errors.
 
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range, or what `_check` raises.
@@ -209,16 +223,16 @@ def build(cls: type[T], values: Any, where: str = "") -> T:
     try:
         return cls.model_validate(values)  # type: ignore[attr-defined]
     except ValidationError as error:
-        raise ConfigError(_line(cls, error, where)) from None
+        raise ConfigError(_describe_error(cls, error, key)) from None
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Plain data of a configuration, for writing it down; `build` reads it back. Objects that were passed from Python
-    are written as `module:name`, rows as their number and digest."""
+def to_dict(config: BaseModel) -> dict[str, Json]:
+    """Return plain data of a configuration; `build` reads it back. Objects that were passed from Python become
+    `module:name`, rows become their number and digest."""
     return _plain(config.model_dump(by_alias=True))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Json:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -227,64 +241,65 @@ def _plain(value: Any) -> Any:
         return value
     if hasattr(value, "describe"):
         return value.describe()
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}:{named.__qualname__}"
+    nameable = value if hasattr(value, "__qualname__") else type(value)
+    return f"{nameable.__module__}:{nameable.__qualname__}"
 
 
-def flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Plain data of a configuration by dotted name."""
-    found: dict[str, Any] = {}
+def flat(values: dict[str, Json], prefix: str = "") -> dict[str, Json]:
+    """Return plain data of a configuration by dotted names."""
+    settings: dict[str, Json] = {}
     for name, value in values.items():
-        found |= flat(value, _join(where, name)) if value and isinstance(value, dict) else {_join(where, name): value}
-    return found
+        key = _join(prefix, name)
+        settings |= flat(value, key) if value and isinstance(value, dict) else {key: value}
+    return settings
 
 
-def _value(text: str, hint: Any) -> Any:
-    """An override as YAML, if it is a value that the setting takes; else the text as it is. So is text with a #, which
-    YAML would cut off as a comment.
+def _parse_override(text: str, hint: Type) -> Json:
+    """Parse an override as YAML, if the setting accepts the value; otherwise return the text. So is a text with #,
+    which YAML would cut off as a comment.
 
     Args:
-        hint: the type of the setting; Any, if it is unknown.
+        hint: the type of the setting; Any if unknown.
     """
-    kinds = _kinds(hint)
+    types = _plain_types(hint)
     quoted = len(text) > 1 and text.strip()[:1] + text.strip()[-1:] in ("''", '""', "[]", "{}")
     if re.search(r"(^|\s)#", text) and not quoted:
         return text
     try:
         value = yaml.load(text, Loader=Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError is of a date that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
         return text
-    if object in kinds:
+    if object in types:
         return text if isinstance(value, dict) and value and ":" not in text else value
     if isinstance(value, str):
         return value if quoted else text  # YAML folds lines
-    return text if str in kinds and type(value) not in kinds else value
+    return text if str in types and type(value) not in types else value
 
 
-def _kinds(hint: Any) -> set[type]:
-    """The plain types of a setting; `object` stands for any."""
+def _plain_types(hint: Type) -> set[type]:
+    """Return the plain types of a setting; `object` stands for any."""
     if hint is Any:
         return {object}
     if typing.get_origin(hint) in (Union, UnionType):
-        return set().union(*map(_kinds, typing.get_args(hint)))
+        return {plain for member in typing.get_args(hint) for plain in _plain_types(member)}
     if typing.get_origin(hint) is Annotated:
-        return _kinds(typing.get_args(hint)[0])
+        return _plain_types(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
         return {type(choice) for choice in typing.get_args(hint)}
-    kind = typing.get_origin(hint) or hint
+    kind: Any = typing.get_origin(hint) or hint
     if isinstance(kind, type) and issubclass(kind, Section):
         return {dict}
     return {float, int} if kind is float else {kind}
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The content of a configuration file. ConfigError: it is missing or malformed; says what to do."""
+def read_file(path: Path) -> dict[str, Json]:
+    """Read a configuration file. ConfigError: it is missing or malformed; the message has the remedy."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give the configuration file")
     if not path.is_file():
         files = {file.stem: file for file in [*path.parent.glob("*.yml"), *path.parent.glob("*.yaml")]}
-        near = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # see `nearest`
-        hint = f"; did you mean {files[near[0]]}?" if near else ""
+        similar = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # see `nearest`
+        hint = f"; did you mean {files[similar[0]]}?" if similar else ""
         raise ConfigError(f"configuration file {path} does not exist{hint}")
     try:
         values = read_yaml(path)
@@ -295,25 +310,25 @@ def read_file(path: Path) -> dict[str, Any]:
     return values or {}
 
 
-def _set(values: dict[str, Any], cls: type, name: str, text: str) -> None:
+def _set(values: dict[str, Json], cls: type, name: str, text: str) -> None:
     path = name.split(".")
     if issubclass(cls, Section):
         path = cls.canonical_path(path)
     if _hint(cls, path) is None and _hint(cls, ["services", *path]) is not None:
         path = ["services", *path]
     for key in path[:-1]:
-        if values.get(key) is None:  # a section that the file leaves out, or sets to null
+        if values.get(key) is None:  # a section that the file omits, or sets to null
             values[key] = {}
         values = values[key]
         if not isinstance(values, dict):
             raise ConfigError(f"--{name}: {key!r} is a value, not a section")
     hint = _hint(cls, path)
-    values[path[-1]] = _value(text, Any if hint is None else hint)
+    values[path[-1]] = _parse_override(text, Any if hint is None else hint)
 
 
-def _hint(cls: Any, path: list[str]) -> Any:
-    """The type of a setting; None: there is none of this name."""
-    hint: Any = cls
+def _hint(cls: Type, path: list[str]) -> Type:
+    """Return the type of a setting; None if it does not exist."""
+    hint: Type = cls
     for key in path:
         section = section_in(hint)
         keys = {} if section is None else keys_of(section)
@@ -324,24 +339,25 @@ def _hint(cls: Any, path: list[str]) -> Any:
 
 
 def keys_of(cls: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of a section by their keys in a file."""
+    """Return the fields of a section by their keys in a file."""
     return {field.alias or name: field for name, field in cls.model_fields.items()}
 
 
-def section_in(hint: Any) -> type[Section] | None:
-    """The section in a type such as `X`, `X | None` or `list[X]`."""
+def section_in(hint: Type) -> type[Section] | None:
+    """Return the section in a type such as `X`, `X | None` or `list[X]`."""
     if isinstance(hint, type) and issubclass(hint, Section):
         return hint
     return next(filter(None, map(section_in, typing.get_args(hint))), None)
 
 
-def choices_in(hint: Any) -> tuple[Any, ...]:
-    """The values of the Literal in a type."""
+def choices_in(hint: Type) -> tuple[Json, ...]:
+    """Return the values of the Literal in a type."""
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     return next(filter(None, map(choices_in, typing.get_args(hint))), ())
 
 
+# Names of pydantic's types and limits in errors.
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -353,68 +369,73 @@ TYPES = {
     "dict_type": "a mapping",
     "model_type": "a mapping of keys to values",
 }
+# Kinds of errors of a limit, in words.
 LIMITS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_equal": "at most", "less_than": "below"}
 
 
-def _line(cls: Any, errors: ValidationError, where: str = "") -> str:
-    """One error of several: an unknown key first, for it explains a missing one."""
+def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
+    """Describe one error of several: an unknown key first, for it explains a missing one."""
     unknown = ("extra_forbidden", "invalid_key")
-    error: Mapping[str, Any] = min(errors.errors(), key=lambda error: error["type"] not in unknown)
-    kind, hint = error["type"], cls
+    error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in unknown)
+    kind = error["type"]
+    hint = cls
     value = without_secrets(error["input"], ".".join(map(str, error["loc"])))
     if kind == "invalid_key":
         error = {**error, "loc": (*error["loc"][:-1], str(value))}
+    # The location is followed through the sections, so that the key is as a file has it, and the type is known.
     for item in error["loc"]:
         section = section_in(hint)
         if isinstance(item, int):
-            where += f"[{item}]"
-        elif section is not None and item in (keys := keys_of(section)):
-            where, hint = _join(where, item), keys[item].annotation
+            key += f"[{item}]"
+        elif section is not None and item in keys_of(section):
+            key = _join(key, item)
+            hint = keys_of(section)[item].annotation
         elif section is not None and kind in unknown:
             name = error["input"] if kind == "invalid_key" else item
-            if not where and (places := _places(section, name)):
-                return f"unknown key {item!r}; did you mean {' or '.join(map(repr, places))}?"
-            return f"unknown key {_join(where, item)!r}{nearest(name, keys_of(section))}"
-        # All else names a member of a union.
+            candidates = [] if key else _sections_with(section, name)
+            if candidates:
+                return f"unknown key {item!r}; did you mean {' or '.join(map(repr, candidates))}?"
+            return f"unknown key {_join(key, item)!r}{nearest(name, keys_of(section))}"
+        # All other items name members of unions.
     if kind == "missing":
-        return f"{where!r} must be set{_form(where, hint)}"
+        return f"{key!r} must be set{_form(key, hint)}"
     if kind == "value_error":
         text = masked(str(error["ctx"]["error"]))
-        return text if text.startswith(where) else f"{where}: {text}"
-    wanted = f"of another kind ({error['msg']})"
+        return text if text.startswith(key) else f"{key}: {text}"
+    expected = f"of another kind ({error['msg']})"
     if kind in TYPES:
-        wanted = TYPES[kind]
+        expected = TYPES[kind]
     elif kind in LIMITS:
         [limit] = error["ctx"].values()
         above_whole = kind == "greater_than" and isinstance(limit, int)
-        wanted = f"at least {limit + 1}" if above_whole else f"{LIMITS[kind]} {limit:g}"
-    elif kind in ("too_short",):
-        wanted = "not empty"
+        expected = f"at least {limit + 1}" if above_whole else f"{LIMITS[kind]} {limit:g}"
+    elif kind == "too_short":
+        expected = "not empty"
     elif kind == "literal_error":
-        known = choices_in(hint)
-        near = nearest(value, known).partition("; known here")[0]  # they are named already
-        return f"{where} must be one of {', '.join(map(str, known))}; got {value!r}{near}"
-    form = _form(where, hint, value) if kind == "model_type" else ""
-    return f"{where or 'the configuration'} must be {wanted}, got {value!r:.80}{form}"
+        choices = choices_in(hint)
+        similar = nearest(value, choices).partition("; known here")[0]  # the choices are listed already
+        return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
+    form = _form(key, hint, value) if kind == "model_type" else ""
+    return f"{key or 'the configuration'} must be {expected}, got {value!r:.80}{form}"
 
 
-def _places(section: type[Section], name: str) -> list[str]:
-    """The dotted names of a key in the sections of a configuration, those of services aside, which all have the
-    same."""
+def _sections_with(section: type[Section], name: str) -> list[str]:
+    """Return the dotted names of a key in the sections of a configuration, except services, which all have the same
+    keys."""
     inner = {key: section_in(field.annotation) for key, field in keys_of(section).items() if key != "services"}
     return [f"{key}.{name}" for key, part in inner.items() if part is not None and name in keys_of(part)]
 
 
-def _form(where: str, hint: Any, value: object = None) -> str:
-    """How a section is written, for errors: with the keys that it needs, or the first that it has."""
+def _form(section_key: str, hint: Type, value: object = None) -> str:
+    """Describe how a section is written, for errors: with its required key, or its first one."""
     section = section_in(hint)
-    if section is None or not where or typing.get_origin(hint) is list:
+    if section is None or not section_key or typing.get_origin(hint) is list:
         return ""
     keys = keys_of(section)
     key = next((key for key, field in keys.items() if field.is_required()), next(iter(keys)))
-    text = value if isinstance(value, str) and str in _kinds(keys[key].annotation) else "..."
-    return f": write {where}: {{{key}: {text}}}, or --{where}.{key} {text} on the command line"
+    text = value if isinstance(value, str) and str in _plain_types(keys[key].annotation) else "..."
+    return f": write {section_key}: {{{key}: {text}}}, or --{section_key}.{key} {text} on the command line"
 
 
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else str(name)
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)

@@ -1,4 +1,4 @@
-"""YAML as people write it: malformed files are one line that says what to do."""
+"""YAML files: malformed ones are an error of one line with a remedy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import yaml
 
 from ..system.files import read_text
 
-# Of malformed YAML, by what PyYAML says about it; the first that fits.
+# Remedies for malformed YAML by PyYAML's description of the fault; the first match counts.
 REMEDIES = {
-    "is also in line": "leave out one",
+    "is also in line": "remove one",
     "escape character": r"write \\ for \, or single quotes in place of double ones",
     "found '<scalar>'": "quote the whole text, and write a quote within it twice",
     "entries are not|keys are not|line break": "quote text that begins with -, ?, > or |",
@@ -25,19 +25,25 @@ REMEDIES = {
 }
 
 
-MOST_VALUES, DEEPEST, LONGEST_NUMBER = 100_000, 100, 400
+# Limits of one file. A hundred levels are more than Python's recursion allows for some checks of the values; numbers of
+# more digits than a float has take quadratic time to parse.
+MAX_VALUES = 100_000
+MAX_DEPTH = 100
+MAX_NUMBER = 400  # characters
+
+Json = Any
 
 
-def read_yaml(path: Path) -> Any:
-    """The content of a YAML file. ValueError: it has another encoding or is malformed; names the line."""
+def read_yaml(path: Path) -> Json:
+    """Read a YAML file. ValueError: it has another encoding or is malformed; names the line."""
     return parse_yaml(read_text(path), path)
 
 
-def parse_yaml(text: str, path: Path, *, fast: bool = False) -> Any:
-    """The content of a text in YAML. ValueError: it is malformed; names the file and the line.
+def parse_yaml(text: str, path: Path, *, fast: bool = False) -> Json:
+    """Parse a text in YAML. ValueError: it is malformed; names the file and the line.
 
     Args:
-        fast: with the parser in C, if it is there, whose errors are less clear.
+        fast: use the parser in C, if available, whose errors are less clear.
     """
     try:
         return yaml.load(text, Loader=FastLoader if fast else Loader)
@@ -48,22 +54,25 @@ def parse_yaml(text: str, path: Path, *, fast: bool = False) -> Any:
         fault = _fault(error)
     except RecursionError:
         fault = "it is nested too deeply"
-    except ValueError as error:  # of a date that does not exist
+    except ValueError as error:  # a date that does not exist
         fault = str(error)
     raise ValueError(f"{path} is not valid YAML: {fault}")
 
 
 def _fault(error: yaml.MarkedYAMLError) -> str:
-    """What a parser found where, and what to do."""
-    mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or "malformed"
+    """Describe the fault of a text, its position and the remedy."""
+    mark = error.problem_mark or error.context_mark
+    problem = error.problem or error.context or "malformed"
     if mark is None:
         return problem
-    rest = mark.buffer[mark.pointer :] if mark.buffer else ""
-    if rest.startswith("\t"):
+    text_at_fault = mark.buffer[mark.pointer :] if mark.buffer else ""
+    # Of these two faults the parser says only that it found no token.
+    if text_at_fault.startswith("\t"):
         problem = "a tab: indent with spaces"
     elif "cannot start any token" in problem:
-        problem = f"quote text that begins with {rest[:1]}"
+        problem = f"quote text that begins with {text_at_fault[:1]}"
     else:
+        # A bracket that is never closed is a fault at the end of the file, but was opened in another line.
         if error.context_mark is not None and error.context_mark.line < mark.line:
             problem += f" ({error.context}, from line {error.context_mark.line + 1})"
         text = f"{error.context} {problem}"
@@ -72,18 +81,18 @@ def _fault(error: yaml.MarkedYAMLError) -> str:
 
 
 class Strict:
-    """A part of loaders: a key that is there twice is an error, of which PyYAML keeps the last alone, and so is what
-    becomes large when aliases are written out, contains itself, or is a number of a thousand digits."""
+    """Mixin of loaders. A duplicate key is an error, of which PyYAML uses the last; so is a document that is large with
+    its aliases written out, that contains itself, or has a number of a thousand digits."""
 
     def get_single_node(self) -> yaml.Node | None:
-        """The document, if it is of a reasonable size."""
+        """Return the document, if it is of a reasonable size."""
         node: yaml.Node | None = super().get_single_node()  # type: ignore[misc]
         if node is not None:
             check_size(node)
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Keys and values, each key once."""
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Json, Json]:
+        """Return keys and values; each key must be unique."""
         marks: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -98,36 +107,37 @@ class Strict:
 
 
 def check_size(root: yaml.Node) -> None:
-    """ComposerError: a document is too large with all aliases written out, too deep, or contains itself."""
+    """Raise ComposerError for a document that is too large with aliases written out, too deep, or contains itself."""
     sizes: dict[int, tuple[int, int]] = {}  # values and depth, by node
-    around: dict[int, tuple[yaml.Node, Iterator[yaml.Node]]] = {id(root): (root, _inner(root))}
-    while around:
-        node, rest = next(reversed(around.values()))
-        child = next(rest, None)
+    # Depth first, without recursion: the nodes from the root to the current one, with their remaining children.
+    ancestors: dict[int, tuple[yaml.Node, Iterator[yaml.Node]]] = {id(root): (root, _children(root))}
+    while ancestors:
+        node, remaining = next(reversed(ancestors.values()))
+        child = next(remaining, None)
         if child is not None:
-            if id(child) in around:
+            if id(child) in ancestors:
                 raise yaml.composer.ComposerError(problem="a part contains itself", problem_mark=child.start_mark)
             if id(child) not in sizes:
-                around[id(child)] = child, _inner(child)
+                ancestors[id(child)] = child, _children(child)
             continue
-        around.popitem()
-        inner = [sizes[id(one)] for one in _inner(node)]
-        sizes[id(node)] = values, depth = (
-            1 + sum(one for one, _ in inner),
-            1 + max((one for _, one in inner), default=0),
-        )
+        ancestors.popitem()
+        # A node that several aliases name is measured once, and counted each time.
+        children = [sizes[id(child)] for child in _children(node)]
+        values = 1 + sum(size for size, _ in children)
+        depth = 1 + max((depth for _, depth in children), default=0)
+        sizes[id(node)] = values, depth
         fault = ""
-        if values > MOST_VALUES:
-            fault = f"more than {MOST_VALUES} values, with all aliases written out"
-        elif depth > DEEPEST:
-            fault = f"more than {DEEPEST} levels"
+        if values > MAX_VALUES:
+            fault = f"more than {MAX_VALUES} values, with all aliases written out"
+        elif depth > MAX_DEPTH:
+            fault = f"more than {MAX_DEPTH} levels"
         elif isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")):
-            fault = f"a number of {len(node.value)} characters" if len(node.value) > LONGEST_NUMBER else ""
+            fault = f"a number of {len(node.value)} characters" if len(node.value) > MAX_NUMBER else ""
         if fault:
             raise yaml.composer.ComposerError(problem=fault, problem_mark=node.start_mark)
 
 
-def _inner(node: yaml.Node) -> Iterator[yaml.Node]:
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         for pair in node.value:
             yield from pair
@@ -136,11 +146,11 @@ def _inner(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 class Loader(Strict, yaml.SafeLoader):
-    """Reads 1e-6 as a number, which YAML 1.1 takes for text."""
+    """Loader that reads 1e-6 as a number, which YAML 1.1 defines as text."""
 
 
 class FastLoader(Strict, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same with the parser of libyaml."""
+    """The same loader with the parser of libyaml."""
 
 
 for _loader in (Loader, FastLoader):

@@ -1,4 +1,4 @@
-"""Metrics, time by phase, and the run's folder that they are written to."""
+"""Metrics, time by phase, and the folder of a run that they are written to."""
 
 from .metrics import Reduce, phase, record_metric
 from .run import Run

@@ -1,28 +1,28 @@
-"""What in a run's numbers deserves a look, and what to do about it."""
+"""Alerts: numbers of a run that deserve a look, each with advice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-WINDOW = 20  # steps that a judgement is based on
-SCARCE = 2.0  # GB
+WINDOW = 20  # steps that a judgement is based on: fewer vary too much
+SCARCE = 2.0  # GB: less than a checkpoint of a small model
 
 Rows = Sequence[Mapping[str, float]]
 
 
 class Alert(NamedTuple):
-    """`found` is what the numbers say, `advice` what to try."""
+    """`finding` is a fault in the numbers, `advice` a remedy to try."""
 
-    found: str
+    finding: str
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.found}. {self.advice}"
+        return f"{self.finding}. {self.advice}"
 
 
 def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
-    """The most important first; empty for a run of fewer than `WINDOW` steps.
+    """Return alerts, the most important first; none for a run of fewer than `WINDOW` steps.
 
     Args:
         rows: of metrics.jsonl, in the order of steps.
@@ -31,13 +31,18 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     rows = [row for row in rows if row.get("step", 0) > 0]
     if len(rows) < WINDOW:
         return []
-    start, window = rows[:WINDOW], rows[-WINDOW:]
-    found = []
+    start = rows[:WINDOW]
+    window = rows[-WINDOW:]
+    alerts = []
 
-    reward, spread = mean(window, "reward"), mean(window, "reward/std")
+    # Groups whose rewards are equal have no gradient. Right answers and wrong formats look the same in the spread.
+    reward = mean(window, "reward")
+    spread = mean(window, "reward/std")
     solved = (mean(window, "accuracy") or 0.0) > 0.8
-    no_signal, cut = mean(window, "groups_without_signal"), mean(window, "generation/truncated")
-    harder, easier = "The prompts are solved: take harder ones, or stop", "Take easier prompts, or more samples"
+    no_signal = mean(window, "groups_without_signal")
+    cut = mean(window, "generation/truncated")
+    harder = "The prompts are solved: take harder ones, or stop"
+    easier = "Take easier prompts, or more samples"
     if reward is not None and spread == 0:
         advice = "The reward may expect another format, or targets that responses never equal: compare them"
         if cut is not None and cut > 0.5:
@@ -46,54 +51,63 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
             advice = harder
         elif reward > 0:
             advice = "Compare their rewards: the prompts may be solved, or the reward too coarse to tell samples apart"
-        found.append(Alert(f"every sample of the last {WINDOW} steps had the reward {reward:.4g}", advice))
+        alerts.append(Alert(f"every sample of the last {WINDOW} steps had the reward {reward:.4g}", advice))
     elif no_signal is not None and no_signal > 0.8:
         equal = f"{no_signal:.0%} of the groups had equal rewards and taught nothing"
-        found.append(Alert(equal, harder if solved else easier))
+        alerts.append(Alert(equal, harder if solved else easier))
 
+    # Overfitting: a fall of a tenth is beyond the noise of a few hundred held-out problems.
     held_out = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
     if held_out and (best := max(held_out))[0] - held_out[-1][0] > 0.1:
         fell = f"held-out accuracy fell from {best[0]:.3f} at step {best[1]:.0f} to {held_out[-1][0]:.3f}"
-        found.append(Alert(fell, "Take a checkpoint from there, a lower learning rate or a KL term (grpo.beta)"))
+        alerts.append(Alert(fell, "Take a checkpoint from there, a lower learning rate or a KL term (grpo.beta)"))
 
-    before, entropy = mean(start, "train/entropy"), mean(window, "train/entropy")
+    # Entropy that collapses while the reward stands still: the policy repeats itself and explores no more.
+    before = mean(start, "train/entropy")
+    entropy = mean(window, "train/entropy")
     earlier = mean(rows[-2 * WINDOW : -WINDOW], "reward")
     rises = reward is not None and earlier is not None and reward > earlier + 0.1 * (spread or 0.0)
     if before and entropy is not None and entropy < 0.1 * before and spread and not rises and not solved:
         fell = f"entropy fell to {entropy:.2g} nats, {entropy / before:.0%} of its start, and the reward stopped rising"
-        found.append(Alert(fell, "Raise grpo.clip_high, add training.entropy_coef, or lower the learning rate"))
+        alerts.append(Alert(fell, "Raise grpo.clip_high, add training.entropy_coef, or lower the learning rate"))
 
+    # Engine and trainer compute the same model: a difference beyond rounding makes training off-policy.
     difference = mean(window, "train/engine_difference")
     if difference is not None and difference > 0.05:
         gap = f"log-probabilities of engine and trainer differ by {difference:.2g} nats on average"
-        found.append(Alert(gap, "Use the same dtype in both, a correction, and generator.router_replay for mixtures"))
+        alerts.append(Alert(gap, "Use the same dtype in both, a correction, and generator.router_replay for mixtures"))
 
+    # A clipped token has no gradient: many mean steps that are too large.
     clipped = mean(window, "train/clip_fraction")
     if clipped is not None and clipped > 0.3:
-        found.append(
+        alerts.append(
             Alert(f"{clipped:.0%} of the tokens were clipped", "Lower the learning rate, or make fewer updates")
         )
 
+    # Base models may sample special tokens, which fill the length and are invisible in texts.
     special = mean(window, "generation/special_tokens")
     if special is not None and special > 0.02:
         hidden = f"{special:.0%} of the sampled tokens are special ones such as <pad>, which texts do not show"
         advice = "Teach the form of answers first (forge.sft); a higher max_tokens makes more of them"
-        found.append(Alert(hidden, advice))
+        alerts.append(Alert(hidden, advice))
     elif cut is not None and cut > 0.3 and spread:
-        found.append(Alert(f"{cut:.0%} of the completions were cut at max_tokens", "Raise it, or shape the length"))
+        alerts.append(Alert(f"{cut:.0%} of the completions were cut at max_tokens", "Raise it, or shape the length"))
 
-    bound, old = settings.get("async.max_policy_age"), total(window, "dropped/too_old")
+    # Generators that run ahead of the trainer waste what is dropped.
+    bound = settings.get("async.max_policy_age")
+    old = total(window, "dropped/too_old")
     trained = len(window) * (settings.get("training.batch_size") or 1)
     if bound and old > 0.1 * trained:
         dropped = f"{old:.0f} groups of the last {WINDOW} steps were older than async.max_policy_age = {bound}"
-        found.append(Alert(dropped, "Raise it, with a correction, or use fewer generators"))
+        alerts.append(Alert(dropped, "Raise it, with a correction, or use fewer generators"))
 
     unscored = total(rows, "dropped/unscored") + total(rows, "dropped/unscored_episodes")
     if unscored:
         lost = f"{unscored:.0f} groups or responses were left out because they had no score"
-        found.append(Alert(lost, "The log has the reasons; each of them once"))
+        alerts.append(Alert(lost, "The log has the reasons; each of them once"))
 
-    for name, what, advice in (
+    # A full disk or memory ends the run.
+    for name, resource, advice in (
         (
             "machine/disk_free_gb",
             "on the disk",
@@ -101,19 +115,19 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         ),
         ("machine/memory_free_gb", "of memory", "Lower generator.slots, or use fewer processes"),
     ):
-        left = rows[-1].get(name)
-        if left is not None and left < SCARCE:
-            found.append(Alert(f"{left:.1f} GB {what} are left on the controller's machine", advice))
+        free = rows[-1].get(name)
+        if free is not None and free < SCARCE:
+            alerts.append(Alert(f"{free:.1f} GB {resource} are left on the controller's machine", advice))
 
     names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
     if names:
         services = ", ".join(f"{name.removeprefix('restarts/')} {total(rows, name):.0f} times" for name in names)
-        found.append(Alert(f"components were lost and replaced: {services}", "The log says what ended each"))
-    return found
+        alerts.append(Alert(f"components were lost and replaced: {services}", "The log says what ended each"))
+    return alerts
 
 
 def mean(rows: Rows, metric: str) -> float | None:
-    """Over the rows that have it; None if none has."""
+    """Mean of a metric over the rows that have it; None if no row has."""
     values = [row[metric] for row in rows if metric in row]
     return sum(values) / len(values) if values else None
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..system.files import free_bytes, is_full
 from ..system.masking import masked
 
-LOG_EVERY = 10.0  # seconds between progress lines
+LOG_INTERVAL = 10.0  # seconds between progress lines
 
 log = logging.getLogger("forge.run")
 
@@ -31,12 +31,13 @@ class ConsoleHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._full: list[TextIO] = []
+        self._full: list[TextIO] = []  # streams whose disk is full, which was said
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record above the progress bar: runs' own messages to standard output, others to standard error."""
+        """Print a record above the progress bar: messages of the run to standard output, others to standard error."""
         plain = record.name == log.name
-        stream, other = (sys.stdout, sys.stderr) if plain else (sys.stderr, sys.stdout)
+        stream = sys.stdout if plain else sys.stderr
+        other_stream = sys.stderr if plain else sys.stdout
         try:
             text = masked(self.format(record))
             with tqdm.external_write_mode():
@@ -44,27 +45,28 @@ class ConsoleHandler(logging.Handler):
         except BrokenPipeError:  # `| head`, or a `tee` that was killed
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             with suppress(OSError):
-                print(f"forge: the reader of {stream.name} has ended; the run continues", file=other, flush=True)
+                print(f"forge: the reader of {stream.name} has ended; the run continues", file=other_stream, flush=True)
         except OSError as error:
             if not is_full(error):
                 self.handleError(record)
-            elif stream not in self._full:  # once: each later line is tried again, and its disk may have room by then
+            elif stream not in self._full:  # once; later lines are tried as well
                 self._full.append(stream)
-                atexit.register(_flushed, stream)
+                atexit.register(_flush, stream)
                 with suppress(OSError):
-                    print(f"forge: {_lost(stream, text)}; the run continues", file=other, flush=True)
+                    print(f"forge: {_loss_of(stream, text)}; the run continues", file=other_stream, flush=True)
         except Exception:
             self.handleError(record)
 
 
-def _lost(stream: TextIO, line: str) -> str:
+def _loss_of(stream: TextIO, line: str) -> str:
     target = Path(f"/proc/self/fd/{stream.fileno()}")
-    size, free = len(line.encode()) + 1, free_bytes(target)
+    size = len(line.encode()) + 1
+    free = free_bytes(target)
     return f"a line of {size:,} bytes is lost, for the disk of {target.readlink()} ({stream.name}) has {free:,} free"
 
 
-def _flushed(stream: TextIO) -> None:
-    """Python would fail at its end with what is still to be written to a full disk."""
+def _flush(stream: TextIO) -> None:
+    """Flush a stream at exit: Python would fail with the text that a full disk did not take."""
     try:
         stream.flush()
     except OSError:
@@ -83,7 +85,8 @@ def configure_logging() -> None:
 
 def log_failure(task: asyncio.Task) -> None:
     """Done-callback that logs the exception of a background task."""
-    if not task.cancelled() and (error := task.exception()) is not None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
         name = task.get_coro().__qualname__  # type: ignore[union-attr]
         logging.getLogger("forge").error("%s ended with %s: %s", name, type(error).__name__, error)
 
@@ -100,7 +103,8 @@ class Progress:
         self._logged = 0.0
 
     def update(self, step: int, row: dict[str, float]) -> None:
-        """Show a step with its most important metrics; on a terminal as a bar, otherwise now and then as a line."""
+        """Show a step with its most important metrics: as a bar on a terminal, otherwise as a line every few
+        seconds."""
         self._first = step if self._first is None else self._first
         metrics = {
             "reward": ("reward", ".2f"),
@@ -112,7 +116,7 @@ class Progress:
             "tok/s": ("generation/tokens_per_second", ".0f"),
             "age": ("policy_age", ".1f"),
         }
-        if "reward" in row:  # says more than the loss
+        if "reward" in row:  # it tells more than the loss
             del metrics["loss"]
         if not row["generation/tokens_per_second"]:  # nothing is sampled
             del metrics["tok/s"]
@@ -122,12 +126,16 @@ class Progress:
             self._bar.update(step - self._bar.n)
             return
         now = time.perf_counter()
-        if now - self._logged >= LOG_EVERY or step >= self.steps or "eval/accuracy" in row:
+        if now - self._logged >= LOG_INTERVAL or step >= self.steps or "eval/accuracy" in row:
             self._logged = now
-            done = step - self._first
-            left = f"{(now - self._started) / done * (self.steps - step):.0f} s left" if done > 0 else "first step"
-            log.info("step %d/%d  %s  %s", step, self.steps, text, left)
+            steps_done = step - self._first
+            remaining = (
+                f"{(now - self._started) / steps_done * (self.steps - step):.0f} s left"
+                if steps_done > 0
+                else "first step"
+            )
+            log.info("step %d/%d  %s  %s", step, self.steps, text, remaining)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Keep the last state on the screen."""
         self._bar.close()

@@ -1,4 +1,4 @@
-"""A run's folder: the names of its files, and what is cut or cleared when a run is resumed or repeated."""
+"""The folder of a run: names of its files, and their removal when a run is resumed or repeated."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from ..system.files import write_atomic
+from .lines import Row
 
 log = logging.getLogger(__name__)
 
-MARK, CONFIG, FINISHED, LOGS = "metrics.jsonl", "config.yaml", "finished", "logs.txt"
-ENDED = "ended.txt"  # of a run that did not finish: "failed: " or "stopped: " and why; then the traceback
+MARK = "metrics.jsonl"  # its presence makes a folder that of a run
+CONFIG = "config.yaml"
+# Only a run that came to its end has this file.
+FINISHED = "finished"
+LOGS = "logs.txt"
+ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the reason; then the traceback
 MONARCH = "monarch.log"
 
 
 def digest(path: Path, size: int | None = None) -> xxhash.xxh3_128:
-    """Of a file's first bytes, or of all."""
-    found, left = xxhash.xxh3_128(), path.stat().st_size if size is None else size
+    """Hash the first bytes of a file, or all."""
+    state = xxhash.xxh3_128()
+    remaining = path.stat().st_size if size is None else size
     with path.open("rb") as file:
-        while left > 0 and (data := file.read(min(left, 1 << 22))):
-            found.update(data)
-            left -= len(data)
-    return found
+        while remaining > 0 and (data := file.read(min(remaining, 1 << 22))):
+            state.update(data)
+            remaining -= len(data)
+    return state
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """FileExistsError: the folder holds an earlier run that made a step. One that failed before that blocks nothing."""
+    """Raise FileExistsError if the folder holds an earlier run that made a step; one that failed before is no loss."""
     if (folder / MARK).exists() and not overwrite and not made_no_step(folder):
         raise FileExistsError(
             f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "
@@ -45,8 +50,8 @@ def made_no_step(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove an earlier run, but not the lock on its folder. The mark goes last, so that after a kill the folder either
-    still counts as a run or is clean; checkpoints are renamed first, so that none is half there."""
+    """Remove an earlier run, but not the lock on its folder. The mark is removed last: after a kill the folder either
+    still counts as a run or is clean. Checkpoints are renamed first, so that none is incomplete."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path.rename(path.with_suffix(".removed")))
@@ -57,10 +62,11 @@ def clear(folder: Path) -> None:
     (folder / CONFIG).unlink(missing_ok=True)
 
 
-def cut(path: Path, last: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after `last` from a file of JSON lines; returns the others. Damaged lines are removed
-    too: a killed process leaves a truncated last one, any other is a warning."""
-    kept: list[tuple[str, dict[str, Any]]] = []
+def cut(path: Path, last: int) -> list[Row]:
+    """Remove the lines of steps after `last` from a file of JSON lines, and return the others.
+
+    Damaged lines are removed too: a killed process leaves a truncated last one, any other is a warning."""
+    complete: list[tuple[str, Row]] = []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
@@ -71,6 +77,7 @@ def cut(path: Path, last: int) -> list[dict[str, Any]]:
             if number < len(lines):
                 log.warning("%s, line %d is damaged and left out", path, number)
             continue
-        kept.append((line, row))
-    write_atomic(path, "".join(f"{line}\n" for line, _ in kept), durable=True)
-    return [row for _, row in kept]
+        complete.append((line, row))
+    # Written aside and renamed: a kill leaves the former file.
+    write_atomic(path, "".join(f"{line}\n" for line, _ in complete), durable=True)
+    return [row for _, row in complete]

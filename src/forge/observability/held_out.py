@@ -1,23 +1,25 @@
-"""The answers to held-out problems, evaluation by evaluation: what a run writes, and what the page reads."""
+"""Answers to held-out problems of each evaluation: written by a run, and read by the page."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..system.files import open_plain
 from ..types import Episode, Sample
-from .lines import TURN, appended_lines, parsed
+from .lines import TURN, Row, appended_lines, parse_line
 
+# A file of JSON lines in the folder of a run.
 HELD_OUT = "held_out.jsonl"
-PAGE, LONGEST = 50, 4000  # answers of a page, and characters of a text on it
+PAGE = 50  # answers of a page
+MAX_TEXT = 4000  # characters of a text on a page
 
 
 def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode]) -> bytes:
-    """One line of JSON for each answer: step, problem (its number among the held-out ones), prompt, target, response,
-    reward, correct, tokens (sampled) and finish. `reward` and `correct` are null where they are not known."""
+    """Write one line of JSON for each answer: step, problem (its number among the held-out ones), prompt, target,
+    response, reward, correct, tokens (sampled) and finish. `reward` and `correct` are null where they are not known."""
     rows = (
         {
             "step": step,
@@ -35,8 +37,8 @@ def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode]) -> 
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-class Place(NamedTuple):
-    """Where an answer is in the file, and what lists are filtered by."""
+class Entry(NamedTuple):
+    """The position of an answer in the file, and the fields that lists are filtered by."""
 
     start: int
     end: int
@@ -45,64 +47,68 @@ class Place(NamedTuple):
 
 
 class Answers:
-    """The answers of a growing file. Damaged lines are left out."""
+    """The answers of a growing file. Damaged lines are skipped."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._end = path, 0
-        self.behind = False  # there was more than one call reads
-        self._places: dict[int, list[Place]] = {}  # by step
+        self._path = path
+        self._end = 0
+        self.behind = False  # the file has more than one call reads
+        self._entries: dict[int, list[Entry]] = {}  # by step
 
     def refresh(self) -> None:
-        """Find the answers that were added since the last call."""
+        """Index the answers that were appended since the last call."""
         before = self._end
         for end, line in appended_lines(self._path, self._end, TURN):
-            start, self._end = self._end, end
+            start = self._end
+            self._end = end
             row = _row(line)
             if row is not None:
-                place = Place(start, end, row["problem"], row.get("correct"))
-                self._places.setdefault(row["step"], []).append(place)
+                entry = Entry(start, end, row["problem"], row.get("correct"))
+                self._entries.setdefault(row["step"], []).append(entry)
         self.behind = self._end - before >= TURN
 
-    def page(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the answers of one evaluation.
+    def page(self, query: Mapping[str, str]) -> Row:
+        """Return a page of the answers of one evaluation.
 
         Args:
             query: `step`, by default the last; `verdict`: "right", "wrong" or "unknown"; `page` from 0.
 
         Returns:
-            `steps`, `step`, `total` of the answers that fit, `all`, and `rows`, each with `before`, whether the answer
-            of the first evaluation was right.
+            `steps`, `step`, `total` of the selected answers, `all`, and `rows`, each with `before`: whether the answer
+            to this problem was right in the first evaluation.
         """
-        if not self._places:
+        if not self._entries:
             return {"steps": [], "step": None, "total": 0, "all": 0, "rows": []}
-        steps = sorted(self._places)
+        steps = sorted(self._entries)
+        # An unknown verdict is ignored: an old address of the page still shows something.
         step = int(query["step"]) if query.get("step") else steps[-1]
-        places = self._places.get(step, [])
-        wanted = {"right": True, "wrong": False, "unknown": None}
-        fitting = places
-        if query.get("verdict") in wanted:
-            fitting = [place for place in places if place.correct is wanted[query["verdict"]]]
-        before = {place.problem: place.correct for place in self._places[steps[0]]}
-        shown = fitting[PAGE * int(query.get("page") or 0) :][:PAGE]
-        rows = [{**row, "before": before.get(row["problem"])} for row in self._read(shown)]
-        return {"steps": steps, "step": step, "total": len(fitting), "all": len(places), "rows": rows}
+        entries = self._entries.get(step, [])
+        verdicts = {"right": True, "wrong": False, "unknown": None}
+        selected = entries
+        if query.get("verdict") in verdicts:
+            selected = [entry for entry in entries if entry.correct is verdicts[query["verdict"]]]
+        # The first evaluation shows what training has changed.
+        before = {entry.problem: entry.correct for entry in self._entries[steps[0]]}
+        page = selected[PAGE * int(query.get("page") or 0) :][:PAGE]
+        rows = [{**row, "before": before.get(row["problem"])} for row in self._read(page)]
+        return {"steps": steps, "step": step, "total": len(selected), "all": len(entries), "rows": rows}
 
-    def _read(self, places: Sequence[Place]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        if not places:
+    def _read(self, entries: Sequence[Entry]) -> list[Row]:
+        rows: list[Row] = []
+        if not entries:
             return rows
         with open_plain(self._path) as file:
-            for place in places:
-                file.seek(place.start)
-                row = _row(file.read(place.end - place.start))
+            for entry in entries:
+                file.seek(entry.start)
+                row = _row(file.read(entry.end - entry.start))
                 if row is not None:
-                    rows.append({key: cell[:LONGEST] if isinstance(cell, str) else cell for key, cell in row.items()})
+                    rows.append({key: cell[:MAX_TEXT] if isinstance(cell, str) else cell for key, cell in row.items()})
         return rows
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """An answer; None if the line is not one."""
-    row = parsed(line)
+def _row(line: bytes) -> Row | None:
+    """Parse an answer; None if the line is not one."""
+    row = parse_line(line)
     if row is None or not all(isinstance(row.get(key), int) for key in ("step", "problem")):
         return None
     return row

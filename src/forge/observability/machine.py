@@ -1,4 +1,4 @@
-"""What a run uses of its machine: CPU and memory of a process, room on the disk, GPUs."""
+"""Resources of the machine that a run uses: CPU and memory of a process, free disk, GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Usage(NamedTuple):
-    """What a process used since the last look at it: CPU-seconds, cores on average; and its resident bytes now."""
+    """CPU-seconds and average cores of a process since the last call, and its resident bytes now."""
 
     process: str
     pid: int
@@ -26,11 +26,13 @@ _last = (time.time(), time.process_time())
 
 
 def usage(process: str) -> Usage:
-    """Of this process, without its children."""
+    """Measure this process, without its children."""
     global _last
-    now, cpu = time.time(), time.process_time()
-    (before, spent), _last = _last, (now, cpu)
-    if cpu < spent:  # a fork has its own clock
+    now = time.time()
+    cpu = time.process_time()
+    before, spent = _last
+    _last = now, cpu
+    if cpu < spent:  # the clock of a fork starts at zero
         spent = 0.0
     try:
         memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -40,19 +42,19 @@ def usage(process: str) -> Usage:
 
 
 def room(folder: Path) -> dict[str, float]:
-    """Free disk of a folder and available memory of this machine, in GB."""
-    found = {"machine/disk_free_gb": shutil.disk_usage(folder).free / 1e9}
+    """Return the free disk of a folder and the available memory of this machine, in GB."""
+    free = {"machine/disk_free_gb": shutil.disk_usage(folder).free / 1e9}
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        found["machine/memory_free_gb"] = int(lines["MemAvailable"].split()[0]) * 1024 / 1e9
+        free["machine/memory_free_gb"] = int(lines["MemAvailable"].split()[0]) * 1024 / 1e9
     except (FileNotFoundError, KeyError):  # not Linux
         pass
-    return found
+    return free
 
 
 @cache
 def nvml() -> Any:
-    """NVIDIA's library with its devices opened; None where it is not (`pip install nvidia-ml-py`)."""
+    """Return NVIDIA's library with its devices opened; None without it (`pip install nvidia-ml-py`) or its driver."""
     if importlib.util.find_spec("pynvml") is None:
         return None
     import pynvml
@@ -65,18 +67,19 @@ def nvml() -> Any:
 
 
 def gpus() -> dict[str, float]:
-    """Memory in use and utilisation of each GPU of this machine. Untested: needs an NVIDIA driver."""
-    found: dict[str, float] = {}
-    if (library := nvml()) is not None:
+    """Return memory in use and utilisation of each GPU of this machine. Untested: needs an NVIDIA driver."""
+    metrics: dict[str, float] = {}
+    library = nvml()
+    if library is not None:
         for index in range(library.nvmlDeviceGetCount()):
             device = library.nvmlDeviceGetHandleByIndex(index)
-            found[f"gpu/{index}/memory_gb"] = library.nvmlDeviceGetMemoryInfo(device).used / 1e9
-            found[f"gpu/{index}/utilisation"] = library.nvmlDeviceGetUtilizationRates(device).gpu / 100
-    return found
+            metrics[f"gpu/{index}/memory_gb"] = library.nvmlDeviceGetMemoryInfo(device).used / 1e9
+            metrics[f"gpu/{index}/utilisation"] = library.nvmlDeviceGetUtilizationRates(device).gpu / 100
+    return metrics
 
 
 def gpu_name() -> str | None:
-    """Of the first GPU of this machine."""
+    """Name of the first GPU of this machine."""
     library = nvml()
     if library is None or not library.nvmlDeviceGetCount():
         return None

@@ -1,4 +1,4 @@
-"""Metrics from any process, merged exactly by the controller once per step.
+"""Metrics from all processes, merged exactly by the controller once per step.
 
 `record_metric("reward", 1.0, Reduce.MEAN)` adds to this process's collector, and `drain` empties it into a `Snapshot`.
 Snapshots of several processes merge without loss: a mean stays the mean of all values, not of means.
@@ -40,22 +40,22 @@ class Moments:
     low: float = math.inf
     high: float = -math.inf
 
-    def merge(self, other: Moments) -> None:
-        """Chan et al. (1979): exact under any split of the values."""
-        if not other.count:
+    def merge(self, moments: Moments) -> None:
+        """Add other values. Exact under any split of the values (Chan et al., 1979)."""
+        if not moments.count:
             return
         if self.count:
-            delta = other.total / other.count - self.total / self.count
-            self.m2 += delta * delta * self.count * other.count / (self.count + other.count)
-        self.m2 += other.m2
-        self.count += other.count
-        self.total += other.total
-        self.low = min(self.low, other.low)
-        self.high = max(self.high, other.high)
+            delta = moments.total / moments.count - self.total / self.count
+            self.m2 += delta * delta * self.count * moments.count / (self.count + moments.count)
+        self.m2 += moments.m2
+        self.count += moments.count
+        self.total += moments.total
+        self.low = min(self.low, moments.low)
+        self.high = max(self.high, moments.high)
 
-    def reduce(self, how: Reduce) -> float:
-        """One number of all recorded values."""
-        match how:
+    def reduce(self, reduction: Reduce) -> float:
+        """Reduce all recorded values to one number."""
+        match reduction:
             case Reduce.MEAN:
                 return self.total / self.count
             case Reduce.STD:
@@ -87,17 +87,18 @@ class Snapshot:
     spans: list[Span] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
 
-    def merge(self, other: Snapshot) -> None:
+    def merge(self, snapshot: Snapshot) -> None:
         """Add the metrics and spans of another process."""
-        for key, moments in other.moments.items():
+        for key, moments in snapshot.moments.items():
             self.moments.setdefault(key, Moments()).merge(moments)
-        self.spans.extend(other.spans)
-        self.usage.extend(other.usage)
+        self.spans.extend(snapshot.spans)
+        self.usage.extend(snapshot.usage)
 
     def values(self) -> dict[str, float]:
-        """Metric name to number. A name recorded with STD reads `name/std`, MAX `name/max`, MIN `name/min`."""
+        """Return metric names and numbers. A name recorded with STD reads `name/std`, MAX `name/max`, MIN
+        `name/min`."""
         suffix = {Reduce.STD: "/std", Reduce.MAX: "/max", Reduce.MIN: "/min"}
-        return {name + suffix.get(how, ""): m.reduce(how) for (name, how), m in self.moments.items()}
+        return {name + suffix.get(reduction, ""): m.reduce(reduction) for (name, reduction), m in self.moments.items()}
 
 
 _lock = threading.Lock()
@@ -117,6 +118,7 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
     value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"metric {name!r} got {value}")
+    # A mean is stored as a sum, so that collectors of different sizes merge exactly.
     total = value if reduce is Reduce.SUM else value * weight
     with _lock:
         _current.moments.setdefault((name, reduce), Moments()).merge(Moments(weight, total, 0.0, value, value))
@@ -132,18 +134,22 @@ class Clock:
 
     def start(self) -> None:
         """Count the current task's time from now on, but not that of its child tasks."""
-        self.task, self.thread = asyncio.current_task(), threading.current_thread()
+        self.task = asyncio.current_task()
+        self.thread = threading.current_thread()
         _clock.set(self)
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
-        taken, self._seconds = self._seconds, {}
-        return taken
+        """Return seconds by name since the last call."""
+        seconds = self._seconds
+        self._seconds = {}
+        return seconds
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
         """Count a block under this name, including nested ones."""
-        token, began = _clock.set(None), time.perf_counter()
+        # Nested blocks do not count: each second belongs to one name.
+        token = _clock.set(None)
+        began = time.perf_counter()
         try:
             yield
         finally:
@@ -163,7 +169,8 @@ def on_the_clock(name: str) -> AbstractContextManager[None]:
 
 
 def record_span(name: str, start: float, duration: float) -> None:
-    """Add a block that began at `start`, seconds since the epoch, to the metric `seconds/<name>` and to the trace."""
+    """Record a block that began at `start`, seconds since the epoch, in the metric `seconds/<name>` and in the
+    trace."""
     record_metric(f"seconds/{name}", duration, Reduce.SUM)
     span = Span(name, process_name(), os.getpid(), start, duration)
     with _lock:
@@ -171,7 +178,7 @@ def record_span(name: str, start: float, duration: float) -> None:
 
 
 def process_name() -> str:
-    """Of this process in traces."""
+    """Name of this process in traces."""
     return os.environ.get(PROCESS_NAME, "controller")
 
 
@@ -179,7 +186,8 @@ def process_name() -> str:
 def phase(name: str) -> Iterator[None]:
     """Time a block: adds to the metric `seconds/<name>` (summed), to the trace and to the current task's clock."""
     with on_the_clock(name):  # around the bookkeeping too, so that the phases of a task leave no gap
-        start, tick = time.time(), time.perf_counter()
+        start = time.time()
+        tick = time.perf_counter()
         try:
             yield
         finally:
@@ -187,9 +195,10 @@ def phase(name: str) -> Iterator[None]:
 
 
 def drain() -> Snapshot:
-    """Return and clear everything recorded in this process."""
+    """Return all that was recorded in this process, and clear it."""
     global _current
     with _lock:
-        taken, _current = _current, Snapshot()
-    taken.usage.append(usage(process_name()))
-    return taken
+        snapshot = _current
+        _current = Snapshot()
+    snapshot.usage.append(usage(process_name()))
+    return snapshot

@@ -1,4 +1,4 @@
-"""`torch.profiler` in the processes of a run, for chosen steps."""
+"""`torch.profiler` in the processes of a run, for selected steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _running: tuple[Any, Path] | None = None
 
 
 def profile_next(path: str | None, process: str) -> None:
-    """End the profile of this process, if one runs, and write it; begin another if a path is given.
+    """End the profile of this process, if one runs, and write it; start another if a path is given.
 
     `<path>/<process>.json` is a trace for ui.perfetto.dev of the operators of all threads, with shapes and memory. With
     a GPU `<process>.pickle` is a snapshot of its memory for pytorch.org/memory_viz; that part is untested.
 
     Args:
-        path: a folder, which is made.
+        path: a folder, which is created.
     """
     global _running
     if _running is None and path is None:
@@ -25,8 +25,10 @@ def profile_next(path: str | None, process: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     gpu = torch.cuda.is_available()
+    # Written aside and renamed, so that a profile that exists is complete.
     if _running is not None:
-        (profiler, folder), _running = _running, None
+        profiler, folder = _running
+        _running = None
         profiler.stop()
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f"{process}.unfinished"
@@ -38,7 +40,7 @@ def profile_next(path: str | None, process: str) -> None:
     if path is not None:
         if gpu:
             torch.cuda.memory._record_memory_history()
-        # Endpoints run in threads of their own, and this is called in the event loop's.
+        # Endpoints run in other threads than the event loop, which calls this function.
         every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         profiler = profile(

@@ -1,8 +1,8 @@
-"""Sampled rollouts with all that is known of their tokens: `rollouts.arrow` in the run's folder.
+"""Recorded rollouts with all data of their tokens: `rollouts.arrow` in the run's folder.
 
 The file is an Arrow IPC stream, one record batch for each step. pandas, polars and `datasets` open it. Each batch is
-appended in one write; a process that is killed in the middle leaves a part of a message at the end, which `batches`
-leaves out and a resumed run removes.
+appended in one write; a process that is killed during it leaves an incomplete message at the end, which `batches` skips
+and a resumed run removes.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
 
 from ..system.files import open_plain, written_aside
 from ..types import Batch, Episode, Group
+from .lines import Row
 from .messages import BATCH as STEP
 from .messages import SCHEMA, Message, messages, read
 
 if TYPE_CHECKING:
     import pyarrow
 
+# A stream of Arrow record batches in the folder of a run, one for each step.
 ROLLOUTS = "rollouts.arrow"
 CHUNK = 1 << 22  # bytes that are copied at once
-END = 8  # bytes that mark the end of a stream
-IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advantage 0: it was left out of the batch
+END = 8  # bytes of the mark at the end of a stream
+IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advantage 0: the batch does not contain it
 TEXT = ("prompt", "response", "target")
-# Of each token; what is not known is NaN.
+# Numbers of each token; unknown ones are NaN.
 ENGINE = ("engine_logprobs",)
+# Made with the batch that is trained, by the controller.
 BATCH = ("advantages", "weights", "ref_logprobs", "values", "returns")
+# Computed during the step, by the trainer.
 TRAINER = ("logprobs", "ratio", "entropy", "clip_fraction", "correction_fraction", "loss")
 
 log = logging.getLogger(__name__)
@@ -42,26 +46,27 @@ log = logging.getLogger(__name__)
 
 @cache
 def schema() -> pyarrow.Schema:
-    """One row for each token sequence: an episode, or an earlier branch of one whose conversation was rewritten."""
+    """The columns. A row is one token sequence: an episode, or an earlier branch of one whose conversation was
+    rewritten."""
     import pyarrow as pa
 
     numbers = {name: pa.list_(pa.float32()) for name in (*ENGINE, *BATCH, *TRAINER)}
     return pa.schema(
         {
-            "step": pa.int32(),  # that trained it, or would have been the next to
+            "step": pa.int32(),  # that trained it, or would have been the next one to
             "group": pa.int64(),  # index of its prompt
-            "sample": pa.int32(),  # among those of the prompt
-            "branch": pa.int32(),  # 0 is the last, which holds the end of the episode
+            "sample": pa.int32(),  # number among the samples of the prompt
+            "branch": pa.int32(),  # 0 is the last one, with the end of the episode
             **{name: pa.string() for name in TEXT},
-            "reward": pa.float64(),  # of all that was played; null: unscored
-            "parts": pa.string(),  # JSON object: the functions and verifiers that it is made of
+            "reward": pa.float64(),  # of the whole episode; null: unscored
+            "parts": pa.string(),  # JSON object: its functions and verifiers
             "advantage": pa.float32(),
-            "version": pa.int64(),  # the oldest that wrote a token
-            "origins": pa.string(),  # JSON list of [version, identity of its weights, who sampled]
+            "version": pa.int64(),  # the oldest that sampled a token
+            "origins": pa.string(),  # JSON list of [version, identity of its weights, sampler]
             "finish": pa.string(),
             "turns": pa.string(),  # JSON list of [first token, end, version, finish, reward]
-            "dropped": pa.string(),  # why it did not train; null: it did
-            "length": pa.int32(),  # tokens that the policy wrote
+            "dropped": pa.string(),  # reason why it did not train; null if it did
+            "length": pa.int32(),  # tokens that the policy sampled
             "tokens": pa.list_(pa.int32()),
             "texts": pa.list_(pa.string()),
             "mask": pa.list_(pa.bool_()),
@@ -72,13 +77,13 @@ def schema() -> pyarrow.Schema:
 
 
 class RolloutLog:
-    """Appends to `rollouts.arrow`.
+    """Appends rollouts to `rollouts.arrow`.
 
     Args:
         write: appends bytes to the file; the schema is written first if it is empty.
-        groups: of each step that are recorded.
-        most: bytes of the file, after which nothing more is recorded; one warning says so.
-        spell: the text of a token.
+        groups: number of groups of each step that are recorded.
+        max_bytes: size of the file after which recording stops, with one warning.
+        spell: returns the text of a token.
     """
 
     def __init__(
@@ -86,18 +91,21 @@ class RolloutLog:
         path: Path,
         write: Callable[[bytes], None],
         groups: int | Literal["all"] = 1,
-        most: float = math.inf,
+        max_bytes: float = math.inf,
         spell: Callable[[int], str] | None = None,
     ) -> None:
-        self._path, self._write, self._most, self._spell = path, write, most, spell
+        self._path = path
+        self._write = write
+        self._max_bytes = max_bytes
+        self._spell = spell
         self.groups = groups
-        schema()  # the import takes most of a second, which belongs to no step
+        schema()  # its import takes most of a second, which no step should include
         self._texts: dict[int, str] = {}
         self._size = path.stat().st_size if path.exists() else 0
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
-        """Those of a step that are recorded, in the order of the data; none once the file is full."""
-        if self.groups == 0 or self._size >= self._most:
+        """Return the groups of a step that are recorded, in the order of the data; none once the file is full."""
+        if self.groups == 0 or self._size >= self._max_bytes:
             return []
         return sorted(groups if self.groups == "all" else groups[: self.groups], key=lambda group: group.index)
 
@@ -109,45 +117,54 @@ class RolloutLog:
         trained: Mapping[str, np.ndarray] | None = None,
         dropped: Sequence[tuple[str, Group]] = (),
     ) -> None:
-        """Append what a step trained, and what was dropped since the last one.
+        """Append the rollouts that a step trained, and those dropped since the last one.
 
         Args:
-            groups: of `pick`; with `batch`, those whose tokens its `recorded` numbers.
-            batch: as it was trained, with token-level advantages.
-            trained: numbers of the trainer by the names of `TRAINER`, each [recorded].
-            dropped: with the reason.
+            groups: those of `pick`; with `batch`, those whose tokens are numbered by its `recorded`.
+            batch: the batch that was trained, with token-level advantages.
+            trained: the trainer's numbers by the names of `TRAINER`, each [recorded].
+            dropped: groups with the reason.
         """
         import pyarrow as pa
 
-        rows: list[dict[str, Any]] = []
+        # A row for each branch of each episode, in the order in which they are trained; branch 0 is the last.
+        rows: list[Row] = []
         episodes: list[Episode] = []
         for reason, group in [*((None, group) for group in groups), *dropped]:
-            for sample, whole in enumerate(group.episodes):
-                parts = (*whole.branches, whole)  # in the order in which they are trained
-                for left, episode in enumerate(reversed(parts)):
-                    rows.insert(len(rows) - left, _row(step, group, sample, left, episode, whole.outcome, reason))
-                episodes += parts
+            for sample, last in enumerate(group.episodes):
+                branches = (*last.branches, last)
+                for branch, episode in enumerate(reversed(branches)):
+                    row = _row(step, group, sample, branch, episode, last.outcome, reason)
+                    rows.insert(len(rows) - branch, row)
+                episodes += branches
         if not rows:
             return
+        # Numbers of tokens are flat arrays over all rows; `ends` divides them.
         ends = np.concatenate([[0], np.cumsum([len(episode.tokens) for episode in episodes])])
         flat = {name: np.full(ends[-1], np.nan, np.float32) for name in (*ENGINE, *BATCH, *TRAINER)}
         mask = _flat([episode.mask for episode in episodes], np.bool_)
         engine = [e.logprobs or [math.nan] * len(e.tokens) for e in episodes]
         flat["engine_logprobs"] = np.where(mask, _flat(engine, np.float32), np.float32(np.nan))
         if batch is not None and batch.recorded is not None:
-            there = np.flatnonzero((batch.recorded >= 0) & batch.mask)
+            recorded = np.flatnonzero((batch.recorded >= 0) & batch.mask)
             for name in BATCH:
-                if (values := getattr(batch, name)) is not None:
-                    flat[name][batch.recorded[there]] = values[there]
+                values = getattr(batch, name)
+                if values is not None:
+                    flat[name][batch.recorded[recorded]] = values[recorded]
             in_batch = np.zeros(ends[-1], np.bool_)
             in_batch[batch.recorded[batch.recorded >= 0]] = True
             for row, start in zip(rows, ends[:-1], strict=True):
                 if row["dropped"] is None and not in_batch[start]:
                     row["dropped"] = IDLE
             for name, numbers in (trained or {}).items():
-                flat[name][: len(numbers)] = numbers  # what was dropped comes after them
+                flat[name][: len(numbers)] = numbers  # dropped rows come after them
         tokens = _flat([episode.tokens for episode in episodes], np.int32)
-        lists: dict[str, Any] = {"tokens": tokens, "texts": self._spelled(tokens), "mask": mask, **flat}
+        lists: dict[str, np.ndarray | pyarrow.Array] = {
+            "tokens": tokens,
+            "texts": self._texts_of(tokens),
+            "mask": mask,
+            **flat,
+        }
         lists["versions"] = _flat([episode.versions for episode in episodes], np.int64)
         offsets = pa.array(ends, pa.int32())
         arrays = [
@@ -159,36 +176,36 @@ class RolloutLog:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, schema(), options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
             writer.write_batch(pa.record_batch(arrays, schema=schema()))
-        # The schema is at the head of the file alone, and what marks the end of a stream nowhere: more may come.
+        # The file begins with the schema, once, and has no mark of its end: more batches may follow.
         message = sink.getvalue().to_pybytes()[len(schema().serialize()) if self._size else 0 : -END]
         self._write(message)
         self._size += len(message)
-        if self._size >= self._most:
+        if self._size >= self._max_bytes:
             log.warning(
                 "%s has %.0f MB: no more rollouts are recorded; raise metrics.rollouts_mb, or lower metrics.rollouts",
                 self._path,
                 self._size / 1e6,
             )
 
-    def _spelled(self, tokens: np.ndarray) -> pyarrow.Array:
-        """The text of each token, looked up once for each that occurs."""
+    def _texts_of(self, tokens: np.ndarray) -> pyarrow.Array:
+        """Return the text of each token, spelled once for each distinct token."""
         import pyarrow as pa
 
-        used, at = np.unique(tokens, return_inverse=True)
-        for token in used.tolist():
+        distinct, indices = np.unique(tokens, return_inverse=True)
+        for token in distinct.tolist():
             if token not in self._texts:
                 self._texts[token] = "" if self._spell is None else clean(self._spell(token))
-        return pa.array([self._texts[token] for token in used.tolist()], pa.string()).take(pa.array(at))
+        return pa.array([self._texts[token] for token in distinct.tolist()], pa.string()).take(pa.array(indices))
 
 
 def clean(text: str) -> str:
-    """Text that UTF-8 can hold: lone surrogates are written as escapes."""
+    """Return text that UTF-8 can encode: lone surrogates become escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _row(
     step: int, group: Group, sample: int, branch: int, episode: Episode, reward: float | None, reason: str | None
-) -> dict[str, Any]:
+) -> Row:
     info = episode.info
     return {
         "step": step,
@@ -200,6 +217,7 @@ def _row(
         "target": clean(str(group.target)),
         "reward": reward,
         "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
+        # A dropped episode has no advantage, though one was computed for its group.
         "advantage": None if reason is not None else episode.advantage,
         "version": episode.version,
         "origins": json.dumps(sorted(episode.origins)),
@@ -210,18 +228,18 @@ def _row(
     }
 
 
-def _flat(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
+def _flat(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
 
 
 def batches(
     path: Path, columns: Sequence[str] | None = None, after: int = 0
 ) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
-    """(end in the file, rows) of each step, as far as the file is whole. Of the columns that are not asked for, nothing
-    is decompressed. What is no plain file has no steps.
+    """Yield (end in the file, rows) of each step, as far as the file is complete. Only the requested columns are
+    decompressed. Anything but a plain file has no steps.
 
     Args:
-        after: the end of the last batch that is known.
+        after: the end of the last batch that was read.
 
     Raises:
         ValueError: the file is not of this format, or a step would not fit into memory.
@@ -238,13 +256,13 @@ def batches(
                 raise ValueError(f"{path} is damaged: {error}") from None
             try:
                 batch = pa.ipc.open_stream(source, options=options).read_next_batch()
-            except (StopIteration, pa.ArrowException, OSError, EOFError):  # it is damaged from here on
+            except (StopIteration, pa.ArrowException, OSError, EOFError):  # the file is damaged from this batch on
                 return
             yield message.end, batch
 
 
 def count(path: Path, after: int = 0) -> tuple[int, int]:
-    """The rows of the steps after a byte of the file, and the end of the last of them, without reading them.
+    """Count the rows of the steps after a byte of the file, and return the end of the last step, without reading rows.
 
     Raises:
         ValueError: as of `batches`.
@@ -252,7 +270,8 @@ def count(path: Path, after: int = 0) -> tuple[int, int]:
     rows = 0
     with _opened(path) as file:
         for message in () if file is None else _steps(file, path, after):
-            rows, after = rows + message.rows, message.end
+            rows += message.rows
+            after = message.end
     return rows, after
 
 
@@ -268,21 +287,22 @@ def _opened(path: Path) -> Iterator[BinaryIO | None]:
 
 
 def _steps(file: BinaryIO, path: Path, after: int) -> Iterator[Message]:
-    """The messages of steps. ValueError: as of `batches`."""
+    """Yield the messages of steps. ValueError: as of `batches`."""
     import pyarrow as pa
 
     if os.fstat(file.fileno()).st_size <= max(after, len(schema().serialize())):
-        return  # also if the process was killed within its first write
+        return  # there is no step, or the process was killed during its first write
     try:
         first = next(messages(file), None)
         file.seek(0)
-        known = None if first is None or first.kind != SCHEMA else pa.ipc.read_schema(pa.py_buffer(read(file, first)))
+        columns = None if first is None or first.kind != SCHEMA else pa.ipc.read_schema(pa.py_buffer(read(file, first)))
     except (ValueError, OSError, pa.ArrowException) as error:
         raise ValueError(f"{path} is not a file of rollouts: {error}") from None
-    if first is None or known is None:
+    if first is None or columns is None:
         raise ValueError(f"{path} is not a file of rollouts: it does not begin with a schema")
-    if known != schema():
+    if columns != schema():
         raise ValueError(f"{path} has other columns: another version wrote it")
+    # A message of another kind ends the rollouts: this library writes none.
     try:
         for message in messages(file, max(after, first.end)):
             if message.kind != STEP:
@@ -293,33 +313,34 @@ def _steps(file: BinaryIO, path: Path, after: int) -> Iterator[Message]:
 
 
 def cut(path: Path, last: int) -> None:
-    """Remove the steps after `last`, and what is damaged. The rest becomes another file: who has mapped the former into
-    memory may read on."""
+    """Remove the steps after `last`, and damaged ones. The remaining steps become another file: processes that have
+    mapped the former one into memory may continue to read it."""
     end = 0
     try:
-        for at, batch in batches(path, ["step"]):
+        for position, batch in batches(path, ["step"]):
             if batch["step"][0].as_py() > last:
                 break
-            end = at
+            end = position
     except ValueError as error:
         log.warning("%s; it is removed", error)
+    # Copied to another file, not truncated: that would end the processes that read it, by SIGBUS.
     if path.exists() and path.stat().st_size > end:
         with written_aside(path) as aside, path.open("rb") as old, aside.open("wb") as new:
-            while (left := end - new.tell()) and (data := old.read(min(left, CHUNK))):
+            while data := old.read(min(end - new.tell(), CHUNK)):
                 new.write(data)
             new.flush()
             os.fsync(new.fileno())
 
 
-def texts(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
-    """A dict for each group that trained: its prompt, the first response, the target and all rewards."""
-    found: dict[int, dict[str, Any]] = {}
+def texts(batch: pyarrow.RecordBatch) -> list[Row]:
+    """Return a dict for each group that trained: its prompt, the first response, the target and all rewards."""
+    groups: dict[int, Row] = {}
     names = ["step", "group", "branch", "version", *TEXT, "reward", "dropped"]
     for row in batch.select(names).to_pylist():
         if row["branch"] or row["dropped"] not in (None, IDLE):
             continue
         line = {"step": row["step"], "index": row["group"], **{name: row[name] for name in ("version", *TEXT)}}
-        line = found.setdefault(row["group"], line | {"rewards": []})
+        line = groups.setdefault(row["group"], line | {"rewards": []})
         line["version"] = min(line["version"], row["version"])
         line["rewards"].append(row["reward"])
-    return list(found.values())
+    return list(groups.values())

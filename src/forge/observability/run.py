@@ -1,4 +1,4 @@
-"""The folder of a run, and everything that is written to it."""
+"""The folder of a run, and all that is written to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import yaml
@@ -23,6 +23,7 @@ from .alerts import alerts
 from .console import Progress, configure_logging, log
 from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
 from .held_out import HELD_OUT, lines
+from .lines import Row
 from .machine import gpus, room
 from .metrics import Clock, Snapshot, phase
 from .rollouts import ROLLOUTS, RolloutLog
@@ -30,9 +31,13 @@ from .rollouts import cut as cut_rollouts
 from .runs import last_state
 from .trace import TRACE, Trace
 
-# Monarch prints a line for each that it cannot write. Of a small run it writes 94 kB, most of it at the two ends.
+if TYPE_CHECKING:
+    from .trackers.process import TrackerProcess
+
+# Bytes that are reserved for Monarch's log, which prints a line for each that it cannot write. Of a small run it writes
+# 94 kB, most of it at the start and at the end.
 RESERVED = 1 << 18
-FLAT_STEPS = 20  # with a reward of 0 throughout, until a warning names the likely cause
+FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning names the probable cause
 
 
 class Run:
@@ -40,13 +45,13 @@ class Run:
     checkpoints/ and model/, and trackers their own files.
 
     Args:
-        config: the resolved configuration, plain data. Its section `metrics` names the trackers. What is written down
-            has no secrets.
+        config: the resolved configuration, plain data. Its section `metrics` names the trackers. Secrets are removed
+            before it is written.
         steps: training steps, for the progress bar.
         overwrite: remove an earlier run of this name.
         resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
         start: the step of that checkpoint.
-        peak: TFLOP/s of one device, see `forge.models.flops`; None: not known.
+        peak: TFLOP/s of one device, see `forge.models.flops`; None if unknown.
         report: called by `close` with the run's folder and its state ("finished", "failed: why"), to write report.html.
 
     Raises:
@@ -56,7 +61,7 @@ class Run:
     def __init__(
         self,
         name: str,
-        config: dict[str, Any],
+        config: Row,
         *,
         steps: int,
         root: str = "runs",
@@ -66,7 +71,10 @@ class Run:
         peak: float | None = None,
         report: Callable[[Path, str], None] | None = None,
     ) -> None:
-        self.folder, self.resume, self.start, self.peak = Path(root) / name, resume, start, peak
+        self.folder = Path(root) / name
+        self.resume = resume
+        self.start = start
+        self.peak = peak
         self._report = report
         if resume is None:
             check_free(self.folder, overwrite)
@@ -76,10 +84,12 @@ class Run:
             self._check_logs()
         else:
             make_private(self.folder)
+        # Records after the checkpoint are removed: these steps are computed again.
         self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
             cut(self.folder / HELD_OUT, start)
+        # What an earlier attempt has said about its end is no longer true.
         for name in (FINISHED, ENDED):
             (self.folder / name).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(without_secrets(config), sort_keys=False))
@@ -89,15 +99,18 @@ class Run:
         self._rollouts: RolloutLog | None = None
         self._evaluated: tuple[Sequence[Sample], Sequence[Episode]] = ((), ())
         if resume:
-            self.sync()  # rows that are now removed may be in the checksums
-        self._trackers: Any = None
+            self.sync()  # the checksums may cover rows that were removed
+        self._trackers: TrackerProcess | None = None
+        # Trackers are programs of others, and may hang: they run in a process of their own.
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
-            from .trackers import TrackerProcess
+            from .trackers.process import TrackerProcess
 
             self._trackers = TrackerProcess(self.folder, config["metrics"], start)
         configure_logging()
         self._progress = Progress(name, steps, start)
-        self._finished, self._full, self._settings = False, False, flat(config)
+        self._finished = False
+        self._full = False
+        self._settings = flat(config)
         self._clock = Clock()
         self._warned_flat = False
         self._last = time.perf_counter()
@@ -105,22 +118,22 @@ class Run:
 
     @property
     def checkpoints(self) -> str:
-        """Folder of the checkpoints."""
+        """Path of the checkpoints' folder."""
         return str(self.folder / "checkpoints")
 
     @property
     def recovery(self) -> str:
-        """Folder from which replaced components recover their state; removed by `close`."""
+        """Path of the folder from which replaced components recover their state; removed by `close`."""
         return str((self.folder / "recovery").resolve())
 
     @property
     def model(self) -> str:
-        """Folder of the exported model."""
+        """Path of the exported model."""
         return str(self.folder / "model")
 
     def steps(self, end: int) -> Iterator[int]:
-        """The remaining steps up to `end`, numbered by the version that each trains. Measures how long the current
-        task waits in each phase: `wall/<phase>`, in seconds."""
+        """Yield the remaining steps up to `end`, numbered by the version that each trains. Measures how long the
+        current task waits in each phase: `wall/<phase>`, in seconds."""
         self._clock.start()
         if self.start:  # the start-up time belongs to no row
             self._last = time.perf_counter()
@@ -131,16 +144,20 @@ class Run:
         the time since the last row that the phases add up to."""
         with phase("log"):
             now = time.perf_counter()
-            seconds, self._last = now - self._last, now
+            seconds = now - self._last
+            self._last = now
             row = {"step": float(step), "seconds": now - self._started, **snapshot.values(), **values}
             row["seconds/step"] = seconds
-            if spent := self._clock.take():
-                row |= {f"wall/{name}": taken for name, taken in spent.items()}
+            # The wall time of a step by phase; the rest of it is in no phase.
+            spent = self._clock.take()
+            if spent:
+                row |= {f"wall/{name}": duration for name, duration in spent.items()}
                 row["wall/accounted"] = sum(spent.values()) / seconds
             row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds
             if row.get("seconds/train"):
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
-            row |= self._used(snapshot, row) | room(self.folder) | gpus()
+            row |= self._usage(snapshot, row) | room(self.folder) | gpus()
+            # A step exists once its line is in the file of metrics.
             self.history.append(row)
             self._write(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
             self._write(HELD_OUT, lines(step, *self._evaluated))
@@ -148,9 +165,11 @@ class Run:
             self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
+            # Monarch ends the process if it cannot write its log: space for it is reserved.
             if (self.folder / MONARCH).exists():
                 reserve(self.folder / MONARCH, RESERVED)
             self._progress.update(step, row)
+            # A reward that never gives anything is a mistake of the setup, and would waste the whole run.
             last = self.history[-FLAT_STEPS:]
             flat = [r for r in last if r.get("reward") == 0 and r.get("reward/std") == 0]
             if len(flat) == FLAT_STEPS and not self._warned_flat:
@@ -167,23 +186,27 @@ class Run:
                 )
             return row
 
-    def _used(self, snapshot: Snapshot, row: dict[str, float]) -> dict[str, float]:
-        """CPU-seconds so far, CPU-seconds and memory by service, FLOP/s and MFU."""
-        found = {"cpu_seconds": self.history[-1].get("cpu_seconds", 0.0) if self.history else 0.0}
+    def _usage(self, snapshot: Snapshot, row: dict[str, float]) -> dict[str, float]:
+        """Return CPU-seconds so far, CPU-seconds and memory by service, FLOP/s and MFU."""
+        metrics = {"cpu_seconds": self.history[-1].get("cpu_seconds", 0.0) if self.history else 0.0}
         for use in snapshot.usage:
+            # Replicas of a service are numbered: their names are the service's with a number.
             service = use.process.rstrip("0123456789").rstrip("_")
-            cpu, memory = f"cpu_seconds/{service}", f"memory_mb/{service}"
-            found[cpu] = found.get(cpu, 0.0) + use.cpu_seconds
-            found[memory] = max(found.get(memory, 0.0), use.memory / 1e6)
-            found["cpu_seconds"] += use.cpu_seconds
+            cpu = f"cpu_seconds/{service}"
+            memory = f"memory_mb/{service}"
+            metrics[cpu] = metrics.get(cpu, 0.0) + use.cpu_seconds
+            metrics[memory] = max(metrics.get(memory, 0.0), use.memory / 1e6)
+            metrics["cpu_seconds"] += use.cpu_seconds
+        # The trainer's rate is over the time that it trains, the generators' over the whole step, as they run beside
+        # it.
         seconds = {"train": row.get("seconds/train"), "generator": row["seconds/step"]}
         devices = {"train": self._devices("trainer", "procs"), "generator": self._devices("generator", "num_replicas")}
         for name, spent in seconds.items():
             if spent and row.get(f"{name}/flops"):
-                found[f"{name}/tflops"] = row[f"{name}/flops"] / spent / 1e12
+                metrics[f"{name}/tflops"] = row[f"{name}/flops"] / spent / 1e12
                 if self.peak:
-                    found[f"{name}/mfu"] = found[f"{name}/tflops"] / (self.peak * devices[name])
-        return found
+                    metrics[f"{name}/mfu"] = metrics[f"{name}/tflops"] / (self.peak * devices[name])
+        return metrics
 
     def _devices(self, service: str, key: str) -> float:
         return self._settings.get(f"services.{service}.{key}") or 1
@@ -192,10 +215,10 @@ class Run:
         """Have `log` write the answers to held-out problems with its row."""
         self._evaluated = (samples, episodes)
 
-    def record(self, groups: int | Literal["all"], most: float, spell: Callable[[int], str]) -> None:
-        """Record rollouts: so many groups of each step, up to `most` bytes; `spell` has the text of a token."""
+    def record(self, groups: int | Literal["all"], max_bytes: float, spell: Callable[[int], str]) -> None:
+        """Record rollouts: `groups` of each step, up to `max_bytes`; `spell` returns the text of a token."""
         path = self.folder / ROLLOUTS
-        self._rollouts = RolloutLog(path, lambda data: self._write(ROLLOUTS, data), groups, most, spell)
+        self._rollouts = RolloutLog(path, lambda data: self._write(ROLLOUTS, data), groups, max_bytes, spell)
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
         """The groups of a step whose tokens are recorded."""
@@ -209,13 +232,13 @@ class Run:
         trained: Mapping[str, np.ndarray] | None = None,
         dropped: Sequence[tuple[str, Group]] = (),
     ) -> None:
-        """Write rollouts of a step, see `RolloutLog.add`."""
+        """Write the rollouts of a step, see `RolloutLog.add`."""
         with phase("log_rollouts"):
             if self._rollouts is not None:
                 self._rollouts.add(step, groups, batch, trained, dropped)
 
     def sync(self) -> None:
-        """fsync the logs, which must have all steps of a checkpoint after a power cut. Write their checksums."""
+        """fsync the logs, which must have all steps of a checkpoint after a power cut, and write their checksums."""
         for file in self._logs.values():
             os.fsync(file.fileno())
         sizes = {name: os.fstat(file.fileno()).st_size for name, file in self._logs.items()}
@@ -229,15 +252,16 @@ class Run:
         self._digests[name].update(data)
 
     def _check_logs(self) -> None:
-        """Compare the logs with their checksums at the last checkpoint. Training does not read them: one warning."""
+        """Compare the logs with their checksums at the last checkpoint. Training does not read them: damage is a
+        warning."""
         try:
             rows = [line.split(" ", 2) for line in read_sealed(self.folder / LOGS).splitlines()]
         except DamagedFile as error:
             log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
             return
-        for known, size, name in rows:
+        for expected, size, name in rows:
             path = self.folder / name
-            if not path.exists() or digest(path, int(size)).hexdigest() != known:
+            if not path.exists() or digest(path, int(size)).hexdigest() != expected:
                 log.warning("%s is damaged: its first %s bytes are not what the run wrote", self.folder / name, size)
 
     def finish(self) -> None:
@@ -245,16 +269,17 @@ class Run:
         self._finished = True
 
     def fail(self, reason: str, text: str = "", *, stopped: bool = False, full: bool = False) -> None:
-        """Write down why the run ends before its last step.
+        """Record why the run ends before its last step.
 
         Args:
             reason: one line.
-            text: more, such as a traceback.
-            stopped: it was asked to, and did not fail.
-            full: the reason is a full disk, and no more is said about what cannot be written either.
+            text: details, such as a traceback.
+            stopped: it was interrupted, and did not fail.
+            full: the reason is a full disk; later failures to write are not reported.
         """
         self._full = full
-        line, text = f"{'stopped' if stopped else 'failed'}: {masked(' '.join(reason.split()))}", masked(text)
+        line = f"{'stopped' if stopped else 'failed'}: {masked(' '.join(reason.split()))}"
+        text = masked(text)
         try:
             write_atomic(self.folder / ENDED, f"{line}\n\n{text}" if text else f"{line}\n")
         except OSError as error:  # a full disk, or a folder that was removed; the run's own error is more important
@@ -267,7 +292,8 @@ class Run:
         shutil.rmtree(self.recovery, ignore_errors=True)
         evaluated = [row for row in self.history if "eval/accuracy" in row]
         if evaluated:
-            first, last = evaluated[0], evaluated[-1]
+            first = evaluated[0]
+            last = evaluated[-1]
             log.info(
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
@@ -281,6 +307,7 @@ class Run:
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()
+        # The error of a full disk must not hide the run's own, which is why all of this is caught.
         try:
             self._trace.close()
             if self.history and self._report is not None:

@@ -1,4 +1,4 @@
-"""What a list of runs says of each, without reading all of its files."""
+"""Summaries of runs for lists, without reading all of their files."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import os
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..system.files import open_plain, read_plain
 from .folder import CONFIG, ENDED, FINISHED, MARK
-from .lines import numbers, parsed
+from .lines import Row, numbers, parse_line
 from .rollouts import ROLLOUTS, count
-from .runs import LARGEST, ending, settings, state
+from .runs import MAX_CONFIG, ending, settings, state
 
-SHOWN = ("reward", "eval/accuracy")  # of which the last values are shown
-BLOCK, MOST = 1 << 16, 1 << 22  # bytes of the end of metrics.jsonl that are read at once, and at all
-LONGEST = 1 << 18  # bytes of a row
-MOST_KEYS = 1000  # lines of a section
+METRICS = ("reward", "eval/accuracy")  # whose last values are listed
+BLOCK = 1 << 16  # bytes of the end of metrics.jsonl that are read at once
+MAX_READ = 1 << 22  # bytes of it that are read at all: evaluations may be hundreds of rows apart
+MAX_ROW = 1 << 18  # bytes of a row
+MAX_KEYS = 1000  # lines of a section
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """A run's state, last values and size.
+def summary(folder: Path) -> Row:
+    """Return a run's state, last values and size.
 
     Raises:
         OSError, ValueError: a file is damaged.
@@ -40,12 +41,13 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def planned(folder: Path) -> float | None:
-    """The steps of a run's configuration, without parsing the rest of what runs write; None if it has none."""
+    """Return the steps of a run's configuration, without parsing all of it; None if it has none."""
     try:
-        text = read_plain(folder / CONFIG, LARGEST).decode(errors="replace")
-        lines = f"\n{text}".partition("\ntraining:\n")[2].split("\n", MOST_KEYS)
+        # The file is as this library writes it in most cases: a line of the section `training`.
+        text = read_plain(folder / CONFIG, MAX_CONFIG).decode(errors="replace")
+        lines = f"\n{text}".partition("\ntraining:\n")[2].split("\n", MAX_KEYS)
         indent = len(lines[0]) - len(lines[0].lstrip(" "))
-        for line in takewhile(lambda one: one.startswith(" "), lines):
+        for line in takewhile(lambda line: line.startswith(" "), lines):
             name, _, value = line[indent:].partition(": ")
             if name == "steps" and value.isdecimal() and len(value) < 16:
                 return int(value)
@@ -56,52 +58,56 @@ def planned(folder: Path) -> float | None:
 
 
 def last_values(path: Path) -> dict[str, float | None]:
-    """The step of the last row, and the last values of `SHOWN` near the end of the file."""
-    values: dict[str, float | None] = dict.fromkeys(SHOWN)
+    """Return the step of the last row, and the last values of `METRICS` near the end of the file."""
+    values: dict[str, float | None] = dict.fromkeys(METRICS)
     try:
         file = open_plain(path)
     except OSError:
         return values
     with file:
         for line in _backwards(file):
-            wanted = [name for name, value in values.items() if value is None]
-            if "step" in values and not any(f'"{name}"'.encode() in line for name in wanted):
+            # Most lines need not be parsed: they have none of the missing metrics.
+            missing = [name for name, value in values.items() if value is None]
+            if "step" in values and not any(f'"{name}"'.encode() in line for name in missing):
                 continue
-            row = numbers(parsed(line) or {})
+            row = numbers(parse_line(line) or {})
             if "step" not in row:
                 continue
             values.setdefault("step", row["step"])
-            values |= {name: row[name] for name in wanted if name in row}
+            values |= {name: row[name] for name in missing if name in row}
             if None not in values.values():
                 break
     return values
 
 
 def _backwards(file: BinaryIO) -> Iterator[bytes]:
-    """The whole lines at the end of a file, the last first, without those that are too long for a row."""
-    at, rest = file.seek(0, 2), b""
-    least, ended = max(0, at - MOST), False
-    while at > least:
-        start = max(least, at - BLOCK)
+    """Yield the complete lines at the end of a file, the last first, without those that are too long for a row."""
+    position = file.seek(0, 2)
+    first_byte = max(0, position - MAX_READ)
+    rest = b""  # the beginning of a line whose end was read
+    ended = False
+    while position > first_byte:
+        start = max(first_byte, position - BLOCK)
         file.seek(start)
-        first, *lines = (file.read(at - start) + rest).split(b"\n")
+        head, *lines = (file.read(position - start) + rest).split(b"\n")
         for line in reversed(lines):
-            if ended and len(line) <= LONGEST:
+            if ended and len(line) <= MAX_ROW:
                 yield line
-            ended = True  # what comes after the last newline is incomplete
-        at, rest = start, first[: LONGEST + 1]
-    if at == 0 and ended:
+            ended = True  # the text after the last newline is incomplete
+        position = start
+        rest = head[: MAX_ROW + 1]
+    if position == 0 and ended:
         yield rest
 
 
-def signature(folder: Path) -> tuple[Any, ...]:
-    """What changes when a file does that a summary is made of."""
-    found: list[Any] = []
+def signature(folder: Path) -> tuple[object, ...]:
+    """Return values that change when a file changes that the summary is made of."""
+    versions: list[object] = []
     for name in (CONFIG, MARK, ROLLOUTS, FINISHED, ENDED):
         try:
-            about = (folder / name).lstat()
+            status = (folder / name).lstat()
         except OSError:
-            found.append(None)
+            versions.append(None)
         else:
-            found.append((about.st_mtime_ns, about.st_size, about.st_ino, about.st_mode))
-    return tuple(found)
+            versions.append((status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode))
+    return tuple(versions)

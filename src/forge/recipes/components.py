@@ -224,7 +224,7 @@ async def generator(cfg: RecipeConfig, job: Job, **sampling: Any) -> Handle:
         tokenizer = model_tokenizer(job.model)
         run_key = secrets.token_urlsafe(32)
         server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), run_key)
-        url = await server.beside(listening)
+        url = await server.listen_in_background(listening)
         write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": run_key}), secret=True)
         log.info("%s is served at %s", cfg.run.name, url)
     return policy

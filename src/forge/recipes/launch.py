@@ -166,7 +166,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
             try:
                 run(
                     recipe(cfg, Job(model, held_out, record, store, preemption_of_run)),
-                    cfg.cluster.given,
+                    cfg.cluster.configured_hosts,
                     cfg.cluster.wait,
                     on_preemption=None if preemption_of_run is None else preemption_of_run.request,
                 )

@@ -10,13 +10,14 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-from ..runtime.cluster.doctor import seen_by
+from ..runtime.cluster.doctor import host_sees
 from ..runtime.cluster.inventory import VISIBLE, visible_gpus
-from ..runtime.cluster.pool import NoRoom, addresses, check, survey
+from ..runtime.cluster.pool import parse_addresses, survey
+from ..runtime.cluster.rooms import NoHostRoom, check_fit
 from ..runtime.cluster.wire import split
 from ..runtime.controller import Options
-from ..runtime.controller.runtime import demand_of
-from ..system.addresses import joined
+from ..runtime.controller.placement import demand_of
+from ..system.addresses import join_address
 
 if TYPE_CHECKING:
     from .schema import TrainingRecipe
@@ -28,7 +29,7 @@ def check_hosts(cfg: TrainingRecipe) -> None:
     Raises:
         ValueError: lists the room of each host.
     """
-    if cfg.cluster.given is None:
+    if cfg.cluster.configured_hosts is None:
         return check_gpus(cfg)
     secret = read_secret()
     if secret is None:
@@ -39,9 +40,9 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         if cfg.services[name] is None:
             continue
         options = Options(**cfg.placement(name))
-        if options.host is not None and joined(*split(options.host)) not in addresses(cfg.cluster.given):
-            known_hosts = ", ".join(addresses(cfg.cluster.given))
-            raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {known_hosts}")
+        hosts = parse_addresses(cfg.cluster.configured_hosts)
+        if options.host is not None and join_address(*split(options.host)) not in hosts:
+            raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {', '.join(hosts)}")
         # Services that share processes need room once; those without hosts or GPUs stay with the controller.
         if options.share in shares or (options.hosts is None and not options.with_gpus):
             continue
@@ -52,9 +53,9 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         credentials = Credentials.make(secret, Path(folder))
         failures: list[str] = []
         try:
-            machines, failures = asyncio.run(survey(cfg.cluster.given, credentials))
-            check(machines, demands)
-        except NoRoom as error:
+            machines, failures = asyncio.run(survey(cfg.cluster.configured_hosts, credentials))
+            check_fit(machines, demands)
+        except NoHostRoom as error:
             raise ValueError("; ".join([str(error), *failures])) from None
 
 
@@ -70,7 +71,7 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
         for name, options in placed.items()
         if options["host"] or options["hosts"] is not None or options["with_gpus"]
     }
-    if cfg.cluster.given is None or not on_hosts:
+    if cfg.cluster.configured_hosts is None or not on_hosts:
         return
     root = Path(cfg.run.root).absolute()
     secret = read_secret()
@@ -85,9 +86,9 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
         if on_hosts & {"trainer", "critic"}:
             files[Path(mark.name)] = token
         credentials = Credentials.make(secret, Path(folder))
-        for host in addresses(cfg.cluster.given):
+        for host in parse_addresses(cfg.cluster.configured_hosts):
             for path, content in files.items():
-                is_seen = asyncio.run(seen_by(host, credentials, path.absolute(), content))
+                is_seen = asyncio.run(host_sees(host, credentials, path.absolute(), content))
                 if not is_seen:
                     raise ValueError(
                         f"host {host} does not see {path.parent}: share it between the hosts, at the same path"

@@ -44,7 +44,7 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
         )
     # Supervised training publishes weights for evaluations alone; other hosts have a memory of their own.
     samples = getattr(cfg.services, "generator", None) is not None and not hasattr(cfg.eval, "stop_at")
-    if not samples or cfg.lora is not None or cfg.cluster.given:
+    if not samples or cfg.lora is not None or cfg.cluster.configured_hosts:
         return
     sweep()  # of what dead processes left there, which a start removes
     memory = memory_folder()

@@ -1,8 +1,8 @@
-"""Addresses of a run: an OpenAI-compatible endpoint for its policy, and `forge watch`, a page over its folder."""
+"""Servers of a run: an OpenAI-compatible endpoint for its policy, and `forge watch`, a page over its folder."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .server import Server
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 __all__ = ["Server"]
 
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use: it needs an extra.
+def __getattr__(name: str) -> type[Server]:
+    # Imported on first use: it needs an optional package.
     if name == "Server":
         from .server import Server
 

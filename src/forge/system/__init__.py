@@ -1,1 +1,1 @@
-"""Files, devices and connections of one machine: the floor that every other room stands on."""
+"""Files, devices and connections of one machine, on which every other package builds."""

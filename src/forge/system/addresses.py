@@ -7,19 +7,19 @@ import os
 import re
 
 
-def joined(host: str, port: int) -> str:
-    """The pair as HOST:PORT."""
+def join_address(host: str, port: int) -> str:
+    """Join a host and a port as HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listening_error(host: str, port: int, error: OSError | OverflowError, any_port: str) -> OSError:
-    """The error about an address that a server cannot have, with the remedy.
+    """Return the error for an address that a server cannot have, with its remedy.
 
     Args:
         any_port: the option that takes a free port, such as `--port 0`.
     """
     number = error.errno if isinstance(error, OSError) else None
-    # What asyncio and socket.create_server raise names the address once more; numbers of name resolution are negative.
+    # The errors of asyncio and socket.create_server repeat the address; numbers of name resolution are negative.
     reason = os.strerror(number) if number and number > 0 else re.sub(r"\[Errno .*?\] | \(while .*|\.$", "", str(error))
     remedies = {
         errno.EADDRINUSE: f"stop what listens there, or choose another port ({any_port}: any that is free)",
@@ -27,4 +27,4 @@ def listening_error(host: str, port: int, error: OSError | OverflowError, any_po
         None: "choose a port from 0 to 65535",
     }
     remedy = remedies.get(number, "choose an address of this machine")
-    return OSError(f"cannot listen at {joined(host, port)}: {reason}: {remedy}")
+    return OSError(f"cannot listen at {join_address(host, port)}: {reason}: {remedy}")

@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 
+# An older name also holds for all modules in the package.
 ALIASES = {
     "forge.api": "forge.recipes.api",
     "forge.cluster": "forge.runtime.cluster",
@@ -22,8 +23,8 @@ ALIASES = {
 }
 
 
-def renamed(name: str) -> str | None:
-    """Today's name of a module, if `name` is an older one."""
+def current_name(name: str) -> str | None:
+    """Return the current name of a module, if `name` is an older one."""
     for old, new in ALIASES.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -39,39 +40,39 @@ class AliasFinder(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The specification of an alias; None leaves the name to the other finders."""
-        name = renamed(fullname)
+        """Return the specification of an alias; None leaves the name to the other finders."""
+        name = current_name(fullname)
         if name is None or find_spec(name) is None:
             return None
         return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module itself, imported under its name of today."""
-        module = import_module(str(renamed(spec.name)))
+        """Return the module itself, imported under its current name."""
+        module = import_module(str(current_name(spec.name)))
         self._specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own specification back, which the import system has replaced by the alias's."""
+        """Restore the module's specification, which the import system has replaced by the alias's."""
         alias = module.__spec__
         assert alias is not None
         module.__spec__ = self._specs.pop(alias.name)
 
     def is_package(self, fullname: str) -> bool:
-        """Whether the module has modules in it."""
-        spec = find_spec(str(renamed(fullname)))
+        """Whether the module contains other modules."""
+        spec = find_spec(str(current_name(fullname)))
         return spec is not None and spec.submodule_search_locations is not None
 
     def get_source(self, fullname: str) -> str:
-        """The program that `python -m` runs: the module under its name of today, for its relative imports."""
-        return f"import runpy\nrunpy.run_module({renamed(fullname)!r}, run_name='__main__', alter_sys=True)\n"
+        """Return the program that `python -m` runs: the module under its current name, for its relative imports."""
+        return f"import runpy\nrunpy.run_module({current_name(fullname)!r}, run_name='__main__', alter_sys=True)\n"
 
     def get_code(self, fullname: str) -> CodeType:
-        """`get_source`, compiled."""
+        """Return `get_source`, compiled."""
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")
 
 
 def install() -> None:
     """Make the older names importable, once."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, AliasFinder())  # before a folder that an older checkout has left
+        sys.meta_path.insert(0, AliasFinder())  # before the finder of files: an old folder may remain

@@ -1,4 +1,4 @@
-"""An HTTP transport for servers that are not trusted: their answers have a limit."""
+"""HTTP transports for servers that are not trusted: their responses have a size limit."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from collections.abc import AsyncIterable, AsyncIterator
 from types import ModuleType
 from typing import Any
 
-LONGEST = 16 << 20  # bytes of an answer, or of one event of a stream
+MAX_BYTES = 16 << 20  # of a response, or of one event of a stream: far more than any model's completion
+Transport = Any  # classes and objects of httpx, which need not be installed
 _BLANK = re.compile(rb"(?:\r\n|\n|\r(?!\n))[\r\n]")  # a blank line ends an event
 
 
-def bounded_transport(httpx: ModuleType) -> Any:
-    """A class of transports of `httpx`, or of its successor `httpx2`.
+def bounded_transport(httpx: ModuleType) -> Transport:
+    """Return a class of transports of `httpx`, or of its successor `httpx2`.
 
-    It asks for answers without compression and raises the library's ReadError at one that is compressed or longer than
-    LONGEST. Clients that use it should not follow redirects: their own headers, with any key in them, would be sent to
-    the new address too.
+    It requests responses without compression, and raises the library's ReadError for one that is compressed or longer
+    than MAX_BYTES. Clients that use it should not follow redirects: their headers, with any key in them, would be sent
+    to the new address too.
     """
 
-    class Transport(httpx.AsyncHTTPTransport):  # type: ignore[name-defined, misc]
-        async def handle_async_request(self, request: Any) -> Any:
+    class BoundedTransport(httpx.AsyncHTTPTransport):  # type: ignore[name-defined, misc]
+        async def handle_async_request(self, request: Transport) -> Transport:
             request.headers["Accept-Encoding"] = "identity"
             response = await super().handle_async_request(request)
+            # A small compressed response may be gigabytes when it is unpacked, before any limit could be applied.
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 await response.aclose()
                 raise httpx.ReadError(f"the answer is compressed ({encoding[:20]})", request=request)
-            response.stream = Bounded(response, request)
+            response.stream = BoundedStream(response, request)
             return response
 
-    class Bounded(httpx.AsyncByteStream):  # type: ignore[name-defined, misc]
-        def __init__(self, response: Any, request: Any) -> None:
-            self._stream, self._request = response.stream, request
+    class BoundedStream(httpx.AsyncByteStream):  # type: ignore[name-defined, misc]
+        def __init__(self, response: Transport, request: Transport) -> None:
+            self._stream = response.stream
+            self._request = request
             self._events = response.headers.get("Content-Type", "").startswith("text/event-stream")
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -45,19 +48,20 @@ def bounded_transport(httpx: ModuleType) -> Any:
         async def aclose(self) -> None:
             await self._stream.aclose()
 
-    return Transport
+    return BoundedTransport
 
 
 async def bounded(stream: AsyncIterable[bytes], events: bool) -> AsyncIterator[bytes]:
-    """The chunks of a stream. OverflowError: it, or with `events` one event of it, is longer than LONGEST."""
-    taken, before = 0, b""
+    """Yield the chunks of a stream. OverflowError: it, or with `events` one event of it, is longer than MAX_BYTES."""
+    size = 0
+    tail = b""  # a blank line may be split between two chunks
     async for chunk in stream:
-        taken += len(chunk)
+        size += len(chunk)
         if events:
-            text = before + chunk
+            text = tail + chunk
             for blank in _BLANK.finditer(text):
-                taken = len(text) - blank.end()
-            before = text[-3:]
-        if taken > LONGEST:
-            raise OverflowError(f"the answer is longer than {LONGEST} bytes")
+                size = len(text) - blank.end()
+            tail = text[-3:]
+        if size > MAX_BYTES:
+            raise OverflowError(f"the answer is longer than {MAX_BYTES} bytes")
         yield chunk

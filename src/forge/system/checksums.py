@@ -1,8 +1,8 @@
-"""Checksums: of a folder's files, kept beside them in a text file, and of a text, at its end.
+"""Checksums: of a folder's files, in a text file beside them, and of a text, at its end.
 
 A list has a line `<xxh3-128> <size> <name>` for each file. It may name other lists of the same folder, which are
 followed: each rank of a trainer writes the list of its own files. A sealed text ends with `# xxh3-128 <digest>` of all
-that comes before.
+that precedes it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import xxhash
 
 from .files import write_atomic
 
+# Lines of digest, size and name.
 CHECKSUMS = "checksums.txt"
+# Begins the last line of a sealed file, with the digest of all lines above it.
 SEAL = "# xxh3-128 "
-CHUNK = 1 << 22
+CHUNK = 1 << 22  # bytes
 
 
 class DamagedFile(OSError):
@@ -45,12 +47,15 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
     """
     expected = _read(folder / name)
     with ThreadPoolExecutor(_threads(expected)) as pool:
-        found = list(pool.map(lambda file: _digest(folder / file), expected))
-    for file, (digest, size) in zip(expected, found, strict=True):
-        if size != expected[file][1]:
-            raise DamagedFile(f"{folder / file} is damaged: it has {size} bytes, and {expected[file][1]} were written")
-        if digest != expected[file][0]:
+        digests = list(pool.map(lambda file: _digest(folder / file), expected))
+    # The size comes first: it tells a truncated file from a changed one.
+    for file, (digest, size) in zip(expected, digests, strict=True):
+        expected_digest, expected_size = expected[file]
+        if size != expected_size:
+            raise DamagedFile(f"{folder / file} is damaged: it has {size} bytes, and {expected_size} were written")
+        if digest != expected_digest:
             raise DamagedFile(f"{folder / file} is damaged: its checksum is not that of what was written")
+    # A list of checksums may itself be on the list: checkpoints contain folders with lists of their own.
     for file in expected:
         if file.endswith(CHECKSUMS):
             check_files(folder, file)
@@ -67,24 +72,25 @@ def write_sealed(path: Path, text: str) -> None:
 
 
 def read_sealed(path: Path) -> str:
-    """The text that `write_sealed` wrote.
+    """Return the text that `write_sealed` wrote.
 
     Raises:
-        DamagedFile: it is another one, or is missing.
+        DamagedFile: it was changed, or is missing.
     """
     try:
-        text, found, digest = path.read_bytes().decode("utf-8", "replace").rpartition(SEAL)
+        text, seal, digest = path.read_bytes().decode("utf-8", "replace").rpartition(SEAL)
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing") from None
-    if not found or digest != xxhash.xxh3_128_hexdigest(text.encode()) + "\n":
+    if not seal or digest != xxhash.xxh3_128_hexdigest(text.encode()) + "\n":
         raise DamagedFile(
-            f"{path} is damaged or was edited, or an earlier version wrote it: its last line is no checksum of the rest"
+            f"{path} is damaged or was edited, or an earlier version wrote it: its last line is not the checksum of "
+            "the rest"
         )
     return text
 
 
 def file_digest(path: Path) -> str:
-    """The xxh3-128 of a file, in hexadecimal digits."""
+    """Return the xxh3-128 of a file, in hexadecimal digits."""
     return _digest(path)[0]
 
 
@@ -94,10 +100,11 @@ def _read(path: Path) -> dict[str, tuple[str, int]]:
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    size = 0
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO is waited for, a device may have no end
-            raise DamagedFile(f"{path} is damaged: it is no regular file")
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO waits, and a device may have no end
+            raise DamagedFile(f"{path} is damaged: it is not a regular file")
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)

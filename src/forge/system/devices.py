@@ -1,4 +1,4 @@
-"""The accelerator of this process, which is there if it was promised, and what it can compute."""
+"""The accelerator of this process, and what it can compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-GIVEN = "FORGE_GPUS"  # environment variable: the GPUs that a component's process was given
+GRANTED = "FORGE_GPUS"  # environment variable: the GPUs that a component's process was granted
 
 
 class NoAccelerator(RuntimeError):
@@ -16,7 +16,7 @@ class NoAccelerator(RuntimeError):
 
 
 def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `torch.mm` can give the sums of two half-precision matrices in float32, which CUDA alone can."""
+    """Whether `torch.mm` can return the sums of two half-precision matrices in float32, which only CUDA can."""
     import torch
 
     halves = torch.bfloat16, torch.float16
@@ -24,7 +24,7 @@ def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that torch can use; None: it computes on the CPU.
+    """Return the accelerator that torch can use; None: it computes on the CPU.
 
     Raises:
         NoAccelerator: this process was given GPUs, and torch sees none.
@@ -32,11 +32,13 @@ def accelerator() -> torch.device | None:
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None and (given := os.environ.get(GIVEN)):
+    granted = os.environ.get(GRANTED)
+    # Without this error a run would go on, on the CPU, and nobody would know why it is slow.
+    if device is None and granted:
         built = torch.version.cuda or torch.version.hip
         reason = "check the driver with nvidia-smi" if built else "it is built for CPUs: install a build for this GPU"
         raise NoAccelerator(
-            f"this process was given GPU {given}, and torch {torch.__version__} sees none: {reason}, or set with_gpus "
-            "to false"
+            f"this process was given GPU {granted}, and torch {torch.__version__} sees none: {reason}, or set "
+            "with_gpus to false"
         )
     return device

@@ -1,4 +1,4 @@
-"""Folders that must not outlive their process, however it ends."""
+"""Scratch folders, which do not outlive their process, however it ends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from .files import mounts_in, printable, remove_tree
 
 log = logging.getLogger(__name__)
 
+# Folders with these names are removed when their process has ended.
 PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-")
+# A folder has this name until its lock is held.
 NEW = "forge-new-"
-SETTLING = 60.0  # seconds in which a folder is made and locked
+SETTLE_TIME = 60.0  # seconds after which a new folder is certainly locked, if its process lives
 
 
 def _machine() -> str:
-    """This machine since its start, in a few letters: locks on a folder that machines share are not seen by others."""
+    """Return an id of this machine since its start: locks on a folder that machines share are not seen by others."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -39,14 +41,14 @@ MACHINE = _machine()
 class Scratch:
     """A new folder that is removed by `close`, or when this process ends without it: kill -9 included.
 
-    A shell waits on a pipe whose other end only this process holds; when that end is gone, so is the folder. Where the
-    shell was killed before, this process removes the folder as it ends in order. Where both are killed at once, as when
-    a control group ends, `sweep` finds the folder: this process holds a lock on it while it lives. The lock also keeps
+    A shell waits on a pipe whose other end only this process holds; when that end closes, it removes the folder. If the
+    shell was killed before, this process removes the folder at its exit. If both are killed at once, as with a control
+    group, `sweep` removes the folder: this process holds a lock on it while it lives. The lock also keeps
     systemd-tmpfiles away.
 
     Args:
-        prefix: of the folder's name, one of PREFIXES; this process's id and the machine's come next.
-        base: where it is made; None is the folder for temporary files.
+        prefix: of the folder's name, one of PREFIXES; followed by the ids of this process and of the machine.
+        base: the folder that it is created in; None is the folder for temporary files.
     """
 
     def __init__(self, prefix: str, base: str | Path | None = None) -> None:
@@ -54,7 +56,7 @@ class Scratch:
         new = Path(tempfile.mkdtemp(prefix=NEW, dir=base))
         self._lock: int | None = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Renamed once it is locked: another process that sweeps must not take it for a left one.
+        # Renamed once it is locked: a sweeping process must not take it for an abandoned one.
         name = f"{prefix}{os.getpid()}-{MACHINE}-{new.name.removeprefix(NEW)}"
         self.path = new.rename(new.with_name(name))
         self._watcher: subprocess.Popen | None = subprocess.Popen(
@@ -89,28 +91,28 @@ class Scratch:
 
 
 def sweep() -> list[Path]:
-    """Remove what dead processes of this user left on this host since it was started; returns the folders.
+    """Remove folders that dead processes of this user left on this host since its start; return them.
 
-    A folder counts as left if it is this user's own and no process holds its lock. Folders of other hosts, in a TMPDIR
-    that is shared, and those of earlier versions, which had no lock, have other names.
+    A folder is abandoned if it is this user's and no process holds its lock. Folders of other hosts, in a shared
+    TMPDIR, and those of earlier versions, which had no lock, have other names.
     """
     removed = []
     for base in {Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir())}:
         for pattern in (*(f"{prefix}*-{MACHINE}-*" for prefix in PREFIXES), f"{NEW}*"):
-            removed += [folder for folder in base.glob(pattern) if _remove_left(folder)]
+            removed += [folder for folder in base.glob(pattern) if _remove_abandoned(folder)]
     return removed
 
 
-def _remove_left(folder: Path) -> bool:
+def _remove_abandoned(folder: Path) -> bool:
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # gone, a link, or another user's
+    except OSError:  # it was removed, is a link, or another user's
         return False
     try:
         status = os.fstat(handle)
         if status.st_uid != os.geteuid():
             return False
-        if folder.name.startswith(NEW) and time.time() - status.st_mtime < SETTLING:
+        if folder.name.startswith(NEW) and time.time() - status.st_mtime < SETTLE_TIME:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if mounts := mounts_in(folder):

@@ -1,9 +1,10 @@
-"""How this library's HTTP servers are protected: who may call them, and how much a caller can take.
+"""Protection of this library's HTTP servers: who may call them, and how much a caller can take.
 
 A page in a browser reaches a server on 127.0.0.1 too: by a form, by a WebSocket, or by a name that it has pointed at
-that address (DNS rebinding). Without an API key, requests must therefore name this server as their Host and, where a
-browser states an Origin, come from it; bodies must be JSON, which a page cannot send elsewhere without asking. An
-address that other machines reach needs a key.
+A page in a browser reaches a server on 127.0.0.1 too: by a form, by a WebSocket, or by a name that it has pointed at
+that address (DNS rebinding). Without an API key, requests must therefore name this server as their Host and, if a
+browser states an Origin, come from it; bodies must be JSON, which a page cannot send to another origin without a
+preflight request. An address that other machines reach needs a key.
 """
 
 from __future__ import annotations
@@ -31,21 +32,26 @@ except ImportError as error:
     raise ImportError("serving needs aiohttp: pip install aiohttp") from error
 
 API_KEY = "FORGE_API_KEY"
+# Limits that any real client stays far below, so that a slow or hostile one holds little and for a short time.
 HEADER_TIME = 10.0  # seconds for a request's headers
 BODY_TIME = 60.0  # seconds for its body
 IDLE_TIME = 60.0  # seconds from one request of a connection to the first byte of the next
-WRITE_TIME = 60.0  # seconds for a client to take anything of an answer
-LONGEST_HEADERS = 1 << 16  # bytes
+WRITE_TIME = 60.0  # seconds for a client to read anything of a response
+MAX_HEADERS = 1 << 16  # bytes
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-CONNECTIONS = 512  # at once, and at most a quarter of the descriptors that the process may have
-ACCEPTED, QUEUE = 16, 128  # connections that are accepted at once, and that may wait for it
+MAX_CONNECTIONS = 512  # at once, and at most a quarter of the descriptors that the process may have
+ACCEPTED = 16  # connections that are accepted in one turn of the event loop
+QUEUE = 128  # connections that wait to be accepted
 READ = 1 << 15  # bytes that are parsed at once: a body may come in chunks of one byte
 CLOSING = 1.0  # seconds for open requests to end, and once more after they were cancelled
-SHORT = 1 << 16  # characters of JSON that are read at once
-MOST_PARTS = 1 << 18  # brackets in JSON: each list is work for the garbage collector, which holds up all threads
+SHORT = 1 << 16  # characters of JSON that are parsed in the event loop
+MAX_PARTS = 1 << 18  # brackets in JSON: each list is work for the garbage collector, which delays all threads
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Any  # decorated by aiohttp, which types it as a function
+Inner = Any  # aiohttp's protocol of a connection, whose class is private
+Json = Any
 
 
 def is_loopback(host: str) -> bool:
@@ -56,20 +62,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def required_key(host: str, given: str | None = None) -> str | None:
-    """The API key for a server at this address: the given one, or that of FORGE_API_KEY.
+def required_key(host: str, key: str | None = None) -> str | None:
+    """Return the API key of a server at this address: `key`, or that of FORGE_API_KEY.
 
     Raises:
         ValueError: other machines reach the address, and there is no key.
     """
-    key = given or os.environ.get(API_KEY) or None
+    key = key or os.environ.get(API_KEY) or None
     if key is None and not is_loopback(host):
         raise ValueError(f"other machines reach {host}: set {API_KEY} to a key, which clients send as their API key")
     return key
 
 
 def bind(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
-    """A listening socket; port 0 takes a free port.
+    """Open a listening socket; port 0 takes a free port.
 
     Args:
         any_port: the option for a free port, for the error.
@@ -83,23 +89,24 @@ def bind(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
         raise listening_error(host, port, error, any_port) from None
 
 
-def guard(host: str, key: str | None, another: str | None = None) -> Any:
-    """Middleware that lets through the requests that this module's docstring allows.
+def guard(host: str, key: str | None, second_key: str | None = None) -> Middleware:
+    """Return middleware that accepts the requests that this module's docstring allows.
 
     Args:
-        another: a second key that is as good as `key`.
+        second_key: is accepted as well as `key`.
 
-    Raises in it: 401 without the key, 403 for another Host or Origin, 415 for a body that is not JSON, 408 for a body
-    that does not come.
+    The middleware raises 401 without the key, 403 for another Host or Origin, 415 for a body that is not JSON, 408 for
+    a body that does not arrive.
     """
     names = {*LOOPBACK, host} if is_loopback(host) else {host}
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
-            keys = [one.encode(errors="surrogateescape") for one in (key, another) if one]
-            if not any([hmac.compare_digest(given, one) for one in keys]):
+            sent = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+            keys = [accepted.encode(errors="surrogateescape") for accepted in (key, second_key) if accepted]
+            # A list, not a generator: the time must not tell which key was compared.
+            if not any([hmac.compare_digest(sent, accepted) for accepted in keys]):
                 raise web.HTTPUnauthorized(reason="the API key is missing or wrong")
         else:
             origin = request.headers.get("Origin")
@@ -127,7 +134,7 @@ def guard(host: str, key: str | None, another: str | None = None) -> Any:
 
 
 @asynccontextmanager
-async def listen(app: web.Application, at: socket.socket) -> AsyncIterator[str]:
+async def listen(app: web.Application, listener: socket.socket) -> AsyncIterator[str]:
     """Serve an application on a socket of `bind` within the block; yields its URL."""
     app.middlewares.insert(0, _handled)
     runner = web.AppRunner(
@@ -140,14 +147,19 @@ async def listen(app: web.Application, at: socket.socket) -> AsyncIterator[str]:
     )
     await runner.setup()
     assert runner.server is not None
-    make, most = runner.server, min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-    open_now: dict[Connection, None] = {}
+    make_protocol = runner.server
+    # Descriptors are left for the program's own files.
+    limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+    connections: dict[Connection, None] = {}
     loop = asyncio.get_running_loop()
+    # For asyncio the backlog is also how many connections it accepts in one turn; the queue is set afterwards.
     try:
-        server = await loop.create_server(lambda: Connection(make(), open_now, most), sock=at, backlog=ACCEPTED)
-        at.listen(QUEUE)
+        server = await loop.create_server(
+            lambda: Connection(make_protocol(), connections, limit), sock=listener, backlog=ACCEPTED
+        )
+        listener.listen(QUEUE)
         try:
-            host, port = at.getsockname()[:2]
+            host, port = listener.getsockname()[:2]
             yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
             server.close()
@@ -156,56 +168,59 @@ async def listen(app: web.Application, at: socket.socket) -> AsyncIterator[str]:
 
 
 class Connection(asyncio.Protocol):
-    """Passes on what a connection brings, within limits of time and size for each of its requests.
+    """Forwards the data of a connection, within limits of time and size for each of its requests.
 
-    Where there are too many, the one that has kept this server waiting for longest makes room: one that is idle, or
-    whose request is not there yet. If there is none, the new one is closed.
+    Above the limit of connections, the one that has kept this server waiting for longest is closed: an idle one, or one
+    whose request has not arrived. If there is none, the new connection is closed.
 
     Args:
         inner: aiohttp's protocol.
-        open_now: all connections of the server; those that are waited for in order of time.
-        most: connections at once.
+        connections: all connections of the server; those that are waited for are in order of time.
+        limit: of connections at once.
     """
 
-    _by_inner: ClassVar[dict[Any, Connection]] = {}
+    _by_inner: ClassVar[dict[Inner, Connection]] = {}
 
-    def __init__(self, inner: Any, open_now: dict[Connection, None], most: int) -> None:
-        self._inner, self._open, self._most = inner, open_now, most
+    def __init__(self, inner: Inner, connections: dict[Connection, None], limit: int) -> None:
+        self._inner = inner
+        self._connections = connections
+        self._max_connections = limit
         self._transport: Any = None
-        self._waited_for = True  # a request, or the rest of one
-        self._headers: bytes | None = b""  # so far; None: they are there, or none has begun
+        self._waited_for = True  # for a request, or the rest of one
+        self._headers: bytes | None = b""  # so far; None: they are complete, or none has begun
         self._limit: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
     @classmethod
     def of(cls, request: web.Request) -> Connection | None:
-        """That which brought a request; None if another server did."""
+        """Return the connection of a request; None if another server accepted it."""
         return cls._by_inner.get(request.protocol)
 
     def connection_made(self, transport: Any) -> None:
-        """It is open, unless there are too many whose requests are being answered."""
-        if len(self._open) >= self._most:
-            longest = next((one for one in self._open if one._waited_for and not one._writes()), None)
-            if longest is None:
+        """Accept the connection, unless there are too many whose requests are being answered."""
+        if len(self._connections) >= self._max_connections:
+            waiting = (c for c in self._connections if c._waited_for and not c._is_writing())
+            oldest = next(waiting, None)
+            if oldest is None:
                 transport.abort()
                 return
-            longest._leave()
+            oldest._abort()
         self._transport = transport
         transport.max_size = READ
-        self._open[self] = None
+        self._connections[self] = None
         self._by_inner[self._inner] = self
         self._expire(HEADER_TIME)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request, whose headers are bounded in size and time."""
+        """Receive a part of a request, whose headers are bounded in size and time."""
         if self._limit is not None:
             if self._headers is None:
                 self._headers = b""
                 self._expire(HEADER_TIME)
             self._headers = (self._headers + data).lstrip(b"\r\n")  # blank lines may come first
-            end = self._headers.find(b"\r\n\r\n", 0, LONGEST_HEADERS)
-            if end < 0 and len(self._headers) >= LONGEST_HEADERS:
+            end = self._headers.find(b"\r\n\r\n", 0, MAX_HEADERS)
+            if end < 0 and len(self._headers) >= MAX_HEADERS:
                 self._transport.write(TOO_LONG)
                 self._transport.close()
                 return
@@ -215,18 +230,19 @@ class Connection(asyncio.Protocol):
         self._inner.data_received(data)
 
     def begin(self) -> None:
-        """A request is there."""
+        """Note that a request has arrived: it is this server's turn."""
         self._expire(None)
-        self._headers, self._waited_for = None, False
+        self._headers = None
+        self._waited_for = False
 
     def end(self) -> None:
-        """It was answered."""
+        """Note that the request was answered: it is the client's turn."""
         self._wait()
         self._expire(IDLE_TIME)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within the block, the rest of a request is waited for."""
+        """Within the block, wait for the rest of a request."""
         self._wait()
         try:
             yield
@@ -235,12 +251,12 @@ class Connection(asyncio.Protocol):
 
     def _wait(self) -> None:
         self._waited_for = True
-        if self in self._open:  # the last in order now
-            del self._open[self]
-            self._open[self] = None
+        if self in self._connections:  # move it to the end of the order
+            del self._connections[self]
+            self._connections[self] = None
 
     def _expire(self, seconds: float | None) -> None:
-        """Close the connection after so many seconds from now; with None not."""
+        """Close the connection after this many seconds; never, with None."""
         if self._limit is not None:
             self._limit.cancel()
         self._limit = None
@@ -248,51 +264,51 @@ class Connection(asyncio.Protocol):
             self._limit = asyncio.get_running_loop().call_later(seconds, self._expired, seconds)
 
     def _expired(self, seconds: float) -> None:
-        if self._writes():  # the last answer is still on its way, which has a limit of its own
+        if self._is_writing():  # the last response is still being sent, within WRITE_TIME
             self._expire(seconds)
         else:
-            self._leave()
+            self._abort()
 
-    def _writes(self) -> bool:
+    def _is_writing(self) -> bool:
         return bool(self._transport.get_write_buffer_size())
 
-    def _leave(self) -> None:
-        self._open.pop(self, None)
+    def _abort(self) -> None:
+        self._connections.pop(self, None)
         self._transport.abort()
 
     def eof_received(self) -> bool | None:
-        """The client sends no more."""
+        """Note that the client sends no more."""
         return None if self._transport is None else self._inner.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It is closed."""
+        """Forget the connection, which is closed."""
         for timer in (self._limit, self._writing):
             if timer is not None:
                 timer.cancel()
-        self._open.pop(self, None)
+        self._connections.pop(self, None)
         self._by_inner.pop(self._inner, None)
         if self._transport is not None:
             self._inner.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """The client does not read."""
-        self._writing = asyncio.get_running_loop().call_later(WRITE_TIME, self._leave)
+        """Limit the time until the client reads again."""
+        self._writing = asyncio.get_running_loop().call_later(WRITE_TIME, self._abort)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Note that the client reads again."""
         if self._writing is not None:
             self._writing.cancel()
         self._inner.resume_writing()
 
 
-async def json_of(request: web.Request) -> Any:
-    """The JSON of a request's body. ValueError: it is none; says why in one line."""
+async def json_of(request: web.Request) -> Json:
+    """Parse the JSON of a request's body. ValueError: it is not JSON; says why in one line."""
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         raise ValueError("it must be in UTF-8")
     text = (await request.read()).decode()
-    if text.count("[") + text.count("{") > MOST_PARTS:
-        raise ValueError(f"it has more than {MOST_PARTS} lists and objects")
+    if text.count("[") + text.count("{") > MAX_PARTS:
+        raise ValueError(f"it has more than {MAX_PARTS} lists and objects")
     try:
         if len(text) < SHORT:
             return json.loads(text)
@@ -302,7 +318,7 @@ async def json_of(request: web.Request) -> Any:
 
 
 class _Decoder(json.JSONDecoder):
-    """The decoder of the standard library in Python: that in C keeps all other threads waiting until it returns."""
+    """The standard library's decoder in Python: the one in C blocks all other threads until it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +341,7 @@ async def _handled(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a message of aiohttp is about this side: what a client sends amiss is answered, and no news."""
+    """Whether a log record of aiohttp is about this side: errors of clients are answered, and not logged."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
@@ -334,7 +350,7 @@ _log.addFilter(_is_ours)
 
 
 def _name(url: str) -> str | None:
-    """The host of a URL, in lower case and without brackets."""
+    """Return the host of a URL, in lower case and without brackets."""
     try:
         return urlsplit(url).hostname
     except ValueError:

@@ -15,7 +15,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 
 from ..models.files import read_json
 from ..models.weight_layouts import split_experts
-from ..system.boxes import Box, local_boxes, whole
+from ..system.boxes import Box, full_box, local_boxes
 
 MAPPED = 1 << 28  # bytes of tensors read before a file is closed: the pages of a mapped file count as this process's
 
@@ -101,7 +101,7 @@ def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
                         raise ValueError(
                             f"{file}: tensor {name!r} has shape {tuple(stored.get_shape())}, the model has {shape}"
                         )
-                    values.copy_(stored[box.within(whole(shape))])
+                    values.copy_(stored[box.within(full_box(shape))])
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -123,7 +123,7 @@ def _parts(name: str, parameter: Tensor) -> Iterator[Read]:
             if plain == name:
                 yield plain, box, tuple(parameter.shape), part
             else:
-                yield plain, whole(part.shape), tuple(part.shape), part
+                yield plain, full_box(part.shape), tuple(part.shape), part
 
 
 def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:

@@ -1,13 +1,14 @@
-"""`python -m forge_envs.openenv package.module:make_environment --port 8000`"""
+"""Command that serves an environment: `python -m forge_envs.openenv package.module:make_environment --port 8000`."""
 
 import argparse
 import asyncio
 import os
 import signal
 import sys
-from typing import Any
+from collections.abc import Callable
 
 from forge.config.plugin import resolve
+from forge.envs.environment import Environment
 
 from .server import serve
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=600.0, help="seconds after which a session without a call ends")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds in which the environment must answer")
     args = parser.parse_args()
+    # The environment is most often a file in the working directory.
     sys.path.insert(0, os.getcwd())
     try:
         make = resolve(args.make, "environment")
@@ -40,7 +42,7 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-async def _serve(make: Any, args: argparse.Namespace) -> None:
+async def _serve(make: Callable[[], Environment], args: argparse.Namespace) -> None:
     settings = {name: getattr(args, name) for name in ("host", "port", "key", "max_sessions", "idle", "timeout")}
     async with serve(make, **settings):
         stop = asyncio.Event()

@@ -7,16 +7,17 @@ import json
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 
 from forge.envs.environment import InfrastructureError
 
-from ..content import function_schema
-from .wire import CLOSING, LARGEST, Reply
+from ..content import Json, function_schema
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between connection attempts
+FIRST_PAUSE = 0.05  # seconds between connection attempts, which double
+MAX_PAUSE = 2.0
 # Errors after which the server ends the session; INFRASTRUCTURE_ERROR is sent by our servers only.
 _ENDING = ("FACTORY_ERROR", "SESSION_ERROR", "INFRASTRUCTURE_ERROR")
 
@@ -31,7 +32,8 @@ class OpenEnvError(Exception):
 
     def __init__(self, code: str, message: str, url: str) -> None:
         super().__init__(f"{url}: {code}: {message}")
-        self.code, self.message = code, message
+        self.code = code
+        self.message = message
 
 
 class CapacityError(InfrastructureError):
@@ -47,7 +49,8 @@ class Session:
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str, timeout: float) -> None:
-        self._url, self._timeout = url, timeout
+        self._url = url
+        self._timeout = timeout
         self._socket: aiohttp.ClientWebSocketResponse | None = socket
         self._busy = False
         self._closing: asyncio.Task[Any] | None = None
@@ -59,41 +62,41 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Connected, without a pending call."""
+        """Whether it is connected and no call is pending."""
         return not self.lost and not self._busy
 
-    async def reset(self, **parameters: Any) -> Reply:
-        """Begin an episode; parameters of the environment's reset, such as seed= and episode_id=."""
-        return Reply.read(await self._ask("reset", "observation", parameters))
+    async def reset(self, **parameters: Json) -> Reply:
+        """Begin an episode, with parameters of the environment's reset, such as seed= and episode_id=."""
+        return Reply.read(await self._request("reset", "observation", parameters))
 
-    async def step(self, action: Mapping[str, Any]) -> Reply:
+    async def step(self, action: Mapping[str, Json]) -> Reply:
         """Take an action as defined by the server's schema."""
-        return Reply.read(await self._ask("step", "observation", dict(action)))
+        return Reply.read(await self._request("step", "observation", dict(action)))
 
-    async def state(self) -> dict[str, Any]:
-        """The environment's state, at least episode_id and step_count."""
-        return await self._ask("state", "state")
+    async def state(self) -> dict[str, Json]:
+        """Return the environment's state, at least episode_id and step_count."""
+        return await self._request("state", "state")
 
-    async def list_tools(self) -> tuple[dict[str, Any], ...]:
-        """The environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
+    async def list_tools(self) -> tuple[dict[str, Json], ...]:
+        """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
         try:
             # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
-            answer = await self._ask("mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
-            if "error" in answer:
-                raise OpenEnvError("MCP_ERROR", str(answer["error"].get("message")), self._url)
-            tools = answer["result"]["tools"]
+            reply = await self._request("mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
+            if "error" in reply:
+                raise OpenEnvError("MCP_ERROR", str(reply["error"].get("message")), self._url)
+            tools = reply["result"]["tools"]
         except OpenEnvError as error:
             if error.code != "UNKNOWN_TYPE":
                 raise
             tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
         except (KeyError, TypeError, AttributeError):
-            raise InfrastructureError(f"{self._url} answered tools/list with {str(answer)[:80]!r}") from None
+            raise InfrastructureError(f"{self._url} answered tools/list with {str(reply)[:80]!r}") from None
         try:
             return tuple(map(function_schema, tools))
         except (KeyError, TypeError, AttributeError):
             raise InfrastructureError(f"{self._url} lists tools that have no name: {str(tools)[:80]!r}") from None
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Reply:
+    async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> Reply:
         """Call an MCP tool as a step; its observation has `result` or `error`."""
         return await self.step({"type": "call_tool", "tool_name": name, "arguments": dict(arguments)})
 
@@ -101,7 +104,7 @@ class Session:
         """End the session; idempotent."""
         if self._socket is not None and self.idle:
             with suppress(aiohttp.ClientError, ConnectionError, TimeoutError):  # already lost
-                async with asyncio.timeout(CLOSING):
+                async with asyncio.timeout(CLOSE_LIMIT):
                     await self._socket.send_str('{"type":"close"}')
         self.drop()
         if self._closing is not None:
@@ -109,12 +112,13 @@ class Session:
 
     def drop(self) -> None:
         """Close the connection without notifying the server."""
-        socket, self._socket = self._socket, None
+        socket = self._socket
+        self._socket = None
         if socket is not None:
             # Not awaited: a hung server would delay it. The reference keeps the task from being collected.
             self._closing = asyncio.ensure_future(socket.close())
 
-    async def _ask(self, kind: str, expected: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _request(self, kind: str, expected: str, data: dict[str, Json] | None = None) -> dict[str, Json]:
         """Send a message and return the data of the reply, which must be of type `expected`."""
         if self._busy:
             raise RuntimeError(f"a session takes one call at a time: {kind} was called while another call waits")
@@ -129,6 +133,7 @@ class Session:
                     await self._socket.send_str(text)
                 received = await self._socket.receive()
         except BaseException as error:
+            # The reply may still come: it must not answer the next call.
             self.drop()
             if isinstance(error, TimeoutError) and limit.expired():
                 raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
@@ -140,20 +145,22 @@ class Session:
             self.drop()
             raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
         try:
-            answer = json.loads(received.data)
-            type_, content = answer["type"], answer["data"]
+            reply = json.loads(received.data)
+            reply_kind = reply["type"]
+            content = reply["data"]
         except (ValueError, KeyError, TypeError, RecursionError):
             self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
-        if type_ == "error" and isinstance(content, dict):
+        if reply_kind == "error" and isinstance(content, dict):
             raise self._error(content)
-        if type_ != expected or not isinstance(content, dict):
+        if reply_kind != expected or not isinstance(content, dict):
             self.drop()
-            raise InfrastructureError(f"{self._url} answered {kind} with a message of type {type_!r}")
+            raise InfrastructureError(f"{self._url} answered {kind} with a message of type {reply_kind!r}")
         return content
 
-    def _error(self, data: dict[str, Any]) -> Exception:
-        code, message = str(data.get("code")), str(data.get("message"))
+    def _error(self, data: dict[str, Json]) -> Exception:
+        code = str(data.get("code"))
+        message = str(data.get("message"))
         if code == "CAPACITY_REACHED":
             self.drop()
             return CapacityError(
@@ -166,6 +173,14 @@ class Session:
                 return InfrastructureError(f"{self._url}: {message}")
         details = f" {json.dumps(data['errors'])[:500]}" if data.get("errors") else ""
         return OpenEnvError(code, message + details, self._url)
+
+
+class Connection(NamedTuple):
+    """A client's state in its event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    http: aiohttp.ClientSession
+    free: asyncio.Semaphore  # sessions that may still be opened or reused
 
 
 class OpenEnvClient:
@@ -202,35 +217,38 @@ class OpenEnvClient:
         if sessions < 1 or min(timeout, connect_timeout, patience) <= 0:
             raise ValueError("sessions must be at least 1, and timeout, connect_timeout and patience above 0 seconds")
         self.url = url.rstrip("/")
-        self._most, self._timeout, self._patience = sessions, timeout, patience
-        self._connect_timeout, self._headers = connect_timeout, dict(headers or {})
-        self._at: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession, asyncio.Semaphore] | None = None
+        self._max_sessions = sessions
+        self._timeout = timeout
+        self._patience = patience
+        self._connect_timeout = connect_timeout
+        self._headers = dict(headers or {})
+        self._connection: Connection | None = None
         self._idle: list[Session] = []
         self._used: set[Session] = set()
 
     async def health(self) -> str:
-        """ "healthy", "degraded" or "unhealthy"."""
+        """Return "healthy", "degraded" or "unhealthy"."""
         return str((await self._http("GET", "/health")).get("status"))
 
-    async def metadata(self) -> dict[str, Any]:
-        """Name, description, version and author."""
+    async def metadata(self) -> dict[str, Json]:
+        """Return name, description, version and author."""
         return await self._http("GET", "/metadata")
 
-    async def schema(self) -> dict[str, Any]:
-        """JSON schemas of `action`, `observation` and `state`."""
+    async def schema(self) -> dict[str, Json]:
+        """Return the JSON schemas of `action`, `observation` and `state`."""
         return await self._http("GET", "/schema")
 
-    async def reset(self, **parameters: Any) -> Reply:
+    async def reset(self, **parameters: Json) -> Reply:
         """Reset over HTTP. OpenEnv's servers make an environment per request: play episodes in a session."""
         return Reply.read(await self._http("POST", "/reset", parameters))
 
-    async def step(self, action: Mapping[str, Any]) -> Reply:
+    async def step(self, action: Mapping[str, Json]) -> Reply:
         """Step over HTTP; see `reset`."""
         return Reply.read(await self._http("POST", "/step", {"action": dict(action)}))
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
-        """`async with client.session() as session:`; see `acquire`."""
+        """Use a session: `async with client.session() as session:`; see `acquire`."""
         session = await self.acquire()
         try:
             yield session
@@ -238,37 +256,40 @@ class OpenEnvClient:
             self.release(session)
 
     async def acquire(self) -> Session:
-        """A checked session; return it with `release`.
+        """Return a checked session; give it back with `release`.
 
         Raises:
             InfrastructureError: none within `patience` seconds.
             OpenEnvError: the server failed to make its environment.
         """
-        _, http, free = self._connected()
+        connection = self._connect()
         try:
             async with asyncio.timeout(self._patience) as limit:
-                await free.acquire()
+                await connection.free.acquire()
         except TimeoutError:
+            # A TimeoutError of the caller's own limit passes.
             if not limit.expired():
                 raise
             raise InfrastructureError(
-                f"none of the {self._most} sessions with {self.url} was given back within {self._patience:g} s: raise "
-                "`sessions`, or release them earlier"
+                f"none of the {self._max_sessions} sessions with {self.url} was given back within "
+                f"{self._patience:g} s: raise `sessions`, or release them earlier"
             ) from None
         try:
-            session = await self._live(http)
+            session = await self._live_session(connection.http)
+        # Or the pool would shrink with each failure.
         except BaseException:
-            free.release()
+            connection.free.release()
             raise
         self._used.add(session)
         return session
 
     def release(self, session: Session) -> None:
         """Return a session. It is dropped if a call is pending, or after `close`."""
-        if session not in self._used or self._at is None:
+        if session not in self._used or self._connection is None:
             return
         self._used.remove(session)
-        self._at[2].release()
+        self._connection.free.release()
+        # A pending call would answer the next one.
         if session.idle:
             self._idle.append(session)
         else:
@@ -276,12 +297,15 @@ class OpenEnvClient:
 
     async def close(self) -> None:
         """End all sessions; pending calls fail. The client can be used again."""
-        sessions, self._idle = [*self._idle, *self._used], []
+        # State first: calls from now on make a new connection.
+        sessions = [*self._idle, *self._used]
+        self._idle = []
         self._used = set()
-        at, self._at = self._at, None
-        if at is not None:
+        connection = self._connection
+        self._connection = None
+        if connection is not None:
             await asyncio.gather(*(session.close() for session in sessions))
-            await at[1].close()
+            await connection.http.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -289,9 +313,10 @@ class OpenEnvClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _live(self, http: aiohttp.ClientSession) -> Session:
-        """A session that answers: an idle one, or a new one, retried for `patience` seconds."""
-        loop, pause = asyncio.get_running_loop(), FIRST_PAUSE
+    async def _live_session(self, http: aiohttp.ClientSession) -> Session:
+        """Return a session that answers: an idle one, or a new one, retried for `patience` seconds."""
+        loop = asyncio.get_running_loop()
+        pause = FIRST_PAUSE
         deadline = loop.time() + self._patience
         while True:
             reused = bool(self._idle)
@@ -308,14 +333,17 @@ class OpenEnvClient:
                     continue  # ended by the server while it was idle
                 if loop.time() + pause > deadline:
                     raise
+            # At random, so that clients that were refused together do not return together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
 
     async def _open(self, http: aiohttp.ClientSession) -> Session:
-        closing = aiohttp.ClientWSTimeout(ws_close=CLOSING)
+        close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT)
         try:
             async with asyncio.timeout(self._connect_timeout):
-                socket = await http.ws_connect(f"{self.url}/ws", max_msg_size=LARGEST, timeout=closing, compress=0)
+                socket = await http.ws_connect(
+                    f"{self.url}/ws", max_msg_size=MAX_MESSAGE, timeout=close_timeout, compress=0
+                )
         except aiohttp.WSServerHandshakeError as error:
             if error.status < 500:
                 raise OpenEnvError(f"HTTP_{error.status}", error.message, f"{self.url}/ws") from error
@@ -325,19 +353,20 @@ class OpenEnvClient:
             raise InfrastructureError(f"no session with {self.url}: {reason}") from error
         return Session(socket, self.url, self._timeout)
 
-    async def _http(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        _, http, _ = self._connected()
+    async def _http(self, method: str, path: str, body: Json = None) -> dict[str, Json]:
+        http = self._connect().http
         limit = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout)
         try:
+            # Read in parts, so that a server cannot fill the memory of this machine.
             async with http.request(method, self.url + path, json=body, timeout=limit) as response:
                 status = response.status
                 data = bytearray()
                 while chunk := await response.content.read(1 << 20):
                     data += chunk
-                    if len(data) > LARGEST:
-                        raise InfrastructureError(f"{self.url}{path} answered with more than {LARGEST} bytes")
+                    if len(data) > MAX_MESSAGE:
+                        raise InfrastructureError(f"{self.url}{path} answered with more than {MAX_MESSAGE} bytes")
             text = data.decode("utf-8", "replace")
-            answer = json.loads(text) if status == 200 else None
+            document = json.loads(text) if status == 200 else None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or f"no answer within {self._timeout:g} s"
             raise InfrastructureError(f"{self.url}{path}: {reason}") from error
@@ -345,28 +374,28 @@ class OpenEnvClient:
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
         if status in (502, 503, 504):  # from a proxy, or a full server
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
-        if not isinstance(answer, dict):
+        if not isinstance(document, dict):
             raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")
-        return answer
+        return document
 
-    def _connected(self) -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession, asyncio.Semaphore]:
+    def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        if self._at is None:
+        if self._connection is None:
             headers = {"Accept-Encoding": "identity"} | self._headers  # no small answer that becomes a large one
             trace = aiohttp.TraceConfig()
-            trace.on_request_redirect.append(_no_redirect)
+            trace.on_request_redirect.append(_refuse_redirect)
             http = aiohttp.ClientSession(
                 headers=headers,
                 auto_decompress=False,
                 connector=aiohttp.TCPConnector(limit=0),
                 trace_configs=[trace],
             )
-            self._at = loop, http, asyncio.Semaphore(self._most)
-        if self._at[0] is not loop:
+            self._connection = Connection(loop, http, asyncio.Semaphore(self._max_sessions))
+        if self._connection.loop is not loop:
             raise RuntimeError("an OpenEnvClient belongs to the event loop in which it was first used: make another")
-        return self._at
+        return self._connection
 
 
-async def _no_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-    """A redirect would carry the client's headers, and any key in them, to another server."""
+async def _refuse_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+    """Refuse a redirect: it would carry the client's headers, and any key in them, to another server."""
     raise aiohttp.ClientError(f"it redirects to {params.response.headers.get('Location', 'elsewhere')[:200]}: use that")

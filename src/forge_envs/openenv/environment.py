@@ -13,13 +13,14 @@ from forge.envs.environment import CUT, Action, Environment, Message, Step
 from forge.envs.schemas import parameters_of
 from forge.types import Sample
 
-from ..content import text_of
+from ..content import Json, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
 from .wire import FORGE_ACTION, Reply, step_from_reply
 
-ToAction = Callable[[Action], Mapping[str, Any]]
+Task = Any  # a `Sample`, a mapping of the reset's parameters, or the value of its `task`
+ToAction = Callable[[Action], Mapping[str, Json]]
 ToMessages = Callable[[Reply], list[Message]]
-ToReset = Callable[[Any, int], Mapping[str, Any]]
+ToReset = Callable[[Task, int], Mapping[str, Json]]
 
 
 class OpenEnvEnvironment(Environment):
@@ -55,23 +56,26 @@ class OpenEnvEnvironment(Environment):
         max_chars: int = 8192,
     ) -> None:
         self._client = OpenEnvClient(server, sessions=1) if isinstance(server, str) else server
-        self._own = isinstance(server, str)
-        self._to_action, self._to_messages = to_action, to_messages
-        self._to_reset, self._mcp, self._max_chars = to_reset or _parameters, mcp, max_chars
-        self._schema: Mapping[str, Any] | None = None
+        self._owns_client = isinstance(server, str)
+        self._to_action = to_action
+        self._to_messages = to_messages
+        self._to_reset = to_reset or _reset_parameters
+        self._mcp = mcp
+        self._max_chars = max_chars
+        self._schema: Mapping[str, Json] | None = None
         self._session: Session | None = None
         self._rewarded = False
 
-    async def reset(self, task: Any, *, seed: int) -> Step:
+    async def reset(self, task: Task, *, seed: int) -> Step:
         """Begin an episode. InfrastructureError: no session, or it was lost."""
-        self._end()
+        self._release_session()
         self._rewarded = False
         if self._schema is None:
             self._schema = (await self._client.schema()).get("action", {})
         self._session = await self._client.acquire()
         reply = await self._session.reset(**self._to_reset(task, seed))
         tools = await self._session.list_tools() if self._mcp else ()
-        if self._forge:
+        if self._is_forge:
             return step_from_reply(reply)
         return Step(self._messages(reply), tools=tools, terminated=reply.done, info={"metadata": reply.metadata})
 
@@ -84,44 +88,48 @@ class OpenEnvEnvironment(Environment):
         """
         if self._session is None:
             raise RuntimeError("step before reset")
+        # With tools, a turn is its calls; a turn without any ends the episode, unless it can be an action.
         if self._mcp and (action.calls or action.errors):
             return await self._call_tools(self._session, action)
         if self._mcp and self._to_action is None:
             return self._step((), None, {}, over=True)
-        if action.truncated and self._to_action is None and not self._forge:
-            return Step((_user(CUT),))
+        # A text that was cut at its limit says something else than the policy meant.
+        if action.truncated and self._to_action is None and not self._is_forge:
+            return Step((_user_message(CUT),))
         try:
-            wanted = (self._to_action or self._default_action)(action)
+            sent = (self._to_action or self._default_action)(action)
         except ValueError as error:
-            return Step((_user(f"error: {error}"),))
+            return Step((_user_message(f"error: {error}"),))
         try:
-            reply = await self._session.step(wanted)
+            reply = await self._session.step(sent)
+        # A rejected action is the policy's fault, and it may try again; other errors are the server's.
         except OpenEnvError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
-            return Step((_user(self._cut(f"error: {error.message}")),))
-        if self._forge:
+            return Step((_user_message(self._shorten(f"error: {error.message}")),))
+        if self._is_forge:
             return step_from_reply(reply)
         return self._step(self._messages(reply), reply.reward, reply.metadata, over=reply.done)
 
     async def close(self) -> None:
         """Release the session, and close the client if it is this environment's own."""
-        self._end()
-        if self._own:
+        self._release_session()
+        if self._owns_client:
             await self._client.close()
 
     @property
-    def _forge(self) -> bool:
-        """The server is one of this library: actions and steps are sent as they are."""
+    def _is_forge(self) -> bool:
+        """Whether the server is one of this library: actions and steps are sent as they are."""
         default = self._to_action is None and self._to_messages is None and not self._mcp
         return default and (self._schema or {}).get("title") == FORGE_ACTION
 
     async def _call_tools(self, session: Session, action: Action) -> Step:
         messages: list[Message] = []
         rewards: list[float] = []
-        metadata: dict[str, Any] = {}
+        metadata: dict[str, Json] = {}
         over = False
         for call in action.calls:
+            # Every call needs an answer: chat templates expect one message for each.
             content = "error: not run: the episode is over"
             if not over:
                 try:
@@ -129,77 +137,86 @@ class OpenEnvEnvironment(Environment):
                 except OpenEnvError as error:
                     if error.code != "VALIDATION_ERROR":
                         raise
-                    content = self._cut(f"error: {error.message}")
+                    content = self._shorten(f"error: {error.message}")
                 else:
-                    content = self._cut(_result(reply))
+                    content = self._shorten(_result(reply))
                     rewards += [] if reply.reward is None else [reply.reward]
-                    metadata, over = {**metadata, **reply.metadata}, reply.done
+                    metadata = {**metadata, **reply.metadata}
+                    over = reply.done
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
         messages += [{"role": "tool", "name": "error", "content": f"error: {error}"} for error in action.errors]
         return self._step(tuple(messages), sum(rewards) if rewards else None, metadata, over=over)
 
-    def _step(self, messages: tuple[Message, ...], reward: float | None, metadata: Any, *, over: bool) -> Step:
+    def _step(
+        self, messages: tuple[Message, ...], reward: float | None, metadata: Mapping[str, Json], *, over: bool
+    ) -> Step:
         self._rewarded |= reward is not None
-        cut = over and bool(metadata.get("truncated"))
+        # OpenEnv has no other word for an episode that a limit ended.
+        truncated = over and bool(metadata.get("truncated"))
         return Step(
             messages,
             reward=None if over and not self._rewarded else reward or 0.0,
-            terminated=over and not cut,
-            truncated=cut,
+            terminated=over and not truncated,
+            truncated=truncated,
             info={"metadata": metadata},
         )
 
     def _messages(self, reply: Reply) -> tuple[Message, ...]:
         if self._to_messages is not None:
             return tuple(self._to_messages(reply))
+        # Most observations are one text: it is shown as it is, others as JSON.
         shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only = next(iter(shown.values())) if len(shown) == 1 else None
-        return (_user(self._cut(only if isinstance(only, str) else json.dumps(shown))),)
+        return (_user_message(self._shorten(only if isinstance(only, str) else json.dumps(shown))),)
 
-    def _default_action(self, action: Action) -> Mapping[str, Any]:
-        """ValueError: the turn does not match the schema."""
+    def _default_action(self, action: Action) -> Mapping[str, Json]:
+        """Make the default action of a turn. ValueError: the turn does not match the schema."""
         schema = self._schema or {}
         if schema.get("title") == FORGE_ACTION:
             return asdict(action)
         parameters = parameters_of({"parameters": schema})
         fields = [name for name in parameters.properties if name != "metadata"]
-        needed = [name for name in schema.get("required", ()) if name in fields] or fields
+        # Without required fields, all are.
+        required = [name for name in schema.get("required", ()) if name in fields] or fields
         text = action.answer
-        if len(needed) != 1:
+        if len(required) != 1:
             try:
                 value = json.loads(text)
             except ValueError:
                 value = None
             if not isinstance(value, dict):
-                raise ValueError(f"an action must be a JSON object with {', '.join(needed)}")
+                raise ValueError(f"an action must be a JSON object with {', '.join(required)}")
             return value
-        [name] = needed
-        readings: tuple[Callable[[str], Any], ...] = (str, partial(parameters.value, name), int, float)
-        for read in readings:  # "+1" and ".5" are numbers and no JSON
+        [name] = required
+        # The first reading that the schema accepts: as text, as JSON, as a number.
+        readers: tuple[Callable[[str], Any], ...] = (str, partial(parameters.value, name), int, float)
+        for read in readers:  # "+1" and ".5" are numbers and no JSON
             with suppress(ValueError):
                 reading = read(text)
                 if parameters.takes(name, reading):
                     return {name: reading}
+        # The error names what would have fitted: the policy reads it.
         if any(parameters.takes(name, number) for number in (0, 1, 0.5)):
             raise ValueError(f"an action must be a number, not {text[:80]!r}")
         raise ValueError(f"an action does not fit: {parameters.mismatch({name: text})[:200]}")
 
-    def _cut(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         if len(text) <= self._max_chars:
             return text
         return f"{text[: self._max_chars]}... ({len(text) - self._max_chars} more characters)"
 
-    def _end(self) -> None:
-        session, self._session = self._session, None
+    def _release_session(self) -> None:
+        session = self._session
+        self._session = None
         if session is not None:
             self._client.release(session)
 
 
-def _user(text: str) -> Message:
+def _user_message(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _parameters(task: Any, seed: int) -> Mapping[str, Any]:
+def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
     if task is None:
         return {"seed": seed}
     if isinstance(task, Sample):
@@ -208,8 +225,9 @@ def _parameters(task: Any, seed: int) -> Mapping[str, Any]:
 
 
 def _result(reply: Reply) -> str:
-    """The text of a tool's result or error."""
-    if error := reply.observation.get("error"):
+    """Return the text of a tool's result or error."""
+    error = reply.observation.get("error")
+    if error:
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
     result = reply.observation.get("result", reply.observation)
     if isinstance(result, dict) and isinstance(result.get("content"), list):

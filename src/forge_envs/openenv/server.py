@@ -16,43 +16,50 @@ from aiohttp import web
 from forge.envs.environment import Environment, InfrastructureError, Step
 from forge.system.web import bind, guard, listen, required_key
 
-from .wire import CLOSING, LARGEST, SCHEMA, action_from_json, reply_to_json
+from ..content import Json
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_json
 
 log = logging.getLogger(__name__)
 
-Data = dict[str, Any]
-FIRST = 10.0  # seconds for the first message of a WebSocket
+Data = dict[str, Json]
+TaskOfSeed = Callable[[int], Any]
+FIRST_MESSAGE_LIMIT = 10.0  # seconds for the first message of a WebSocket
 API_VERSION = "1.0.0"  # of OpenEnv's HTTP interface, which `openenv validate` reads from /openapi.json
 _OPERATION = {"responses": {"200": {"description": "JSON, as OpenEnv's clients read it"}}}
+# All other errors are status 500.
 _HTTP_STATUS = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTURE_ERROR": 503}
 
 
 class ServedError(Exception):
     """An error reported to the client. `last`: the session ends with it."""
 
-    def __init__(self, code: str, message: str, last: bool = False, **more: Any) -> None:
+    def __init__(self, code: str, message: str, last: bool = False, **fields: Json) -> None:
         super().__init__(message)
-        self.data = {"message": message, "code": code, **more}
+        self.data = {"message": message, "code": code, **fields}
         self.last = last
 
 
 class ServedSession:
     """An environment and the state of its episode. Calls are serialised."""
 
-    def __init__(self, environment: Environment, task: Callable[[int], Any], timeout: float) -> None:
-        self.environment, self._task, self._timeout = environment, task, timeout
+    def __init__(self, environment: Environment, task: TaskOfSeed, timeout: float) -> None:
+        self.environment = environment
+        self._task = task
+        self._timeout = timeout
         self._first: Step | None = None
-        self._running, self._steps, self._episode = False, 0, ""
+        self._running = False
+        self._steps = 0
+        self._episode = ""
         self._turn = asyncio.Lock()
         self.reaper: asyncio.TimerHandle | None = None  # of a session over HTTP
 
     @property
     def busy(self) -> bool:
-        """A call is running."""
+        """Whether a call is running."""
         return self._turn.locked()
 
     async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
-        """Type and data of the reply to a message. ServedError: an error reply."""
+        """Return type and data of the reply to a message. ServedError: an error reply."""
         async with self._turn:
             if kind == "reset":
                 return "observation", await self._reset(data)
@@ -66,27 +73,32 @@ class ServedSession:
                 return "state", {"episode_id": self._episode or None, "step_count": self._steps}
         raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
-    def _tools(self, schema: str = "input_schema") -> list[Data]:
-        """The episode's tools as MCP describes them; `schema` is the key of their parameters."""
+    def _tools(self, schema_key: str = "input_schema") -> list[Data]:
+        """Return the episode's tools as MCP describes them; `schema_key` is the key of their parameters."""
         schemas = self.environment.offered if self._first is None else self._first.tools
         if schemas is None:
             raise ServedError("EXECUTION_ERROR", "reset first: the tools are those of an episode")
         functions = [tool["function"] for tool in schemas]
         return [
-            {"name": f["name"], "description": f.get("description", ""), schema: f.get("parameters", {})}
+            {"name": f["name"], "description": f.get("description", ""), schema_key: f.get("parameters", {})}
             for f in functions
         ]
 
     async def _reset(self, data: Data) -> Data:
-        given = dict(data)
-        seed, episode = given.pop("seed", None), given.pop("episode_id", None)
+        parameters = dict(data)
+        seed = parameters.pop("seed", None)
+        episode = parameters.pop("episode_id", None)
+        # Without a seed each episode is another one.
         seed = secrets.randbits(31) if seed is None else seed
         if not isinstance(seed, int):
             raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
-        task = given.get("task", given) if given else self._task(seed)
+        task = parameters.get("task", parameters) if parameters else self._task(seed)
+        # Until the reset has succeeded there is no episode: a step would act in the former one.
         self._running = False
-        step = await self._within(self.environment.reset(task, seed=seed), "reset")
-        self._first, self._running, self._steps = step, not step.done, 0
+        step = await self._limited(self.environment.reset(task, seed=seed), "reset")
+        self._first = step
+        self._running = not step.done
+        self._steps = 0
         self._episode = str(episode or secrets.token_hex(16))
         with _json_errors():
             return reply_to_json(step)
@@ -98,10 +110,13 @@ class ServedSession:
             raise ServedError("VALIDATION_ERROR", str(error)) from None
         if not self._running:
             raise ServedError("EXECUTION_ERROR", "no episode is under way: reset first")
-        step = await self._within(self.environment.step(action), "step")
-        self._running, self._steps = not step.done, self._steps + 1
+        step = await self._limited(self.environment.step(action), "step")
+        self._running = not step.done
+        self._steps += 1
+        # Converted before the answer is sent: values without a JSON form are the environment's fault.
         with _json_errors():
             reply = reply_to_json(step)
+        # An observation of OpenEnv's MCP environments has the result of the tool instead of messages.
         if data.get("type") == "call_tool":
             result = "\n".join(str(message.get("content", "")) for message in step.messages)
             metadata = reply["observation"]["metadata"]
@@ -110,34 +125,38 @@ class ServedSession:
         return reply
 
     async def _mcp(self, data: Data) -> Data:
-        method, params = data.get("method"), data.get("params") or {}
+        method = data.get("method")
+        params = data.get("params") or {}
         if not isinstance(params, dict):
             raise ServedError("VALIDATION_ERROR", f"params must be an object, got {params!r:.80}")
-        answer = {"jsonrpc": "2.0", "id": data.get("id")}
+        response = {"jsonrpc": "2.0", "id": data.get("id")}
         try:
             if method == "tools/list":
-                return {**answer, "result": {"tools": self._tools("inputSchema")}}
+                return {**response, "result": {"tools": self._tools("inputSchema")}}
             if method == "tools/call":
+                # A call by MCP is a step like any other: it counts, and it may end the episode.
                 call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
                 text = (await self._step({"type": "call_tool", **call}))["observation"]["result"]
                 content = [{"type": "text", "text": text}]
-                return {**answer, "result": {"content": content, "data": text, "is_error": False}}
+                return {**response, "result": {"content": content, "data": text, "is_error": False}}
         except ServedError as error:
+            # The session is over: the caller must know, not the MCP client alone.
             if error.last:
                 raise
-            return {**answer, "error": {"code": -32603, "message": str(error)}}
-        return {**answer, "error": {"code": -32601, "message": f"Method not found: {method}"}}
+            return {**response, "error": {"code": -32603, "message": str(error)}}
+        return {**response, "error": {"code": -32601, "message": f"Method not found: {method}"}}
 
-    async def _within(self, call: Awaitable[Step], name: str) -> Step:
+    async def _limited(self, call: Awaitable[Step], name: str) -> Step:
         try:
             async with asyncio.timeout(self._timeout) as limit:
                 return await call
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
         except TimeoutError as error:
+            # The environment's own TimeoutError is an error like others, after which the session goes on.
             if limit.expired():
-                late = f"{name} gave no answer within {self._timeout:g} s"
-                raise ServedError("INFRASTRUCTURE_ERROR", late, last=True) from None
+                message = f"{name} gave no answer within {self._timeout:g} s"
+                raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
             raise ServedError("EXECUTION_ERROR", repr(error)) from error
         except Exception as error:
             log.exception("%s of %s failed", name, type(self.environment).__name__)
@@ -157,21 +176,25 @@ def _dumps(answer: Data) -> str:
         return json.dumps(answer)
 
 
-class Server:
+class OpenEnvServer:
     """The handlers of `web_app`: an environment per WebSocket, one for all resets and steps over HTTP, and one per
     session that an MCP client creates over HTTP, which a WebSocket may join by `session_id`."""
 
     def __init__(
         self,
         make: Callable[[], Environment],
-        task: Callable[[int], Any],
+        task: TaskOfSeed,
         metadata: Data,
         max_sessions: int,
         idle: float,
         timeout: float,
     ) -> None:
-        self._make, self._task, self._metadata = make, task, metadata
-        self._most, self._idle, self._timeout = max_sessions, idle, timeout
+        self._make = make
+        self._task = task
+        self._metadata = metadata
+        self._max_sessions = max_sessions
+        self._idle = idle
+        self._timeout = timeout
         self._sockets: set[web.WebSocketResponse] = set()
         self._open: set[ServedSession] = set()
         self._named: dict[str, ServedSession] = {}  # over HTTP; "" is that of resets and steps
@@ -195,6 +218,7 @@ class Server:
             web.post("/step", self._over_http),
             web.post("/mcp", self._mcp),
         ]
+        # `openenv validate` reads the paths from here; what they take and return is at /schema.
         paths = {route.path: {route.method.lower(): _OPERATION} for route in routes}
         info = {"title": self._metadata["name"], "version": API_VERSION}
         openapi = constant({"openapi": "3.1.0", "info": info, "paths": paths})
@@ -202,16 +226,19 @@ class Server:
 
     async def close(self, _: web.Application) -> None:
         """End all sessions."""
-        going = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in self._sockets)
-        await asyncio.gather(*going, return_exceptions=True)
+        closing = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in self._sockets)
+        await asyncio.gather(*closing, return_exceptions=True)
         for name in list(self._named):
             await self._end_named(name)
 
     def _begin(self) -> ServedSession:
-        taken = len(self._open)
-        if taken >= self._most:
-            full = f"Server at capacity: {taken}/{self._most} sessions active"
-            raise ServedError("CAPACITY_REACHED", full, last=True, active_sessions=taken, max_sessions=self._most)
+        active = len(self._open)
+        if active >= self._max_sessions:
+            # With the limit, which clients show to their users.
+            message = f"Server at capacity: {active}/{self._max_sessions} sessions active"
+            raise ServedError(
+                "CAPACITY_REACHED", message, last=True, active_sessions=active, max_sessions=self._max_sessions
+            )
         try:
             session = ServedSession(self._make(), self._task, self._timeout)
         except Exception as error:
@@ -229,25 +256,28 @@ class Server:
             log.exception("%s.close failed", type(session.environment).__name__)
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(timeout=CLOSING, max_msg_size=LARGEST, compress=False)
+        socket = web.WebSocketResponse(timeout=CLOSE_LIMIT, max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
         self._sockets.add(socket)
-        own: list[ServedSession] = []
+        sessions: list[ServedSession] = []
         try:
-            await self._converse(socket, request.query.get("session_id"), own)
+            await self._converse(socket, request.query.get("session_id"), sessions)
         except ConnectionError:
             log.info("a client disconnected during an answer")
         finally:
+            # Environments may hold processes: they end with the connection.
             self._sockets.discard(socket)
-            for session in own:
+            for session in sessions:
                 await self._end(session)
             await socket.close()
         return socket
 
-    async def _converse(self, socket: web.WebSocketResponse, name: str | None, own: list[ServedSession]) -> None:
-        """Answer messages. The first one begins the session, which goes to `own`: silent sockets hold none."""
+    async def _converse(self, socket: web.WebSocketResponse, name: str | None, sessions: list[ServedSession]) -> None:
+        """Answer messages. The first one begins the session, which goes to `sessions`: silent sockets hold none."""
         while True:
-            limit = self._idle if own or name is not None else min(FIRST, self._idle)
+            # A socket that is open and silent has a shorter limit than a session, which waits for its policy.
+            limit = self._idle if sessions or name is not None else min(FIRST_MESSAGE_LIMIT, self._idle)
+            # Twice half the limit: after a stop of this process the first one has passed unseen.
             received = await _receive(socket, limit / 2) or await _receive(socket, limit / 2)
             if received is None or received.type is not aiohttp.WSMsgType.TEXT:
                 return
@@ -259,13 +289,15 @@ class Server:
                 data = message.get("data", {}) if isinstance(message, dict) else None
                 if not isinstance(data, dict):
                     raise ServedError("VALIDATION_ERROR", "a message must be an object with a type and an object data")
-                if (kind := str(message.get("type", ""))) == "close":
+                kind = str(message.get("type", ""))
+                if kind == "close":
                     return
-                if name is None and not own:
-                    own.append(self._begin())
-                session = own[0] if name is None else self._of(name)
-                type_, answer = await session.answer(kind, data)
-                text = _dumps({"type": type_, "data": answer})
+                # Environments may be expensive: none is made before a message asks for it.
+                if name is None and not sessions:
+                    sessions.append(self._begin())
+                session = sessions[0] if name is None else self._named_session(name)
+                reply_kind, answer = await session.answer(kind, data)
+                text = _dumps({"type": reply_kind, "data": answer})
             except ServedError as error:
                 await socket.send_json({"type": "error", "data": error.data})
                 if error.last:
@@ -284,8 +316,8 @@ class Server:
         try:
             if "" not in self._named:
                 self._named[""] = self._begin()
-            _, answer = await self._of("").answer(kind, data["action"] if kind == "step" else data)
-            return web.json_response(text=_dumps(answer))
+            _, response = await self._named_session("").answer(kind, data["action"] if kind == "step" else data)
+            return web.json_response(text=_dumps(response))
         except ServedError as error:
             if error.last:
                 await self._end_named("")
@@ -298,14 +330,16 @@ class Server:
         answer: Data = {"jsonrpc": "2.0", "id": None}
         try:
             request_body = json.loads(await request.text())
-            answer["id"], params = request_body.get("id"), request_body.get("params") or {}
+            answer["id"] = request_body.get("id")
+            params = request_body.get("params") or {}
             if request_body.get("method") == "openenv/session/create":
                 name = secrets.token_hex(16)
                 self._named[name] = self._begin()
-                self._of(name)
+                # Starts the idle timer.
+                self._named_session(name)
                 return web.json_response({**answer, "result": {"session_id": name}})
             name = str(params.get("session_id"))
-            session = self._of(name)
+            session = self._named_session(name)
             if request_body.get("method") == "openenv/session/close":
                 await self._end_named(name)
                 return web.json_response({**answer, "result": {"session_id": name, "closed": True}})
@@ -315,8 +349,8 @@ class Server:
         except (ValueError, AttributeError, RecursionError, LookupError) as error:
             return web.json_response({**answer, "error": {"code": -32700, "message": f"no JSON-RPC request: {error}"}})
 
-    def _of(self, name: str) -> ServedSession:
-        """The named session, with its idle timer restarted."""
+    def _named_session(self, name: str) -> ServedSession:
+        """Return the named session, with its idle timer restarted."""
         if name not in self._named:
             raise ServedError("SESSION_ERROR", f"Unknown session_id: {name}", last=True)
         session = self._named[name]
@@ -325,13 +359,14 @@ class Server:
         session.reaper = asyncio.get_running_loop().call_later(self._idle / 2, self._reap, name, False)
         return session
 
-    def _reap(self, name: str, last: bool) -> None:
+    def _reap(self, name: str, is_second_half: bool) -> None:
         """End a session after the second half of its limit, before which a process that was stopped reads messages."""
         session = self._named[name]
+        # A call that runs longer than the limit is no idle session.
         if session.busy:
-            self._of(name)
+            self._named_session(name)
             return
-        if not last:
+        if not is_second_half:
             session.reaper = asyncio.get_running_loop().call_later(self._idle / 2, self._reap, name, True)
             return
         task = asyncio.ensure_future(self._end_named(name))
@@ -339,14 +374,15 @@ class Server:
         task.add_done_callback(self._ending.discard)
 
     async def _end_named(self, name: str) -> None:
-        if (session := self._named.pop(name, None)) is not None:
+        session = self._named.pop(name, None)
+        if session is not None:
             if session.reaper is not None:
                 session.reaper.cancel()
             await self._end(session)
 
 
 async def _receive(socket: web.WebSocketResponse, timeout: float) -> aiohttp.WSMessage | None:
-    """The next message, or None after `timeout` seconds: after a stop of this process they pass unseen, once."""
+    """Return the next message, or None after `timeout` seconds: after a stop of this process they pass unseen, once."""
     try:
         return await socket.receive(timeout)
     except TimeoutError:
@@ -356,7 +392,7 @@ async def _receive(socket: web.WebSocketResponse, timeout: float) -> aiohttp.WSM
 def web_app(
     make: Callable[[], Environment],
     *,
-    task: Callable[[int], Any] = lambda seed: None,
+    task: TaskOfSeed = lambda seed: None,
     name: str = "",
     description: str = "",
     version: str | None = None,
@@ -366,7 +402,7 @@ def web_app(
     idle: float = 600.0,
     timeout: float = 60.0,
 ) -> web.Application:
-    """An aiohttp application that speaks OpenEnv's wire format.
+    """Make an aiohttp application that speaks OpenEnv's wire format.
 
     The task of an episode is the reset's `task`, or else its parameters without `seed` and `episode_id`. A step takes
     {"text": ...} as in the schema, or {"type": "call_tool", "tool_name": ..., "arguments": ...}.
@@ -385,10 +421,14 @@ def web_app(
     """
     if max_sessions < 1 or min(idle, timeout) <= 0:
         raise ValueError("max_sessions must be at least 1, and idle and timeout above 0 seconds")
-    called = name or getattr(make, "__name__", type(make).__name__)
-    metadata = {"name": called, "description": description or (make.__doc__ or called).strip(), "version": version}
-    server = Server(make, task, metadata, max_sessions, idle, timeout)
-    app = web.Application(client_max_size=LARGEST, middlewares=[guard(host, key)])
+    environment_name = name or getattr(make, "__name__", type(make).__name__)
+    metadata = {
+        "name": environment_name,
+        "description": description or (make.__doc__ or environment_name).strip(),
+        "version": version,
+    }
+    server = OpenEnvServer(make, task, metadata, max_sessions, idle, timeout)
+    app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard(host, key)])
     app.add_routes(server.routes())
     app.on_shutdown.append(server.close)
     return app
@@ -398,7 +438,7 @@ def web_app(
 async def serve(
     make: Callable[[], Environment], *, host: str = "127.0.0.1", port: int = 0, key: str | None = None, **settings: Any
 ) -> AsyncIterator[str]:
-    """`async with serve(make) as url:`; port 0 picks a free one, `settings` go to `web_app`.
+    """Serve environments: `async with serve(make) as url:`; port 0 picks a free port, `settings` go to `web_app`.
 
     Raises:
         ValueError: other machines reach `host`, and there is no key; see `forge.system.web.required_key`.

@@ -6,17 +6,20 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from forge.envs.environment import Action, InfrastructureError, Step, ToolCall
 
-LARGEST = 100 << 20  # bytes of one message, as in OpenEnv's own client
-CLOSING = 1.0  # seconds for the other side to acknowledge a close
+from ..content import Json
+
+MAX_MESSAGE = 100 << 20  # bytes of one message, as in OpenEnv's own client
+CLOSE_LIMIT = 1.0  # seconds for the other side to acknowledge a close
 FORGE_ACTION = "ForgeAction"  # the schema's title by which a client recognises an environment of this library
+# Parts of the schemas.
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
 _CALL = {**_OBJECT, "properties": {"name": _TEXT, "arguments": _OBJECT, "id": _TEXT}, "required": ["name"]}
-SCHEMA: dict[str, Any] = {
+SCHEMA: dict[str, Json] = {
     "action": {
         "title": FORGE_ACTION,
         "type": "object",
@@ -53,15 +56,16 @@ SCHEMA: dict[str, Any] = {
 class Reply:
     """An environment's answer to a reset or a step. `reward` is None if it gave none."""
 
-    observation: dict[str, Any]
+    observation: dict[str, Json]
     reward: float | None
     done: bool
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Json] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Self:
-        """Parse. InfrastructureError: the reward is not a finite number."""
-        reward, observation = data.get("reward"), data.get("observation")
+    def read(cls, data: Mapping[str, Json]) -> Self:
+        """Parse a server's reply. InfrastructureError: the reward is not a finite number."""
+        reward = data.get("reward")
+        observation = data.get("observation")
         try:
             number = None if reward is None else float(reward)
         except (TypeError, ValueError, OverflowError):
@@ -73,21 +77,28 @@ class Reply:
         return cls(observation, number, bool(data.get("done")), metadata if isinstance(metadata, dict) else {})
 
 
-def action_from_json(data: Any) -> Action:
+def action_from_json(data: Json) -> Action:
     """Parse an action, or the call of an MCP tool. ValueError: it is neither."""
     if not isinstance(data, Mapping):
         raise ValueError("an action must be an object")
     if data.get("type") == "call_tool":
-        name, arguments = data.get("tool_name"), data.get("arguments", {})
+        name = data.get("tool_name")
+        arguments = data.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             raise ValueError("call_tool needs a string tool_name and an object arguments")
         return Action("", calls=(ToolCall(name, dict(arguments)),))
-    if unknown := set(data) - set(SCHEMA["action"]["properties"]):
-        known = ", ".join(SCHEMA["action"]["properties"])
-        raise ValueError(f"an action has no field {', '.join(map(repr, sorted(unknown)))}: its fields are {known}")
-    text, calls, errors = data.get("text"), data.get("calls", ()), data.get("errors", ())
+    # A field with a typing mistake would otherwise be ignored in silence.
+    fields = SCHEMA["action"]["properties"]
+    unknown = set(data) - set(fields)
+    if unknown:
+        names = ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"an action has no field {names}: its fields are {', '.join(fields)}")
+    text = data.get("text")
+    calls = data.get("calls", ())
+    errors = data.get("errors", ())
     if not isinstance(text, str) or not isinstance(data.get("content", ""), str):
         raise ValueError("an action needs a string text; its content must be a string too")
+    # Clients are other people's programs: what they send is checked field by field.
     if not isinstance(calls, list | tuple) or not all(
         isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("arguments", {}), dict)
         for call in calls
@@ -95,12 +106,12 @@ def action_from_json(data: Any) -> Action:
         raise ValueError("calls must be a list of objects with a name and arguments")
     if not isinstance(errors, list | tuple) or not all(isinstance(error, str) for error in errors):
         raise ValueError("errors must be a list of strings")
-    read = tuple(ToolCall(call["name"], dict(call.get("arguments", {})), str(call.get("id", ""))) for call in calls)
-    return Action(text, data.get("content", text.strip()), read, tuple(errors), bool(data.get("truncated", False)))
+    parsed = tuple(ToolCall(call["name"], dict(call.get("arguments", {})), str(call.get("id", ""))) for call in calls)
+    return Action(text, data.get("content", text.strip()), parsed, tuple(errors), bool(data.get("truncated", False)))
 
 
-def reply_to_json(step: Step) -> dict[str, Any]:
-    """A step as an OpenEnv observation. Values of `info` without a JSON form become text.
+def reply_to_json(step: Step) -> dict[str, Json]:
+    """Convert a step to an OpenEnv observation. Values of `info` without a JSON form become text.
 
     Raises:
         TypeError, ValueError: keys without a JSON form, such as tuples, or a reward that is not finite.
@@ -108,16 +119,19 @@ def reply_to_json(step: Step) -> dict[str, Any]:
     reward = None if step.reward is None else float(step.reward)
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
+    # Of Gymnasium and the like `info` has arrays, which become text.
     metadata = json.loads(json.dumps(dict(step.info), default=str)) | ({"truncated": True} if step.truncated else {})
     observation = {"messages": list(step.messages), "tools": list(step.tools), "rewritten": step.rewritten}
-    reply: dict[str, Any] = {"observation": {**observation, "metadata": metadata}, "reward": reward}
+    reply: dict[str, Json] = {"observation": {**observation, "metadata": metadata}, "reward": reward}
     return {**reply, "done": step.done, **({"metadata": metadata} if metadata else {})}
 
 
 def step_from_reply(reply: Reply) -> Step:
-    """Inverse of `reply_to_json`. InfrastructureError: it has no messages."""
+    """Convert a reply back to a step, see `reply_to_json`. InfrastructureError: it has no messages."""
     metadata = dict(reply.metadata)
-    messages, tools = reply.observation.get("messages", []), reply.observation.get("tools", [])
+    messages = reply.observation.get("messages", [])
+    tools = reply.observation.get("tools", [])
+    # The same checks as for an action: a chat template would fail on other messages, far from here.
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("content"), str) and isinstance(message.get("role"), str)
         for message in messages

@@ -1,1 +1,1 @@
-"""Modules of the sandbox's own processes. They are sent as text and import nothing else of forge_sandbox."""
+"""Modules of the sandbox's processes. They are sent as text and import nothing else of forge_sandbox."""

@@ -1,57 +1,67 @@
-"""`bwrap` in place of our own namespaces, where it has the permissions that we lack."""
+"""`bwrap` in place of our namespaces, where it has permissions that we lack."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from . import confine, namespaces, program, wire
-from .place import DEVICES, links_to, readable
+from .jail import DEVICES, links_to, readable_paths
 from .syscalls import die_with_parent, prctl
+from .wire import Header, Settings
 
-_OF_THE_MACHINE = ("/proc/cmdline", "/proc/version", "/proc/keys", "/proc/key-users", "/proc/config.gz")
+# Files of /proc that describe the machine. ("/proc/cmdline", "/proc/version", "/proc/keys", "/proc/key-users",
+# "/proc/config.gz")
+_MACHINE_FILES = ("/proc/cmdline", "/proc/version", "/proc/keys", "/proc/key-users", "/proc/config.gz")
 
 
-def execute(settings: dict[str, Any], modules: dict[str, str], source: bytes, cells: int | None, setup: int) -> None:
-    """Execute bwrap with a program, or with a session that uses the socket `cells`."""
+def execute(settings: Settings, modules: dict[str, str], source: bytes, cells: int | None, setup: int) -> None:
+    """Execute bwrap with a program, or with a session on the socket `cells`."""
     try:
+        # A group of its own, which is killed as one.
         os.setsid()
-        places = readable(settings)
+        paths = readable_paths(settings)
+        # Root would be root inside too; bwrap maps the user that calls it.
         if not os.geteuid():
             confine.become_user(namespaces.NOBODY)
         die_with_parent()
+        # The program is in memory, not in a file: nothing of it is on a disk that others read.
         header = {"modules": modules, "main": "bubblewrap", "settings": settings, "cells": cells, "setup": setup}
-        given = os.memfd_create("given")
-        os.write(given, wire.pack(header, source))
-        os.lseek(given, 0, os.SEEK_SET)
-        for descriptor in (given, setup, *(() if cells is None else (cells,))):
+        message = os.memfd_create("message")
+        os.write(message, wire.pack(header, source))
+        os.lseek(message, 0, os.SEEK_SET)
+        for descriptor in (message, setup, *(() if cells is None else (cells,))):
             os.set_inheritable(descriptor, True)
         words = [settings["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
         words += ["--clearenv", "--cap-drop", "ALL"]
-        for path in places:
+        # Read-only, apart from the devices: /dev/null and the like must be written.
+        for path in paths:
             words += ["--dev-bind" if path in DEVICES else "--ro-bind", path, path]
+        # Links of the system, such as /lib to /usr/lib: a library is looked up by that name.
         for link, target in links_to(settings).items():
-            if not any(link.startswith(f"{path}/") for path in places):
+            if not any(link.startswith(f"{path}/") for path in paths):
                 words += ["--symlink", target, link]
         words += ["--proc", "/proc"]
-        for path in filter(os.path.exists, _OF_THE_MACHINE):
+        # These files of /proc tell about the machine.
+        for path in filter(os.path.exists, _MACHINE_FILES):
             words += ["--ro-bind", "/dev/null", path]
         words += ["--remount-ro", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]
         words += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8"]
-        os.execv(words[0], [*words, "-c", settings["boot"], str(given)])
+        os.execv(words[0], [*words, "-c", settings["boot"], str(message)])
     except BaseException as error:
         os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(confine.SETUP_FAILED)
 
 
-def main(given: int, header: dict[str, Any], source: bytes) -> None:
+def main(message: int, header: Header, source: bytes) -> None:
     """Inside bwrap: confine further, then run the program."""
-    os.close(given)
+    os.close(message)
+    # The first process inside must stay as init: it collects processes whose parents have ended.
     program_pid = os.fork()
     if program_pid:
-        _first(program_pid)
-    settings, cells = header["settings"], header["cells"]
+        _run_as_init(program_pid)
+    settings = header["settings"]
+    cells = header["cells"]
     sys.path.extend(settings["path"])
 
     def run() -> None:
@@ -63,8 +73,8 @@ def main(given: int, header: dict[str, Any], source: bytes) -> None:
     confine.confine(settings, None, () if cells is None else (cells,), run, header["setup"])
 
 
-def _first(program_pid: int) -> None:
-    """Act as pid 1, which ignores signals, so that the program is not; exit with its status."""
+def _run_as_init(program_pid: int) -> None:
+    """Be pid 1, which ignores signals, so that the program is not; exit with its status."""
     prctl(confine.DUMPABLE, 0)  # the program may not access its memory and files
     confine.close_all_but()
     for descriptor in range(3):

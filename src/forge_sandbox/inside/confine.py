@@ -1,36 +1,39 @@
-"""Confines a forked process and runs a program in it."""
+"""Confinement of a forked process, in which a program then runs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from . import landlock, limits, namespaces, seccomp
 from .syscalls import call, die_with_parent, prctl
+from .wire import Settings
 
+# Written once confinement has succeeded, before the program starts.
 BEGUN = b"+"
 SETUP_FAILED = 125  # exit code if confinement failed
-DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
+DUMPABLE = 4  # options of prctl
+_NO_NEW_PRIVILEGES = 38
 
 
 def confine(
-    settings: dict[str, Any], rules: int | None, kept: Sequence[int], run: Callable[[], None], setup: int
+    settings: Settings, rules: int | None, descriptors: Sequence[int], run: Callable[[], None], setup: int
 ) -> None:
     """Confine this process and run the program; never returns.
 
     Args:
-        settings: of `forge_sandbox.Sandbox`, with the level.
-        rules: landlock's, if used.
-        kept: descriptors that stay open besides 0, 1 and 2.
+        settings: those of `forge_sandbox.Sandbox`, with the level.
+        rules: descriptor of landlock's rules, if used.
+        descriptors: those that stay open besides 0, 1 and 2.
         run: the program; exits the process.
         setup: descriptor for `BEGUN`, or for the error if confinement fails.
     """
     try:
         os.setsid()
         die_with_parent()
-        level, processes = settings["level"], settings["processes"]
-        close_all_but(*kept, setup, *(() if rules is None else (rules,)))
+        level = settings["level"]
+        processes = settings["processes"]
+        close_all_but(*descriptors, setup, *(() if rules is None else (rules,)))
         tasks = None
         if level == "namespaces":
             # No other processes of this user in the namespace; without root the three processes above count.
@@ -46,6 +49,7 @@ def confine(
             os.chdir("/")
         limits.limit(settings, tasks)
         if level != "none":
+            # Order matters: no capability may be regained, and the filter must not forbid the calls above.
             limits.drop_capabilities()
             prctl(_NO_NEW_PRIVILEGES, 1)
             if rules is not None:
@@ -65,17 +69,17 @@ def confine(
 
 
 def become_user(user: int) -> None:
-    """Drop root, which process limits and file permissions do not bind."""
+    """Drop root, for whom process limits and file permissions do not count."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    prctl(DUMPABLE, 1)  # or it could not open its own /proc/self
+    prctl(DUMPABLE, 1)  # otherwise it could not open its /proc/self
 
 
-def close_all_but(*kept: int) -> None:
+def close_all_but(*descriptors: int) -> None:
     """Close all descriptors except these and 0, 1 and 2."""
     start = 3
-    for descriptor in (*sorted({*kept}), 1 << 31):
+    for descriptor in (*sorted({*descriptors}), 1 << 31):
         if start < descriptor:
             call("close_range", start, descriptor - 1, 0)
         start = descriptor + 1

@@ -1,4 +1,4 @@
-"""Resource limits and usage."""
+"""Limits of resources, and their usage."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 import resource
 import struct
 from contextlib import suppress
-from typing import Any
 
 from .syscalls import call
+from .wire import Settings
 
+# PR_CAPBSET_DROP of prctl.
 _DROP_FROM_BOUNDS = 24
-_PAGE, _TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+# Units of the numbers in /proc: pages of memory, and ticks of CPU time.
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICK = os.sysconf("SC_CLK_TCK")
 _proc = -1  # descriptor of the /proc of the processes outside
 
 
-def limit(settings: dict[str, Any], tasks: int | None) -> None:
+def limit(settings: Settings, tasks: int | None) -> None:
     """Limit this process and its children.
 
     Args:
@@ -36,14 +39,15 @@ def limit(settings: dict[str, Any], tasks: int | None) -> None:
     for kind, soft in limits.items():
         hard = soft + (kind == resource.RLIMIT_CPU)  # SIGXCPU comes first, then SIGKILL
         _, current = resource.getrlimit(kind)
-        if current != resource.RLIM_INFINITY:  # lower limits of the caller stay
-            soft, hard = min(soft, current), min(hard, current)
+        if current != resource.RLIM_INFINITY:  # lower limits of the caller remain
+            soft = min(soft, current)
+            hard = min(hard, current)
         resource.setrlimit(kind, (soft, hard))
 
 
 def drop_bounds() -> None:
-    """Empty the bounding set of capabilities, irreversibly; as root before a change of the user, which takes the right
-    to do so."""
+    """Empty the bounding set of capabilities, irreversibly. Call it as root before a change of the user, which loses
+    the right to do so."""
     capability = 0
     with suppress(OSError):  # past the last one, or a user without capabilities
         while True:
@@ -52,13 +56,13 @@ def drop_bounds() -> None:
 
 
 def drop_capabilities() -> None:
-    """Irreversible; also applies after execve."""
+    """Drop all capabilities, irreversibly and also for executed files."""
     drop_bounds()
     call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(0,) * 6))
 
 
 def tasks_of(user: int) -> int:
-    """Number of processes and threads of a user, from /proc."""
+    """Return the number of processes and threads of a user, from /proc."""
     count = 0
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -71,14 +75,14 @@ def tasks_of(user: int) -> int:
     return count
 
 
-def look_from_here() -> None:
-    """Look at processes by the /proc of now, from now on. A namespace may have none of its own."""
+def open_proc() -> None:
+    """Use the current /proc from now on: a new namespace may have none."""
     global _proc
     _proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def self_pid() -> int:
-    """The number of this process in that /proc, as those of `below`."""
+    """Return the number of this process in that /proc, as in `descendants`."""
     return int(os.readlink("self", dir_fd=_proc))
 
 
@@ -86,10 +90,10 @@ def _open(path: str, flags: int = os.O_RDONLY) -> int:
     return os.open(path, flags, dir_fd=_proc)
 
 
-def below(pid: int) -> list[int]:
-    """All descendants of a process."""
-    found = [pid]
-    for parent in found:
+def descendants(pid: int) -> list[int]:
+    """Return all descendants of a process."""
+    processes = [pid]
+    for parent in processes:
         try:
             tasks = _open(f"{parent}/task", os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -98,16 +102,17 @@ def below(pid: int) -> list[int]:
                 os.close(tasks)
             for thread in threads:
                 with open(f"{parent}/task/{thread}/children", opener=_open) as file:
-                    found.extend(map(int, file.read().split()))
+                    processes.extend(map(int, file.read().split()))
         except OSError:  # it has exited
             continue
-    return found[1:]
+    return processes[1:]
 
 
-def taken(processes: list[int]) -> tuple[int, float]:
-    """Resident bytes and CPU seconds of these processes; the CPU time includes ended children."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    memory, seconds = 0, used.ru_utime + used.ru_stime
+def usage(processes: list[int]) -> tuple[int, float]:
+    """Return resident bytes and CPU seconds of these processes; the CPU time includes ended children."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    memory = 0
+    seconds = children.ru_utime + children.ru_stime
     for pid in processes:
         try:
             with open(f"{pid}/stat", "rb", opener=_open) as file:
@@ -119,8 +124,8 @@ def taken(processes: list[int]) -> tuple[int, float]:
     return memory, seconds
 
 
-def shared_out(processes: list[int]) -> int:
-    """Bytes with shared pages counted once (PSS). Slower than `taken`."""
+def proportional_memory(processes: list[int]) -> int:
+    """Return bytes with shared pages counted once (PSS). Slower than `usage`."""
     memory = 0
     for pid in processes:
         try:

@@ -8,38 +8,50 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
-from .syscalls import call, checked, libc
+from .syscalls import call, check, libc
 
+# Flags of unshare.
 NEW_PID = 0x20000000
 _NEW_MOUNTS = 0x20000
 # Also of host names, IPC, users, the network and cgroups.
 _ALL = _NEW_MOUNTS | NEW_PID | 0x4000000 | 0x8000000 | 0x10000000 | 0x40000000 | 0x2000000
-_NO_SUID, _NO_DEVICE, _NO_EXEC, _READ_ONLY = 2, 4, 8, 1
-_BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
-_MOVE, _DETACH = 8192, 2
-_HERE, _ALL_BELOW = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
+# Flags of mount and umount2.
+_READ_ONLY = 1
+_NO_SUID = 2
+_NO_DEVICE = 4
+_NO_EXEC = 8
+_BIND = 4096
+_MOVE = 8192
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
+_DETACH = 2
+_CURRENT_FOLDER = -100  # AT_FDCWD
+_ALL_BELOW = 0x8000  # AT_RECURSIVE
 NOBODY = 65534
+# Mount point of the old root, until it is detached.
 _SCRATCH = "/.tmp"
-_PLACE = "/sys"  # mount point of the new root: never holds Python
+_ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
 
 
 def enter() -> None:
     """Enter new namespaces; the next forked process is the first of its own. OSError: not permitted here."""
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     if uid:
         _unshare(_ALL)
         _map(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
         return
     # Two users, since root reads Python's folders and programs run as another user. A helper that is still root outside
     # must write the map.
-    pid, (ready, go) = os.getpid(), os.pipe()
+    pid = os.getpid()
+    ready, go = os.pipe()
     helper = os.fork()
     if not helper:
         os.close(go)
         os.read(ready, 1)
-        both = f"0 0 1\n{NOBODY} {NOBODY} 1"
+        users = f"0 0 1\n{NOBODY} {NOBODY} 1"
         try:
-            _map(pid, both, both, "allow")
+            _map(pid, users, users, "allow")
         except OSError as error:
             os._exit(error.errno or 1)
         os._exit(0)
@@ -60,27 +72,27 @@ def new_root(readable: Iterable[str], links: dict[str, str]) -> None:
         OSError: a mount failed; with its target.
     """
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    _mount("tmpfs", _PLACE, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
+    _mount("tmpfs", _ROOT, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
     for path in readable:
-        target = _PLACE + path
+        target = _ROOT + path
         _make(target, os.path.isdir(path))
         _mount(path, target, None, _BIND | _RECURSIVE)
         flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
-        call("mount_setattr", _HERE, target.encode(), _ALL_BELOW, struct.pack("QQQQ", flags, 0, 0, 0), 32)
+        call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, struct.pack("QQQQ", flags, 0, 0, 0), 32)
     for folder in ("/tmp", _SCRATCH, "/proc"):
-        os.makedirs(_PLACE + folder, exist_ok=True)
+        os.makedirs(_ROOT + folder, exist_ok=True)
     for link, target in links.items():
-        _link(target, _PLACE + link)
+        _link(target, _ROOT + link)
     # The kernel permits a program's own /proc only if a full one is mounted already.
-    mount_proc(f"{_PLACE}/proc")
-    call("mount_setattr", _HERE, _PLACE.encode(), 0, struct.pack("QQQQ", _READ_ONLY, 0, 0, 0), 32)
-    os.chdir(_PLACE)
+    mount_proc(f"{_ROOT}/proc")
+    call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, struct.pack("QQQQ", _READ_ONLY, 0, 0, 0), 32)
+    os.chdir(_ROOT)
     call("pivot_root", b".", b".")
-    checked(libc.umount2(b".", _DETACH), "umount")
+    check(libc.umount2(b".", _DETACH), "umount")
     os.chdir("/")
 
 
-def own_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> None:
+def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> None:
     """Mount a private /tmp and, if permitted, /proc for this process, the first of its namespace.
 
     Args:
@@ -115,14 +127,14 @@ def _link(target: str, link: str) -> None:
         os.symlink(target, link)
 
 
-def mount_proc(place: str, settings: str | None = None) -> None:
-    """Not permitted in containers that mask parts of /proc: programs run without one."""
+def mount_proc(target: str, settings: str | None = None) -> None:
+    """Mount /proc. Containers that mask parts of it do not permit that: programs then run without one."""
     with suppress(PermissionError):
-        _mount("proc", place, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
+        _mount("proc", target, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
 
 
-def _unshare(what: int) -> None:
-    checked(libc.unshare(what), "unshare (new namespaces)")
+def _unshare(kinds: int) -> None:
+    check(libc.unshare(kinds), "unshare (new namespaces)")
 
 
 def _map(pid: int, users: str, groups: str, setgroups: str) -> None:
@@ -133,4 +145,4 @@ def _map(pid: int, users: str, groups: str, setgroups: str) -> None:
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
     words = [None if text is None else text.encode() for text in (source, target, kind, settings)]
-    checked(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+    check(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")

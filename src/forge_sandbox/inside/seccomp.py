@@ -6,10 +6,10 @@ import ctypes
 import errno
 import struct
 
-from .syscalls import MACHINE, checked, libc, number
+from .syscalls import MACHINE, check, libc, number
 
 _DENIED = (
-    # sockets; a pair of connected ones is let through below
+    # sockets; a pair of connected ones is permitted below
     *("socket", "connect", "bind", "listen", "accept", "accept4", "sendmmsg"),
     # other processes
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd"),
@@ -34,16 +34,19 @@ _DENIED = (
     *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
 )
 # Landlock does not restrict file modes, owners, times, attributes and watches.
-_OF_FILES = (
+_FILE_CALLS = (
     *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
     *("utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr", "truncate"),
 )
-_OF_PROCESSES = ("fork", "vfork", "execve", "execveat")
+# A program is one process, unless the settings allow more.
+_PROCESS_CALLS = ("fork", "vfork", "execve", "execveat")
 # ENOSYS: callers of clone3 fall back to clone; io_uring would bypass this filter.
-_UNKNOWN = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
+_UNIMPLEMENTED = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
 _NEWEST = 449  # futex_waitv; later system calls are unknown here
 
+# Numbers of system calls differ between architectures: a filter holds for one of them.
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# The bit of system calls of the x32 interface, which would have other numbers.
 _X32 = 0x40000000
 _NEW_NAMESPACES, _THREAD = 0x7E020080, 0x10000
 _UNIX, _STREAM = 1, 1
@@ -64,12 +67,14 @@ def _argument(index: int) -> Instruction:
 
 
 def program(*, forks: bool, only: int | None = None) -> bytes:
-    """The filter as BPF code.
+    """Return the filter as BPF code.
 
     Args:
         forks: may start processes and execute files.
         only: the only process it may signal; None if isolated by namespaces, files included.
     """
+    # First of all the architecture: the numbers below are those of one. Calls by the 32-bit numbers of x32 end the
+    # process.
     code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)]
     code += [(_LOAD, 0, 0, 0)]
     if MACHINE == "x86_64":
@@ -77,22 +82,23 @@ def program(*, forks: bool, only: int | None = None) -> bytes:
     code += [(_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
 
     def rule(name: str, *then: Instruction) -> None:
-        """Instructions for one call; the last must return."""
-        if (known := number(name)) is not None:
-            code.extend([(_EQUAL, 0, len(then), known), *then])
+        """Add instructions for one call; the last must return."""
+        call_number = number(name)
+        if call_number is not None:
+            code.extend([(_EQUAL, 0, len(then), call_number), *then])
 
     def only_if(name: str, index: int, value: int) -> None:
         rule(name, _argument(index), (_EQUAL, 1, 0, value), _DENY, _PERMIT)
 
     def unless(name: str, index: int, *values: int) -> None:
-        left = range(len(values), 0, -1)  # jumps to the last instruction
-        tests = [(_EQUAL, jump, 0, value) for jump, value in zip(left, values, strict=True)]
+        jumps = range(len(values), 0, -1)  # jumps to the last instruction
+        tests = [(_EQUAL, jump, 0, value) for jump, value in zip(jumps, values, strict=True)]
         rule(name, _argument(index), *tests, _PERMIT, _DENY)
 
-    denied = [*_DENIED, *(_OF_FILES if only is not None else ()), *(() if forks else _OF_PROCESSES)]
+    denied = [*_DENIED, *(_FILE_CALLS if only is not None else ()), *(() if forks else _PROCESS_CALLS)]
     for name in denied:
         rule(name, _DENY)
-    for name in _UNKNOWN:
+    for name in _UNIMPLEMENTED:
         rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
     only_if("prlimit64", 0, 0)
     # Stream pairs only: a datagram socket could send to any address.
@@ -118,5 +124,5 @@ class _Filter(ctypes.Structure):
 def install(code: bytes) -> None:
     """Apply the filter to this process and its children, irreversibly. OSError: rejected by the kernel."""
     buffer = ctypes.create_string_buffer(code, len(code))
-    given = _Filter(len(code) // 8, ctypes.addressof(buffer))
-    checked(libc.prctl(22, ctypes.c_long(2), ctypes.byref(given), 0, 0), "seccomp")
+    filter_code = _Filter(len(code) // 8, ctypes.addressof(buffer))
+    check(libc.prctl(22, ctypes.c_long(2), ctypes.byref(filter_code), 0, 0), "seccomp")

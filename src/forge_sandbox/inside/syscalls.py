@@ -42,6 +42,7 @@ syslog 103 116 | tgkill 234 131 | tkill 200 130 | truncate 76 45 | umount2 166 3
 uselib 134 - | userfaultfd 323 282 | ustat 136 - | utime 132 - | utimensat 280 88 | utimes 235 - | vfork 58 -
 vhangup 153 58 | vmsplice 278 75
 """
+# Numbers on x86-64 and on ARM64; None: this architecture has no such call.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     name: (None if x86 == "-" else int(x86), None if arm == "-" else int(arm))
     for name, x86, arm in (row.split() for row in _TABLE.replace("\n", "|").split("|") if row)
@@ -49,22 +50,22 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 
 
 def number(name: str) -> int | None:
-    """The number of a system call; None if this machine lacks it."""
+    """Return the number of a system call; None if this machine lacks it."""
     return _NUMBERS[name][MACHINE == "aarch64"]
 
 
 def call(name: str, *arguments: int | bytes | None) -> int:
     """Make a system call. OSError: it failed, with its name."""
     # ctypes passes bare integers as 32 bits.
-    given = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
-    return checked(libc.syscall(ctypes.c_long(number(name) or -1), *given), name)
+    converted = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
+    return check(libc.syscall(ctypes.c_long(number(name) or -1), *converted), name)
 
 
-def checked(result: int, what: str) -> int:
-    """The result of a C library call. OSError: it is negative."""
+def check(result: int, name: str) -> int:
+    """Return the result of a C library call. OSError: it is negative."""
     if result < 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"{what}: {os.strerror(error)}")
+        raise OSError(error, f"{name}: {os.strerror(error)}")
     return result
 
 
@@ -74,5 +75,5 @@ def prctl(option: int, value: int = 0) -> int:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends. Reset by a change of the user and by executing a privileged file."""
+    """Have this process killed when its parent ends. A change of the user and executing a privileged file reset it."""
     prctl(1, 9)

@@ -1,4 +1,4 @@
-"""Messages: length, JSON header, and bodies of bytes with the sizes in the header."""
+"""Messages: length, JSON header, and bodies of bytes with their sizes in the header."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+Header = dict[str, Any]
+Settings = dict[str, Any]  # of a sandbox
 
-def pack(header: dict[str, Any], *bodies: bytes) -> bytes:
-    """A message: the length of a JSON header, the header with the lengths of the bodies, the bodies."""
+
+def pack(header: Header, *bodies: bytes) -> bytes:
+    """Encode a message: the length of a JSON header, the header with the lengths of the bodies, the bodies."""
     text = json.dumps([header, [len(body) for body in bodies]]).encode()
     return b"".join([struct.pack("I", len(text)), text, *bodies])
 
 
-def unpack(read: Callable[[int], bytes]) -> tuple[dict[str, Any], list[bytes]]:
+def unpack(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:
     """Read the next message.
 
     Args:

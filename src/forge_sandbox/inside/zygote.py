@@ -1,6 +1,6 @@
-"""The process that keepers are forked from: a fresh interpreter with an empty environment.
+"""Zygote: the process that keepers are forked from, a fresh interpreter with an empty environment.
 
-It reads no requests, so that programs cannot find them in their memory: each is read by its keeper.
+It reads no requests, so that programs cannot find them in their memory: each keeper reads its own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import select
 import signal
 import socket
 import sys
-from typing import Any
 
 from . import keeper, limits, namespaces, wire
-from .place import Place, prepare
-from .syscalls import checked, die_with_parent, libc
+from .jail import Jail, prepare
+from .syscalls import check, die_with_parent, libc
+from .wire import Settings
 
 # Imported once, not by each program.
 _PRELOADED = (
@@ -24,16 +24,16 @@ _PRELOADED = (
     *("copy", "datetime", "decimal", "fractions", "statistics", "typing", "dataclasses", "enum", "io", "textwrap"),
     *("contextlib", "abc", "array", "queue", "threading", "traceback", "linecache", "time", "hashlib", "struct"),
 )
-_LOOK = 1.0  # seconds between checks that the parent is alive
+_CHECK_INTERVAL = 1.0  # seconds between checks that the parent is alive
 
 
-def main(control: int, settings: dict[str, Any], modules: dict[str, str]) -> None:
+def main(control: int, settings: Settings, modules: dict[str, str]) -> None:
     """Serve requests until the socket is closed."""
     os.set_inheritable(control, False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     try:
-        limits.look_from_here()
+        limits.open_proc()
         if settings["level"] == "namespaces":
             namespaces.enter()
         _guard(control)
@@ -53,16 +53,16 @@ def _guard(control: int) -> None:
         return
     os.close(control)
     exited = os.pidfd_open(child)
-    while not select.select([exited], [], [], _LOOK)[0]:
+    while not select.select([exited], [], [], _CHECK_INTERVAL)[0]:
         if os.getppid() != parent:
             os.kill(child, signal.SIGKILL)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 
 
-def _serve(control: int, settings: dict[str, Any], modules: dict[str, str]) -> None:
+def _serve(control: int, settings: Settings, modules: dict[str, str]) -> None:
     sys.path.extend(settings["path"])
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY) if settings["level"] == "namespaces" else None
-    place = prepare(settings)
+    namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if settings["level"] == "namespaces" else None
+    jail = prepare(settings)
     die_with_parent()  # reset by the change of the user
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     for name in (*_PRELOADED, *settings["imports"]):
@@ -72,22 +72,22 @@ def _serve(control: int, settings: dict[str, Any], modules: dict[str, str]) -> N
     with socket.socket(fileno=control) as requests:
         requests.sendall(wire.pack({}))
         while requests.recv(1, socket.MSG_PEEK):
-            status = _fork_keeper(control, settings, place, modules, own)
+            status = _fork_keeper(control, settings, jail, modules, namespace)
             if status:
                 raise OSError(f"the process above a program ended with {os.waitstatus_to_exitcode(status)}")
             requests.sendall(wire.pack({"over": True}))
 
 
-def _fork_keeper(control: int, settings: dict[str, Any], place: Place, modules: dict[str, str], own: int | None) -> int:
-    """Its exit status, as by `waitpid`. With it ends everything in its namespace."""
-    if own is not None:
-        checked(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
+def _fork_keeper(control: int, settings: Settings, jail: Jail, modules: dict[str, str], namespace: int | None) -> int:
+    """Fork a keeper; return its exit status, as by `waitpid`. All processes in its namespace end with it."""
+    if namespace is not None:
+        check(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
     pid = os.fork()
     if not pid:
         status = 1
         try:
             die_with_parent()
-            keeper.keep(control, settings, place, modules)
+            keeper.keep(control, settings, jail, modules)
             status = 0
         except EOFError:  # the socket is closed
             status = 0
@@ -95,6 +95,6 @@ def _fork_keeper(control: int, settings: dict[str, Any], place: Place, modules: 
             os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))
         finally:
             os._exit(status)
-    if own is not None:
-        checked(libc.setns(own, namespaces.NEW_PID), "setns (processes)")
+    if namespace is not None:
+        check(libc.setns(namespace, namespaces.NEW_PID), "setns (processes)")
     return os.waitpid(pid, 0)[1]

@@ -7,7 +7,7 @@ import pytest
 from forge.envs import Action
 
 pytest.importorskip("reasoning_gym")
-from forge_envs.reasoning_gym import WRONG, ReasoningGymEnvironment
+from forge_envs.reasoning_gym import UNRELIABLE, ReasoningGymEnvironment
 
 
 def answered(env, answer=None, task=None, seed=0):
@@ -45,7 +45,7 @@ def test_the_payload_alone_and_a_part_of_the_answer():
     assert answered(env, f"answer: {word[::-1]}", task=0)[1].reward == 1.0
 
 
-@pytest.mark.parametrize("family", [*WRONG, "basic_arithmetic"])
+@pytest.mark.parametrize("family", [*UNRELIABLE, "basic_arithmetic"])
 def test_families_that_score_wrong_answers_are_off(family):
     with pytest.raises(ValueError, match=f"{family} is off: .*allow_wrong=True"):
         ReasoningGymEnvironment(family)

@@ -143,7 +143,7 @@ def test_a_server_that_still_loads_is_waited_for():
 
 
 def test_a_port_at_which_another_server_listens(monkeypatch):
-    monkeypatch.setattr("forge_envs.openenv.launch._LEAVING", 0.1)
+    monkeypatch.setattr("forge_envs.openenv.launch._PORT_PATIENCE", 0.1)
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()

@@ -355,7 +355,7 @@ def test_settings_that_cannot_be(settings):
 
 
 def test_silent_sockets_hold_no_session(monkeypatch):
-    monkeypatch.setattr("forge_envs.openenv.server.FIRST", 0.5)
+    monkeypatch.setattr("forge_envs.openenv.server.FIRST_MESSAGE_LIMIT", 0.5)
 
     async def main():
         async with serve(Counting, max_sessions=2) as url, aiohttp.ClientSession() as http:

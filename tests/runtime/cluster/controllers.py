@@ -76,7 +76,7 @@ def say(event: str, **values: Any) -> None:
 
 def hosts_of() -> list[Machine]:
     """The hosts that are up."""
-    pool = runtime().pool
+    pool = runtime().placement.pool
     assert pool is not None
     return pool.machines
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from forge.cli import main
 from forge.runtime.cluster.kubernetes import KubernetesJob
-from forge.runtime.cluster.pool import addresses
+from forge.runtime.cluster.pool import parse_addresses
 from forge.runtime.cluster.skypilot import task
 from forge.runtime.cluster.slurm import SlurmJob
 from forge.runtime.cluster.ssh import workers
@@ -332,7 +332,7 @@ def test_a_rank_of_torchrun_is_one_host_of_the_run(text: str):
         assert "rank 1" in fault
         return
     assert variables == {"HOME": "/nowhere", "FORGE_HOSTS": f"node1:7070,{text}", "FORGE_EXPECT_HOSTS": "2"}
-    assert addresses(variables["FORGE_HOSTS"]) == ["node1:7070", text]
+    assert parse_addresses(variables["FORGE_HOSTS"]) == ["node1:7070", text]
 
 
 @pytest.mark.processes

@@ -249,7 +249,7 @@ def test_a_service_can_be_called_from_inside_another_actor():
 def test_hosts_are_processes_of_their_own_and_come_back():
     async def main():
         service = await Counter.options(num_replicas=2, hosts=2).as_service()
-        hosts = [host for hosts in runtime().hosts["counter"] for host in hosts.pids()]
+        hosts = [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
         assert len(hosts) == 2
         lost = pids_of(service)[0]
         waiting = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(6)]
@@ -260,7 +260,7 @@ def test_hosts_are_processes_of_their_own_and_come_back():
         assert service.status().restarts == 1
         assert gone_within([hosts[0], lost], 10)
         assert len(await service.where.fanout()) == 2
-        return [host for hosts in runtime().hosts["counter"] for host in hosts.pids()]
+        return [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
 
     assert gone_within(run(main()), 10)
 
@@ -270,7 +270,7 @@ def test_a_replica_spans_its_hosts():
     async def main():
         actor = await Counter.options(procs=2, hosts=2).as_actor()
         assert [place for place, _ in await actor.where.call()] == ["counter[0] rank 0", "counter[0] rank 1"]
-        hosts = [host for hosts in runtime().hosts["counter"] for host in hosts.pids()]
+        hosts = [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
         os.kill(hosts[1], signal.SIGKILL)
         await asyncio.sleep(0.5)
         assert await actor.add.call(1) == [1, 1]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.runtime.controller import ReplicaDied
-from forge.runtime.controller.load_balancer import ISOLATION, LINE_PATIENCE, LoadBalancer
-from forge.runtime.controller.replica import suspects
+from forge.runtime.controller.load_balancer import ISOLATION, QUEUE_PATIENCE, LoadBalancer
+from forge.runtime.controller.replica import find_suspects
 from forge.runtime.controller.request import Request
 from forge.runtime.controller.routers import PrefixAffine, RoundRobin, least_loaded, resolve_router
 
@@ -43,8 +43,8 @@ class Place:
     def has_line_for(self, request):
         return False
 
-    def isolated(self, now, within, patience):
-        return sum(request.isolated(now, within, patience) for request in self.requests)
+    def isolated_requests(self, now, isolation, patience):
+        return sum(request.needs_isolation(now, isolation, patience) for request in self.requests)
 
 
 def request(*args, session=None, limit=60.0):
@@ -217,7 +217,7 @@ def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed
                     await asyncio.sleep(0)
                     if number == killer and place.alive:
                         deaths += 1
-                        place.alive, place.suspects = False, suspects([place], time.monotonic())
+                        place.alive, place.suspects = False, find_suspects([place], time.monotonic())
                         balancer.leave(place)
                         balancer.join(Place(place.index))
                     if not place.alive:
@@ -227,7 +227,7 @@ def test_of_a_crowd_that_saw_a_death_only_the_killer_is_ever_alone_with_one(seed
                     return "answered"
                 if r.deaths and place.suspects == {r}:
                     return "killer"
-                r.saw_death(time.monotonic(), len(place.suspects))
+                r.record_death(time.monotonic(), len(place.suspects))
 
         results = await asyncio.wait_for(asyncio.gather(*map(call, range(crowd))), 20)
         assert results[killer] == "killer"
@@ -243,21 +243,21 @@ def test_a_killer_does_not_start_when_one_that_only_waits_would_be_accused_with_
     waiting = request()
     waiting.send()
     waiting.began = waiting.sent
-    waiting.saw_death(waiting.sent + age, 2)
+    waiting.record_death(waiting.sent + age, 2)
     moments = (waiting.sent + tenth / 10 for tenth in range(200))
-    start = next(now for now in moments if not waiting.isolated(now, ISOLATION, LINE_PATIENCE))
+    start = next(now for now in moments if not waiting.needs_isolation(now, ISOLATION, QUEUE_PATIENCE))
     assert start - waiting.sent >= min(ISOLATION, age)
-    assert not waiting.accused(start + needs)
+    assert not waiting.is_accused(start + needs)
 
 
 def test_one_that_is_old_when_it_kills_is_not_waited_for():
     waiting = request()
     waiting.send()
     waiting.began = waiting.sent
-    waiting.saw_death(waiting.sent + 3600.0, 2)
-    assert waiting.isolated(waiting.sent + 0.9, ISOLATION, LINE_PATIENCE)
-    assert not waiting.isolated(waiting.sent + 1.1, ISOLATION, LINE_PATIENCE)
-    assert not waiting.isolated(waiting.sent + 3600.0, ISOLATION, LINE_PATIENCE)
+    waiting.record_death(waiting.sent + 3600.0, 2)
+    assert waiting.needs_isolation(waiting.sent + 0.9, ISOLATION, QUEUE_PATIENCE)
+    assert not waiting.needs_isolation(waiting.sent + 1.1, ISOLATION, QUEUE_PATIENCE)
+    assert not waiting.needs_isolation(waiting.sent + 3600.0, ISOLATION, QUEUE_PATIENCE)
 
 
 def test_a_closed_dispatcher_answers_everyone():

@@ -54,7 +54,7 @@ def test_a_component_that_was_written_for_monarch():
         service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
         assert await service.add.fanout(2) == [3, 3]
         assert len({*await service.where.fanout(), os.getpid()}) == 3
-        with pytest.raises(TypeError, match=r"from_monarch.add runs in a process of its own: write `await .*\.route"):
+        with pytest.raises(TypeError, match=r"from_monarch.add runs in another process: write `await .*\.route"):
             service.add(1)
         with pytest.raises(AttributeError, match="no endpoint 'setup'"):
             service.setup  # noqa: B018

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.runtime.store import IncompleteVersion, Ranks, VersionStore
-from forge.runtime.store.transfer import Part
+from forge.runtime.store.transfer import RankPart
 from forge.system.boxes import local_boxes
 
 pytestmark = pytest.mark.processes
@@ -54,7 +54,7 @@ def put(store: VersionStore, key: str, full: torch.Tensor, layout: Layout, dtype
     for rank in range(world):
         with rank_of(rank, world):
             value = {"w": spread(full, layout), "plain": full}
-            part = Part.of(key, value, 1, dtype, Ranks(rank, world, group))
+            part = RankPart.of_value(key, value, 1, dtype, Ranks(rank, world, group))
             parts.append(replace(part, blocks=()) if rank in lost else part)
     with ThreadPoolExecutor(world) as threads:
         assert set(threads.map(lambda part: store.put_part(part, 20.0), parts)) == {1}

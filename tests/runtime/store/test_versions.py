@@ -196,7 +196,7 @@ def test_the_same_values_in_another_layout_are_another_version():
 
     one, two = manifest(Box((0,), (4,))), manifest(Box((0,), (2,)), Box((2,), (2,)))
     assert one.digest != two.digest
-    assert one.difference(two) is None
+    assert one.first_difference(two) is None
 
 
 def test_keys(store: VersionStore):
@@ -238,7 +238,7 @@ def test_flipped_bytes_are_found(store: VersionStore):
 
 
 def test_lost_memory_is_said(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("forge.runtime.store.versions.SETTLING", 0.05)
+    monkeypatch.setattr("forge.runtime.store.versions.SETTLE_TIMEOUT", 0.05)
     store.put("policy", torch.ones(10))
     (segment,) = store.manifest("policy", 1).segments
     (store.root / "segments" / segment).unlink()
@@ -264,7 +264,7 @@ def test_identities_outlast_their_versions(store: VersionStore):
         digests.append(store.manifest("policy", version).digest)
     assert len(set(digests)) == 6
     assert store.identities("policy") == {version: {digest} for version, digest in enumerate(digests)}
-    assert store.manifest("policy", 1).difference(store.manifest("policy", 5)) == "w"
+    assert store.manifest("policy", 1).first_difference(store.manifest("policy", 5)) == "w"
     store.adopt("policy", {5: {"before"}, -7: {"other"}})
     assert store.identities("policy")[5] == {digests[5], "before"}
 
@@ -342,12 +342,12 @@ def test_parts_of_versions_of_other_hosts_are_kept_as_long_as_versions_are(store
 def test_a_version_of_another_host_moves_with_those_who_put_it_again(store: VersionStore):
     shard = Shard("a", "uint8", (8,), Box((0,), (8,)), "x", 0, "checksum")
     manifest = Manifest("policy", 1, False, (shard,))
-    assert manifest.at("a:1").segments == {"x@a:1"}
-    assert manifest.at("a:1").at("b:2").segments == {"x@a:1"}
+    assert manifest.on_host("a:1").segments == {"x@a:1"}
+    assert manifest.on_host("a:1").on_host("b:2").segments == {"x@a:1"}
     assert manifest.extent("x") == 8
-    assert manifest.at("a:1").digest == manifest.digest
-    assert store.publish(manifest.at("a:1"), ts.Ranks(), 1.0) == 1
-    assert store.publish(manifest.at("b:2"), ts.Ranks(), 1.0) == 1
+    assert manifest.on_host("a:1").digest == manifest.digest
+    assert store.publish(manifest.on_host("a:1"), ts.Ranks(), 1.0) == 1
+    assert store.publish(manifest.on_host("b:2"), ts.Ranks(), 1.0) == 1
     assert store.manifest("policy", 1).segments == {"x@b:2"}
     other = Manifest("policy", 1, False, (Shard("a", "uint8", (8,), Box((0,), (8,)), "x@c:3", 0, "another"),))
     with pytest.raises(VersionConflict, match="with other values"):

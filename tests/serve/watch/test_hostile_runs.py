@@ -25,7 +25,7 @@ from forge.observability.runs import SERVED, rows, settings
 from forge.observability.summaries import last_values, planned, summary
 from forge.observability.trace import TRACE
 from forge.serve.watch import Watch
-from forge.serve.watch.server import VIEWS
+from forge.serve.watch.server import MAX_VIEWS
 from forge.serve.watch.views import RunView, plain
 from forge.system.web import bind
 
@@ -232,12 +232,12 @@ def test_messages_are_those_of_arrow(root: Path):
 
 
 def test_a_list_is_read_in_turns(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("forge.serve.watch.server.PATIENCE", -1.0)
+    monkeypatch.setattr("forge.serve.watch.server.LIST_TIMEOUT", -1.0)
     watch = Watch(root)
     assert [row["state"] for row in watch._runs(None)] == ["not read yet"] * 2
-    monkeypatch.setattr("forge.serve.watch.server.PATIENCE", 60.0)
+    monkeypatch.setattr("forge.serve.watch.server.LIST_TIMEOUT", 60.0)
     assert [row["step"] for row in watch._runs(None)] == [4, 4]
-    monkeypatch.setattr("forge.serve.watch.server.PATIENCE", -1.0)
+    monkeypatch.setattr("forge.serve.watch.server.LIST_TIMEOUT", -1.0)
     assert [row["step"] for row in watch._runs(None)] == [4, 4]
 
 
@@ -249,11 +249,11 @@ def test_a_run_has_one_view_however_it_is_spelled(root: Path):
 
 def test_few_views_are_kept(root: Path):
     watch = Watch(root)
-    for number in range(VIEWS + 4):
+    for number in range(MAX_VIEWS + 4):
         (root / f"run{number}").mkdir()
         (root / f"run{number}" / CONFIG).write_text("seed: 0")
         watch.view(f"run{number}")
-    assert len(watch._views) == VIEWS
+    assert len(watch._views) == MAX_VIEWS
 
 
 def test_a_folder_that_is_closed_hides_no_run(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -275,7 +275,7 @@ def test_a_large_file_is_read_in_turns(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(lines, "TURN", 1000)
     file, found, turns = Lines(path), list[Any](), 0
     while turns == 0 or file.behind:
-        found += file.more()
+        found += file.read()
         turns += 1
     assert [row["step"] for row in found] == list(range(1000))
     assert turns > 10

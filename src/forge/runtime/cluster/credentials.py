@@ -1,4 +1,4 @@
-"""Mutual TLS out of one shared secret.
+"""Mutual TLS from one shared secret.
 
 Every process that has the secret derives the same certificate authority from it and signs a certificate for itself.
 Nothing else has to be distributed: a launcher hands the secret to the machines of a run, and no other peer is accepted.
@@ -18,18 +18,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SECRET = "FORGE_SECRET"  # environment variable: the secret, or the path of a file that holds it
-SHORTEST = 32  # characters
-LIFETIME = datetime.timedelta(days=90)
+MIN_SECRET = 32  # characters: 128 bits as hexadecimal digits
+LIFETIME = datetime.timedelta(days=90)  # longer than a run; a new run makes new certificates
 SKEW = datetime.timedelta(days=1)  # clocks may differ by as much
-NAME = "forge"  # every certificate is valid for it: peers are known by the secret, not by their addresses
+NAME = "forge"  # every certificate is valid for it: the secret identifies peers, not their addresses
 
 
 class NoSecret(ValueError):
-    """There is no secret, or none that is kept well enough."""
+    """The secret is missing, too short, or readable by other users."""
 
 
 def read_secret() -> str | None:
-    """The secret that FORGE_SECRET gives, or names the file of: a path that begins with /, ./ or ~.
+    """Return the secret in FORGE_SECRET, or in the file that it names: a path that begins with /, ./ or ~.
 
     Raises:
         NoSecret: the file is missing or readable by other users, or the secret is too short.
@@ -37,6 +37,7 @@ def read_secret() -> str | None:
     secret = os.environ.get(SECRET)
     if not secret:
         return None
+    # A secret of hexadecimal digits never begins like a path.
     if secret.startswith(("/", "./", "~")):
         path = Path(secret).expanduser()
         try:
@@ -45,22 +46,23 @@ def read_secret() -> str | None:
             secret = path.read_text().strip()
         except OSError as error:
             raise NoSecret(f"{SECRET} names a file that could not be read: {path}: {error.strerror}") from None
-    if len(secret) < SHORTEST:
+    # The secret is the only protection of a port that starts programs.
+    if len(secret) < MIN_SECRET:
         raise NoSecret(
-            f"the secret has {len(secret)} characters, {SHORTEST} are needed: `openssl rand -hex 32` makes one"
+            f"the secret has {len(secret)} characters, {MIN_SECRET} are needed: `openssl rand -hex 32` makes one"
         )
     return secret
 
 
 def check_certificates() -> None:
-    """ImportError: the package cryptography is not installed."""
+    """Raise ImportError if the package cryptography is not installed."""
     if find_spec("cryptography") is None:
         raise ImportError("runs on several machines need certificates: pip install cryptography")
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Files of one process: the authority, its own certificate, and its private key."""
+    """Certificate files of one process: the authority, its certificate, and its private key."""
 
     ca: Path
     certificate: Path
@@ -73,7 +75,7 @@ class Credentials:
         """Write new credentials into a private folder.
 
         Args:
-            addresses: host names and IP addresses that this process is reached at.
+            addresses: host names and IP addresses of this process.
 
         Raises:
             ImportError: the package cryptography is not installed.
@@ -84,6 +86,8 @@ class Credentials:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+        # The authority's key is derived from the secret, so that every process has the same one; scrypt makes guessing
+        # a short secret slow. Any number from 1 to the order of the curve is a private key.
         curve = ec.SECP256R1()
         order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
         derived = hashlib.scrypt(secret.encode(), salt=b"torchforge cluster", n=2**14, r=8, p=1, dklen=48)
@@ -106,10 +110,12 @@ class Credentials:
                 .add_extension(identifier, critical=False)
             )
 
+        # What every process derives alike is the key: each writes a new certificate of the authority.
         root = certificate(issuer, authority.public_key(), True).add_extension(
             x509.KeyUsage(False, False, False, False, False, True, True, False, False), critical=True
         )
-        own = ec.generate_private_key(curve)
+        key = ec.generate_private_key(curve)
+        # All processes of a run answer to one name, wherever they are: the certificate proves the run, not the machine.
         names: list[x509.GeneralName] = [x509.DNSName(NAME), x509.DNSName("localhost")]
         for address in addresses:
             try:
@@ -118,28 +124,29 @@ class Credentials:
                 names.append(x509.DNSName(address))
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
         leaf = (
-            certificate(subject, own.public_key(), False)
+            certificate(subject, key.public_key(), False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
                 critical=False,
             )
         )
-        made = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
+        # Readable by this user alone: the key proves that a process belongs to the run.
+        credentials = cls(folder / "ca.pem", folder / "certificate.pem", folder / "key.pem")
         pem = serialization.Encoding.PEM
         private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         for path, text in {
-            made.ca: root.sign(authority, hashes.SHA256()).public_bytes(pem),
-            made.certificate: leaf.sign(authority, hashes.SHA256()).public_bytes(pem),
-            made.key: own.private_bytes(pem, *private),
+            credentials.ca: root.sign(authority, hashes.SHA256()).public_bytes(pem),
+            credentials.certificate: leaf.sign(authority, hashes.SHA256()).public_bytes(pem),
+            credentials.key: key.private_bytes(pem, *private),
         }.items():
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(text)
-        return made
+        return credentials
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Monarch's `tls://` transport reads."""
+        """Environment variables that Monarch's `tls://` transport reads."""
         return {
             "HYPERACTOR_TLS_CA": str(self.ca),
             "HYPERACTOR_TLS_CERT": str(self.certificate),
@@ -148,11 +155,11 @@ class Credentials:
 
     @classmethod
     def of_environment(cls) -> Credentials:
-        """The credentials that this process was started with."""
+        """Return the credentials that this process was started with."""
         return cls(*(Path(os.environ[f"HYPERACTOR_TLS_{part}"]) for part in ("CA", "CERT", "KEY")))
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """TLS 1.3 that accepts peers with a certificate of the same authority alone."""
+        """Create a TLS 1.3 context that accepts only peers with a certificate of the same authority."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED

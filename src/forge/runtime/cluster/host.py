@@ -1,4 +1,4 @@
-"""The daemon of a machine, `forge worker`: it starts Monarch workers for one controller at a time, and holds its lease.
+"""`forge worker`, the daemon of a machine: it starts Monarch workers for one controller at a time, under a lease.
 
 Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running for ever. Here they
 end within LEASE seconds: a run that has replaced them never hears from them again.
@@ -13,11 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
-from ...system.addresses import joined
+from ...system.addresses import join_address
 from ...system.scratch import Scratch, sweep
 from . import HOST, STORE
 from .credentials import SECRET, Credentials
@@ -25,80 +25,85 @@ from .inventory import Inventory
 from .listener import Listener
 from .process import Process, descends, stacks
 from .rendezvous import Boards
-from .wire import LEASE, HostError, connect, pipe, receive, send
+from .wire import LEASE, HostError, Json, Message, connect, pipe, receive, send
 
 log = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
-ENDING = LEASE - 0.5  # seconds that a controller waits for the end of the one before it
+HANDOVER_TIMEOUT = LEASE - 0.5  # seconds that a controller waits for the end of the one before it
 MEASURE_TIMEOUT = 60.0  # seconds for a measurement of bandwidth
 
 
 class Daemon:
-    """Of one machine.
+    """The `forge worker` daemon of one machine.
 
     Args:
-        gpus: what runs may use of its accelerators.
-        secret: who has it may run anything here as this user.
+        gpus: accelerators that runs may use.
+        secret: its holders may run any program as this user.
         address: the address that it listens at.
         once: end after the first run.
     """
 
     def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int, once: bool = False) -> None:
         self._once = once
-        self.gpus, self.address, self.port = gpus, address, port
+        self.gpus = gpus
+        self.address = address
+        self.port = port
         self._leaving = False
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._session: Session | None = None
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lease: HostLease | None = None
         self._boards = Boards()
-        self._held = ExitStack()
+        self._resources = ExitStack()
+        # Left behind by an earlier daemon that was killed.
         sweep()
         scratch = Scratch("forge-run-")
-        self._held.callback(scratch.close)
+        self._resources.callback(scratch.close)
         names = {socket.gethostname(), address}
         self.credentials = Credentials.make(secret, scratch.path, names)
 
     def leave(self) -> bool:
-        """Tell the run that this machine will be taken away; whether there is one."""
+        """Announce to the run that this machine will be taken away; return whether there is a run."""
         self._leaving = True
-        if self._session is not None:
-            self._session.leave()
-        return self._session is not None
+        if self._lease is not None:
+            self._lease.announce_leaving()
+        return self._lease is not None
 
-    async def gone(self) -> None:
-        """Return when no run holds this machine."""
-        if self._session is not None:
-            await self._session.closed.wait()
+    async def released(self) -> None:
+        """Wait until no run leases this machine."""
+        if self._lease is not None:
+            await self._lease.closed.wait()
 
-    async def serve(self, ready: Any = None) -> None:
+    async def serve(self, ready: Callable[[int], object] | None = None) -> None:
         """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
         listener = Listener(self.address, self.port, self.credentials.context(server=True), self._serve_one)
         self.port = listener.port
         serving = asyncio.ensure_future(listener.serve())
-        with self._held:
+        with self._resources:
             try:
                 if ready is not None:
                     ready(self.port)
-                await self._over
+                await self._finished
             finally:
-                if self._session is not None:
-                    await self._session.close()
+                if self._lease is not None:
+                    await self._lease.close()
                 serving.cancel()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = joined(*(writer.get_extra_info("peername") or ("?", 0))[:2])  # it may have gone already
+        peer = join_address(
+            *(writer.get_extra_info("peername") or ("?", 0))[:2]
+        )  # unknown if it has closed the connection
         try:
             message = await receive(reader)
             match message and message.get("do"):
                 case "describe":
-                    held = self._session.holder if self._session else None
-                    send(writer, {"ok": {**Inventory.of_this_machine(self.gpus).to_dict(), "held_by": held}})
+                    description = {**self._describe(), "held_by": self._lease.holder if self._lease else None}
+                    send(writer, {"ok": description})
                 case "hold":
-                    await self._hold(message or {}, reader, writer)
+                    await self._serve_controller(message or {}, reader, writer)
                 case "board":
                     await self._boards.serve(reader, writer)
                 case "sees":
-                    send(writer, {"ok": await asyncio.to_thread(_sees, message["path"], message["content"])})  # type: ignore[index]
+                    send(writer, {"ok": await asyncio.to_thread(_file_has, message["path"], message["content"])})  # type: ignore[index]
                 case "sink":
                     await asyncio.wait_for(reader.readexactly(int(message["bytes"])), MEASURE_TIMEOUT)  # type: ignore[index]
                     send(writer, {"ok": True})
@@ -108,60 +113,67 @@ class Daemon:
                     return await self._forward(int(message["port"]), reader, writer)  # type: ignore[index]
                 case None:
                     pass
-                case other:
-                    send(writer, {"error": f"unknown request {other!r}: is another version of forge there?"})
+                case unknown:
+                    send(writer, {"error": f"unknown request {unknown!r}: is another version of forge there?"})
             await writer.drain()
+        # A peer's error is logged and sent back: a daemon serves runs for months and must survive all of them.
         except (TimeoutError, ValueError, KeyError, OSError, HostError, EOFError) as error:
             log.warning("%s: %s: %s", peer, type(error).__name__, error)
             send(writer, {"error": f"{type(error).__name__}: {error}"})
         finally:
             writer.close()
 
-    async def _hold(self, message: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _describe(self) -> dict[str, Json]:
+        return Inventory.of_this_machine(self.gpus).to_dict()
+
+    async def _serve_controller(
+        self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serve one controller until its connection is closed, or silent for LEASE seconds."""
         if self._leaving:
             send(writer, {"error": "it is being taken away"})
             return
-        if self._session is not None:  # perhaps one that is just ending
+        if self._lease is not None:  # perhaps one that is just ending
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._session.closed.wait(), ENDING)
-        if self._session is not None:
-            send(writer, {"error": f"it is held by {self._session.holder}: end that run, or wait for its end"})
+                await asyncio.wait_for(self._lease.closed.wait(), HANDOVER_TIMEOUT)
+        if self._lease is not None:
+            send(writer, {"error": f"it is held by {self._lease.holder}: end that run, or wait for its end"})
             return
         folder = message["folder"]
         if not os.path.isdir(folder):  # noqa: ASYNC240
             send(writer, {"error": f"it has no folder {folder}, in which the run was started: share it, or copy it"})
             return
-        own = writer.get_extra_info("sockname")[:2]
-        self._session = session = Session(message["who"], folder, message["environment"], own, self.credentials, writer)
-        log.info("held by %s", session.holder)
-        ended = "it closed the connection"
+        # The address that the controller reached is the one that other hosts of the run reach, too.
+        address = writer.get_extra_info("sockname")[:2]
+        lease = HostLease(message["who"], folder, message["environment"], address, self.credentials, writer)
+        self._lease = lease
+        log.info("held by %s", lease.holder)
+        reason = "it closed the connection"
         try:
-            send(
-                writer, {"ok": {**Inventory.of_this_machine(self.gpus).to_dict(), "held_by": None, "at": joined(*own)}}
-            )
+            send(writer, {"ok": {**self._describe(), "held_by": None, "at": join_address(*address)}})
             while (request := await receive(reader)) is not None:
-                await session.take(request)
+                await lease.handle(request)
         except TimeoutError:
-            ended = f"it was silent for {LEASE:g} s"
+            reason = f"it was silent for {LEASE:g} s"
         except OSError as error:
-            ended = f"the connection was lost ({error})"
+            reason = f"the connection was lost ({error})"
         finally:
-            count = len(session.workers)
-            await session.close()
-            self._session = None
-            if self._once and not self._over.done():
-                self._over.set_result(None)
-            log.info("%s has gone: %s; %d workers of it were killed", session.holder, ended, count)
+            count = len(lease.workers)
+            await lease.close()
+            self._lease = None
+            if self._once and not self._finished.done():
+                self._finished.set_result(None)
+            log.info("%s has gone: %s; %d workers of it were killed", lease.holder, reason, count)
 
     async def _measure(self, peer: str, size: int) -> float:
-        """Seconds to send so many bytes to another host."""
+        """Return the seconds to send `size` bytes to another host."""
         reader, writer = await connect(peer, self.credentials)
         try:
             began = time.monotonic()
             send(writer, {"do": "sink", "bytes": size})
             block = bytes(1 << 20)
             for _ in range(size // len(block)):
+                # A pause after each block, so that the loop serves its runs during the measurement.
                 writer.write(block)
                 await writer.drain()
             if await receive(reader, MEASURE_TIMEOUT) is None:
@@ -172,17 +184,17 @@ class Daemon:
 
     async def _forward(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a peer with a port of this machine's loopback, where a rank of the run listens."""
-        if self._session is None:
+        if self._lease is None:
             raise HostError("there is no run on this host")
-        there, out = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pipe(reader, out), pipe(there, writer))
+        rank_reader, rank_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pipe(reader, rank_writer), pipe(rank_reader, writer))
 
 
-class Session:
-    """A controller's hold on this machine: its workers and the processes that it watches.
+class HostLease:
+    """A controller's lease of this machine: its workers and the processes that it watches.
 
     Args:
-        own: the address and port of this daemon that the controller has reached.
+        address: the address and port of this daemon that the controller has reached.
     """
 
     def __init__(
@@ -190,29 +202,33 @@ class Session:
         holder: str,
         folder: str,
         environment: dict[str, str],
-        own: tuple[str, int],
+        address: tuple[str, int],
         credentials: Credentials,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.holder, self.folder, self.own = holder, folder, own
+        self.holder = holder
+        self.folder = folder
+        self.address = address
         self.workers: dict[str, subprocess.Popen] = {}
-        self._environment, self._credentials, self._writer = environment, credentials, writer
+        self._environment = environment
+        self._credentials = credentials
+        self._writer = writer
         self._watched: dict[int, Process] = {}
-        self._working: set[asyncio.Task] = set()
+        self._requests: set[asyncio.Task] = set()
         self.closed = asyncio.Event()
         self._scratch = Scratch("forge-run-")
         self._store = Scratch("forge-weights-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
-    def leave(self) -> None:
-        """Tell the controller that this machine will be taken away."""
+    def announce_leaving(self) -> None:
+        """Announce to the controller that this machine will be taken away."""
         send(self._writer, {"event": "leaving"})
 
-    async def take(self, request: dict[str, Any]) -> None:
-        """Do what a message asks for; the answer is sent when it is there."""
+    async def handle(self, request: Message) -> None:
+        """Do what a message asks for; its answer is sent once it is ready."""
         match request["do"]:
             case "beat":
                 for worker in self.workers.values():
-                    with suppress(BrokenPipeError):  # it has ended, and is reported below
+                    with suppress(BrokenPipeError):  # it ended, which is reported below
                         assert worker.stdin is not None
                         worker.stdin.write(b"\n")
                 for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
@@ -221,54 +237,60 @@ class Session:
                 send(self._writer, {"event": "beat"})
             case _:
                 task = asyncio.get_running_loop().create_task(self._answer(request))
-                self._working.add(task)
-                task.add_done_callback(self._working.discard)
+                self._requests.add(task)
+                task.add_done_callback(self._requests.discard)
 
-    async def _answer(self, request: dict[str, Any]) -> None:
+    async def _answer(self, request: Message) -> None:
         try:
-            answer = {"ok": await self._do(request["do"], request)}
+            reply = {"ok": await self._do(request["do"], request)}
         except (OSError, ValueError, KeyError, HostError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        send(self._writer, {"id": request["id"], **answer})
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        send(self._writer, {"id": request["id"], **reply})
 
-    async def _do(self, what: str, request: dict[str, Any]) -> Any:
-        match what:
+    async def _do(self, action: str, request: Message) -> Json:
+        match action:
             case "start":
                 return await self._start(request["identity"])
             case "stop":
-                if (worker := self.workers.pop(request["worker"], None)) is not None:
+                # Unknown workers have already ended: a request may cross the message about it.
+                worker = self.workers.pop(request["worker"], None)
+                if worker is not None:
                     worker.kill()
                     await asyncio.to_thread(worker.wait)
                 return None
             case "watch":
                 pid = int(request["pid"])
+                # Only processes of the run may be watched, and therefore killed, through this daemon.
                 if not any(descends(pid, worker.pid) for worker in self.workers.values()):
                     send(self._writer, {"event": "ended", "pid": pid})
                 elif pid not in self._watched:
                     self._watched[pid] = Process(pid, lambda: self._ended(pid))
                 return None
             case "kill":
-                if (process := self._watched.get(int(request["pid"]))) is not None:
+                process = self._watched.get(int(request["pid"]))
+                if process is not None:
                     process.kill()
                 return None
             case "stacks":
                 process = self._watched.get(int(request["pid"]))
                 return "  (it has ended)" if process is None else await stacks(process.pid)
-            case other:
-                raise ValueError(f"unknown request {other!r}: is another version of forge there?")
+            case unknown:
+                raise ValueError(f"unknown request {unknown!r}: is another version of forge there?")
 
     def _ended(self, pid: int) -> None:
         self._watched.pop(pid, None)
         send(self._writer, {"event": "ended", "pid": pid})
 
     async def _start(self, identity: str) -> str:
-        """Start a worker; returns its Monarch address once it listens."""
-        family = socket.AF_INET6 if ":" in self.own[0] else socket.AF_INET
-        with socket.create_server((self.own[0], 0), family=family) as probe:
+        """Start a worker; return its Monarch address once it listens."""
+        host, _ = self.address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as probe:
             port = probe.getsockname()[1]
-        # A new identity and a new port: a controller that has lost a worker can attach to no other one in its place.
-        address = f"{identity}@tls://{joined(self.own[0], port)}"
-        self.workers[address] = worker = self._spawn(address)
+        # A new identity and a new port: a controller that has lost a worker cannot attach to another one in its place.
+        address = f"{identity}@tls://{join_address(host, port)}"
+        worker = self._spawn(address)
+        self.workers[address] = worker
         try:
             await self._until_it_listens(worker, port)
         except BaseException:
@@ -282,7 +304,7 @@ class Session:
             while not listens(worker.pid, port):
                 if worker.poll() is not None:
                     raise HostError(
-                        f"the worker ended with {worker.returncode} before it listened; see its output there"
+                        f"the worker ended with {worker.returncode} before it listened; see its output on that machine"
                     )
                 await asyncio.sleep(0.05)
 
@@ -293,7 +315,7 @@ class Session:
             **self._credentials.environment,
             "TMPDIR": str(self._scratch.path),
             STORE: str(self._store.path),
-            HOST: joined(*self.own),
+            HOST: join_address(*self.address),
         }
         settings.pop(SECRET, None)  # the certificate is enough for a process of the run
         command = [sys.executable, "-m", "forge.runtime.cluster.worker", str(os.getpid())]
@@ -305,13 +327,15 @@ class Session:
 
     async def close(self) -> None:
         """Kill the workers and, through them, every process of the run on this machine."""
-        workers, self.workers = self.workers, {}
+        workers = self.workers
+        self.workers = {}
+        # All are killed before any is waited for.
         for worker in workers.values():
             worker.kill()
         for process in self._watched.values():
             process.kill()
             process.close()
-        for task in self._working:
+        for task in self._requests:
             task.cancel()
         for worker in workers.values():
             await asyncio.to_thread(worker.wait)
@@ -320,7 +344,7 @@ class Session:
         self.closed.set()
 
 
-def _sees(path: str, content: str) -> bool:
+def _file_has(path: str, content: str) -> bool:
     """Whether a file of this machine has this content."""
     try:
         return Path(path).read_text() == content
@@ -328,18 +352,18 @@ def _sees(path: str, content: str) -> bool:
         return False
 
 
-def routable() -> str:
-    """An address of this machine that others reach: that of its name, or of the interface that leads elsewhere.
+def routable_address() -> str:
+    """Return an address of this machine that others reach: that of its name, or of the interface of the default route.
 
     Raises:
-        OSError: it has none but the loopback.
+        OSError: it has only the loopback.
     """
     with suppress(OSError):
-        for *_, there in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
-            if not str(there[0]).startswith("127."):
-                return str(there[0])
+        for *_, endpoint in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
+            if not str(endpoint[0]).startswith("127."):
+                return str(endpoint[0])
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # of no machine (RFC 5737); sends nothing
+        probe.connect(("192.0.2.1", 9))  # an address of no machine (RFC 5737); sends nothing
         return probe.getsockname()[0]
     raise OSError("this machine has no address but the loopback: give --listen ADDRESS")
 
@@ -351,6 +375,7 @@ def listens(pid: int, port: int) -> bool:
             rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
         except OSError:
             continue
+        # Of a row of the table, field 1 is the local address and port, and field 3 the state: 0A is LISTEN.
         if any(row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "0A" for row in rows):
             return True
     return False

@@ -1,4 +1,4 @@
-"""What a machine has: accelerators, cores, memory, shared memory, versions of what a run needs."""
+"""Inventory of a machine: accelerators, cores, memory, shared memory, versions of the packages that a run needs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from typing import Any
 
 # Which accelerators a process may see: CUDA and ROCm read the first, oneAPI the second.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+# Processes of a run must agree on these.
 PACKAGES = ("torchforge-rl", "torch", "torchmonarch", "transformers")
+# One entry for each RDMA device.
 INFINIBAND = Path("/sys/class/infiniband")
 COUNT_TIMEOUT = 120.0  # seconds
-SHARED_MEMORY, OPEN_FILES = 2e9, 1024  # bytes free, and files of a process, below which a run is in danger
+# Bytes free, and files of a process, below which a run is in danger: shared memory holds versions of the weights, and
+# each replica has several connections.
+SHARED_MEMORY = 2e9
+OPEN_FILES = 1024
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Of one machine. Memory in bytes.
+    """The resources of one machine. Memory in bytes.
 
-    gpus: names of the accelerators as VISIBLE takes them.
+    gpus: names of the accelerators, as in the variables VISIBLE.
     boot: changes with every start of the machine.
-    clock: its time when this was made, in seconds since the epoch.
+    clock: its time when this was created, in seconds since the epoch.
     open_files, locked_memory: the limits of a process; RDMA locks memory.
     infiniband: its RDMA devices.
     """
@@ -50,9 +55,10 @@ class Inventory:
 
     @classmethod
     def of_this_machine(cls, gpus: tuple[str, ...]) -> Inventory:
-        """Everything but the accelerators is read now."""
+        """Read everything but the accelerators now."""
         shm = Path("/dev/shm")
         versions = {"python": platform.python_version()}
+        # Versions are compared with those of the controller: pickled objects must fit.
         for package in PACKAGES:
             try:
                 versions[package] = version(package)
@@ -72,13 +78,13 @@ class Inventory:
             tuple(sorted(os.listdir(INFINIBAND))) if INFINIBAND.is_dir() else (),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for the wire."""
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data, for the wire."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Inventory:
-        """The inverse of `to_dict`."""
+        """Invert `to_dict`."""
         lists = {name: tuple(values[name]) for name in ("gpus", "infiniband")}
         return cls(**{**values, **lists})
 
@@ -88,7 +94,7 @@ class Inventory:
 
 
 def boot_id() -> str:
-    """Names this machine since its start."""
+    """Return an id of this machine that changes with every start."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -96,23 +102,23 @@ def boot_id() -> str:
 
 
 def memory_limit() -> int:
-    """Bytes of memory of this machine, or of the control group that this process is in."""
+    """Bytes of memory of this machine, or of the control group of this process."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-        except (OSError, ValueError):  # another version of control groups, or "max"
+        except (OSError, ValueError):  # the other version of control groups, or "max"
             continue
     return min(limits)
 
 
 def visible_gpus() -> list[str]:
-    """The accelerators of this host that this process may use, as the first of VISIBLE that is set names them: by
+    """Return the accelerators that this process may use, as the first variable of VISIBLE that is set names them: by
     number, UUID, or the name of a part of a GPU (MIG)."""
-    chosen = next(filter(None, map(os.environ.get, VISIBLE)), None)
-    if chosen:
-        names = [name.strip() for name in chosen.split(",")]
-        # As CUDA does: -1 hides all that come after it.
+    setting = next(filter(None, map(os.environ.get, VISIBLE)), None)
+    if setting:
+        names = [name.strip() for name in setting.split(",")]
+        # As CUDA does: -1 hides all later ones.
         return list(takewhile(lambda name: name and not name.startswith("-"), names))
     import torch
 
@@ -120,15 +126,15 @@ def visible_gpus() -> list[str]:
 
 
 def count_gpus() -> tuple[str, ...]:
-    """The same, without importing torch, or opening an accelerator, in this process.
+    """Return the same as `visible_gpus`, without importing torch or opening an accelerator in this process.
 
     Raises:
-        RuntimeError: torch could not be asked.
+        RuntimeError: torch could not count them.
     """
     program = "import json; from forge.runtime.cluster.inventory import visible_gpus; print(json.dumps(visible_gpus()))"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=COUNT_TIMEOUT, check=False
     )
-    if done.returncode:
-        raise RuntimeError(f"the GPUs of this machine could not be counted: {done.stderr.strip()[-500:]}")
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
+    if process.returncode:
+        raise RuntimeError(f"the GPUs of this machine could not be counted: {process.stderr.strip()[-500:]}")
+    return tuple(json.loads(process.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""The listening side of `wire`: a peer without the secret costs little and keeps no other out."""
+"""The listening side of `wire`: a peer without the secret costs little and blocks no other peer."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 
-from ...system.addresses import joined
-from .wire import CONNECT_TIMEOUT, LONGEST
+from ...system.addresses import join_address
+from .wire import CONNECT_TIMEOUT, MAX_MESSAGE
 
 log = logging.getLogger(__name__)
 
-STRANGERS = 64  # connections without TLS yet, and at most an eighth of the descriptors that the process may have
-QUEUE = 1024  # connections that wait for their turn
-PAUSE = 0.1  # seconds, once there is no descriptor left
-WARNED = 1000  # addresses that are remembered
+# Connections without TLS yet, and at most an eighth of the descriptors that the process may have: peers with the secret
+# finish their handshake in milliseconds, so 64 are more than any run has at once.
+MAX_HANDSHAKES = 64
+QUEUE = 1024  # connections that wait to be accepted
+PAUSE = 0.1  # seconds without accepting, once no descriptor is left
+MAX_WARNED = 1000  # addresses that are remembered
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Listener:
-    """Gives each connection with TLS to `talk`. Of too many without it the oldest makes room: who knows the secret
-    needs no time.
+    """Passes each connection with TLS to `handler`. When too many have no TLS yet, the oldest of these is closed: a
+    peer with the secret is quick.
 
     Raises:
         OSError: the address is not available.
     """
 
-    def __init__(self, address: str, port: int, context: ssl.SSLContext, talk: Talk) -> None:
+    def __init__(self, address: str, port: int, context: ssl.SSLContext, handler: Handler) -> None:
         family, *_, name = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        self._at = socket.create_server(name[:2], family=family, backlog=QUEUE)  # type: ignore[arg-type]
-        self._at.setblocking(False)
-        self.port: int = self._at.getsockname()[1]
-        self._context, self._talk = context, talk
-        self._most = min(STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._socket = socket.create_server(name[:2], family=family, backlog=QUEUE)  # type: ignore[arg-type]
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self._context = context
+        self._handler = handler
+        self._limit = min(MAX_HANDSHAKES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._warned: set[str] = set()
 
     async def serve(self) -> None:
@@ -47,44 +50,45 @@ class Listener:
         try:
             while True:
                 try:
-                    connection, name = await loop.sock_accept(self._at)
-                except OSError:  # it has gone already, or there is no descriptor left
+                    connection, name = await loop.sock_accept(self._socket)
+                except OSError:  # the peer closed it, or there is no descriptor left
                     await asyncio.sleep(PAUSE)
                     continue
-                if len(self._strangers) >= self._most:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
+                if len(self._handshakes) >= self._limit:
+                    oldest = next(iter(self._handshakes))
+                    del self._handshakes[oldest]
                     oldest.cancel()
-                task = loop.create_task(self._meet(connection, *name[:2]))
-                self._strangers[task] = None
+                task = loop.create_task(self._serve(connection, *name[:2]))
+                self._handshakes[task] = None
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                await asyncio.sleep(0)  # an accepted connection does not give way by itself
+                await asyncio.sleep(0)  # accepting a waiting connection does not yield to the loop
         finally:
-            self._at.close()
+            self._socket.close()
             for task in self._tasks:
                 task.cancel()
 
-    async def _meet(self, connection: socket.socket, host: str, port: int) -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        reader = asyncio.StreamReader(limit=LONGEST)
+    async def _serve(self, connection: socket.socket, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        reader = asyncio.StreamReader(limit=MAX_MESSAGE)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=CONNECT_TIMEOUT
             )
         except (OSError, TimeoutError) as error:
-            self._say(host, port, error)
+            self._log_failure(host, port, error)
             return
         finally:
-            self._strangers.pop(task, None)  # type: ignore[arg-type]
-        await self._talk(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+            self._handshakes.pop(task, None)  # type: ignore[arg-type]
+        await self._handler(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
-    def _say(self, host: str, port: int, error: OSError) -> None:
-        """Log why a connection was not accepted: one warning for each address, which may try without end."""
+    def _log_failure(self, host: str, port: int, error: OSError) -> None:
+        """Log why a connection was not accepted, with one warning for each address, which may retry without end."""
         level = logging.DEBUG
-        # Probes say nothing.
-        if isinstance(error, ssl.SSLError) and host not in self._warned and len(self._warned) < WARNED:
+        # A port scan or a probe closes the connection, which is no error of TLS.
+        if isinstance(error, ssl.SSLError) and host not in self._warned and len(self._warned) < MAX_WARNED:
             self._warned.add(host)
             level = logging.WARNING
-        log.log(level, "%s was not accepted: %s", joined(host, port), str(error) or type(error).__name__)
+        log.log(level, "%s was not accepted: %s", join_address(host, port), str(error) or type(error).__name__)

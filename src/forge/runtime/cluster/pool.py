@@ -1,471 +1,396 @@
-"""The hosts of a run: held while it lives, taken up again when they come back, and divided among its replicas."""
+"""The hosts of a run: leased for the run, reacquired after an outage, and divided among its replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...observability.console import log_failure
-from ...system.addresses import joined
+from ...system.addresses import join_address
 from .credentials import Credentials
 from .inventory import Inventory
 from .machine import Machine, describe
+from .rooms import Demand, HostRoom, NoHostRoom, choose_rooms
 from .wire import LEASE, HostError, split
 
 log = logging.getLogger(__name__)
 
 HOSTS = "FORGE_HOSTS"  # environment variable: addresses, or the path of a file or folder of them
 EXPECT = "FORGE_EXPECT_HOSTS"  # environment variable: how many hosts to wait for
-REGISTERING = 300.0  # seconds to wait for them
-RETRY = 1.0  # seconds between attempts to reach a host
-LOOK_AGAIN = 1.0  # seconds between looks at what else has changed, while a replica waits for room
+REGISTRATION_TIMEOUT = 300.0  # seconds to wait for them: a scheduler starts nodes minutes apart
+RETRY_INTERVAL = 1.0  # seconds between attempts to reach a host
+# Seconds after which a replica that waits for room checks again, though no host changed: its service may have lost
+# its last other replica meanwhile.
+RECHECK_INTERVAL = 1.0
 
-
-class NoRoom(RuntimeError):
-    """No host, or no set of hosts, has room for a replica; the message lists the room of each host."""
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What one replica, or one group of shared processes, needs.
-
-    Args:
-        who: for errors.
-        procs: processes.
-        gpus: for each process.
-        hosts: over how many hosts; None: one if it fits, else as few as it takes.
-        memory: bytes for each process, 0 where no limit is set.
-        threads: of each process.
-        host: the address of the only host that will do.
-    """
-
-    who: str
-    procs: int = 1
-    gpus: int = 0
-    hosts: int | None = None
-    memory: int = 0
-    threads: int = 1
-    host: str | None = None
-
-    def __str__(self) -> str:
-        gpus = f" with {self.gpus} GPUs each" if self.gpus else ""
-        memory = f" and {self.memory / 1e9:.1f} GB each" if self.memory else ""
-        hosts = f" on {self.hosts} hosts" if self.hosts is not None else ""
-        return f"{self.who}: {self.procs} processes{gpus}{memory}{hosts}"
-
-
-@dataclass(eq=False)
-class Room:
-    """Free resources of one host."""
-
-    inventory: Inventory
-    gpus: list[str] = field(default_factory=list)
-    memory: int = 0
-    threads: int = 0  # taken
-
-    @classmethod
-    def of(cls, inventory: Inventory) -> Room:
-        """All of a host, free."""
-        return cls(inventory, list(inventory.gpus), inventory.memory)
-
-    def fits(self, demand: Demand) -> int:
-        """How many processes of this kind still fit. Cores may be overcommitted."""
-        most = demand.procs
-        if demand.gpus:
-            most = min(most, len(self.gpus) // demand.gpus)
-        if demand.memory:
-            most = min(most, self.memory // demand.memory)
-        return most
-
-    def take(self, demand: Demand, procs: int) -> list[str]:
-        """Take the room of `procs` processes; returns their GPUs."""
-        taken, self.gpus = self.gpus[: procs * demand.gpus], self.gpus[procs * demand.gpus :]
-        self.memory -= procs * demand.memory
-        self.threads += procs * demand.threads
-        return taken
-
-    def give_back(self, demand: Demand, procs: int, gpus: Sequence[str]) -> None:
-        """Return what `take` reserved."""
-        self.gpus = sorted([*self.gpus, *gpus], key=self.inventory.gpus.index)
-        self.memory += procs * demand.memory
-        self.threads -= procs * demand.threads
-
-    @property
-    def load(self) -> float:
-        """Threads for each core."""
-        return self.threads / max(1, self.inventory.cores)
-
-
-def choose(rooms: Sequence[Room], demand: Demand, near: Sequence[Room] = (), most: int | None = None) -> list[Room]:
-    """The rooms for a demand, each with the same number of processes, in the order of `rooms`.
-
-    A replica with GPUs goes to the fullest host that has room for it, so that larger ones find whole hosts; one without
-    goes to the least loaded.
-
-    Args:
-        near: hosts that others of its kind are on.
-        most: over how many hosts its kind may spread.
-
-    Raises:
-        NoRoom: lists the room of each host.
-    """
-    if most is not None and len(near) >= most:
-        rooms = [room for room in rooms if room in near]
-
-    def preference(room: Room) -> tuple[bool, int, float]:
-        return most is not None and room in near, len(room.gpus) if demand.gpus else 0, room.load
-
-    for count in range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]:
-        if demand.procs % count:
-            continue
-        each = demand.procs // count
-        fitting = [room for room in rooms if room.fits(demand) >= each]
-        if len(fitting) >= count:
-            chosen = sorted(fitting, key=preference)[:count]
-            return [room for room in rooms if room in chosen]
-    lines = []
-    for room in rooms:
-        lacks = f"{room.fits(demand)} of these processes fit"
-        lines.append(
-            f"{room.inventory.name} has {len(room.gpus)} of {len(room.inventory.gpus)} GPUs free, "
-            f"{room.memory / 1e9:.0f} GB: {lacks}"
-        )
-    raise NoRoom(f"no room for {demand}: {'; '.join(lines) or 'no host is up'}")
-
-
-def check(inventories: Sequence[Inventory], demands: Sequence[Demand]) -> None:
-    """Whether all demands fit together, the largest first.
-
-    Raises:
-        NoRoom: names the first that does not, and what each host has left then.
-    """
-    rooms = [Room.of(inventory) for inventory in inventories]
-    for demand in in_order(demands):
-        for room in (chosen := choose(rooms, demand)):
-            room.take(demand, demand.procs // len(chosen))
-
-
-def in_order(demands: Sequence[Demand]) -> list[Demand]:
-    """The order in which demands fit best."""
-    return sorted(demands, key=lambda demand: -demand.gpus * demand.procs)
+Callback = Callable[[str], Coroutine[Any, Any, None]]  # awaited with the address of a host
 
 
 @dataclass
-class Place:
-    """Hosts that a replica has: machines, and the GPUs on each. Its processes are divided evenly over them."""
+class Allocation:
+    """The machines of a replica, and its GPUs on each. Its processes are divided evenly over them."""
 
     demand: Demand
     machines: list[Machine]
-    gpus: dict[str, list[str]]  # by the host's address, `Machine.at`
+    gpus: dict[str, list[str]]  # by `Machine.peer_address`
 
     @property
     def procs(self) -> int:
-        """Processes on each host."""
+        """Processes on each machine."""
         return self.demand.procs // len(self.machines)
 
     @property
     def lost(self) -> bool:
-        """Whether one of its machines is lost."""
+        """Whether one of the machines is lost."""
         return any(machine.lost.done() for machine in self.machines)
 
 
-def addresses(given: str | Sequence[str]) -> list[str]:
-    """HOST:PORT of each host: from a list, words separated by commas, a file with one a line, or a folder of such
-    files, which workers write by `--register`.
+def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
+    """Return HOST:PORT of each host: from a list, words separated by commas, a file with one address a line, or a
+    folder of such files, which workers write by `--register`.
 
     Raises:
-        OSError: the file cannot be read. ValueError: an address is wrong, or there are two of the same.
+        OSError: the file cannot be read. ValueError: an address is invalid, or listed twice.
     """
-    words = list(given)
-    if isinstance(given, str):
-        words = given.split(",")
-        if os.sep in given:
-            path = Path(given)
+    words = list(hosts)
+    if isinstance(hosts, str):
+        # Names of hosts have no slash: a text with one is a path.
+        words = hosts.split(",")
+        if os.sep in hosts:
+            path = Path(hosts)
             files = sorted(path.iterdir()) if path.is_dir() else [path]
             lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
             words = [line.split()[0] for line in lines if line]
-    found = [joined(*split(word.strip())) for word in words]
-    if twice := {address for address in found if found.count(address) > 1}:
-        raise ValueError(f"hosts has {', '.join(sorted(twice))} twice")
-    return found
+    addresses = [join_address(*split(word.strip())) for word in words]
+    repeated = {address for address in addresses if addresses.count(address) > 1}
+    if repeated:
+        raise ValueError(f"hosts has {', '.join(sorted(repeated))} twice")
+    return addresses
 
 
-async def expected(given: str | Sequence[str]) -> list[str]:
-    """The addresses, once there are as many as FORGE_EXPECT_HOSTS says.
+async def expected_addresses(hosts: str | Sequence[str]) -> list[str]:
+    """Return the addresses of hosts, once there are as many as FORGE_EXPECT_HOSTS says.
 
     Raises:
-        NoRoom: there were not within five minutes. As `addresses`.
+        NoHostRoom: fewer have registered within five minutes. Otherwise as `parse_addresses`.
     """
-    count, end = int(os.environ.get(EXPECT, "0")), time.monotonic() + REGISTERING
+    count = _expected_count()
+    deadline = time.monotonic() + REGISTRATION_TIMEOUT
     while True:
         try:
-            found = await asyncio.to_thread(addresses, given)
+            addresses = await asyncio.to_thread(parse_addresses, hosts)
         except FileNotFoundError:  # no worker has registered yet
-            found = []
-        if len(found) >= count and (found or not count):
-            return found
-        if time.monotonic() > end:
-            have = ", ".join(found) or "none"
-            raise NoRoom(f"{len(found)} of {count} hosts have registered within {REGISTERING:g} s: {have}")
+            addresses = []
+        if len(addresses) >= count and (addresses or not count):
+            return addresses
+        if time.monotonic() > deadline:
+            registered = ", ".join(addresses) or "none"
+            raise NoHostRoom(
+                f"{len(addresses)} of {count} hosts have registered within {REGISTRATION_TIMEOUT:g} s: {registered}"
+            )
         await asyncio.sleep(0.2)
+
+
+def _expected_count() -> int:
+    return int(os.environ.get(EXPECT, "0"))
 
 
 class Pool:
     """The hosts of this controller.
 
     Args:
-        given: see `addresses`; a file or folder is read again while the run lives.
+        hosts: see `parse_addresses`; a file or folder is read again while the run lives.
         wait: seconds that a service without any replica waits for a host.
     """
 
-    def __init__(self, given: str | Sequence[str], credentials: Credentials, wait: float) -> None:
-        self.given, self.wait = given, wait
+    def __init__(self, hosts: str | Sequence[str], credentials: Credentials, wait: float) -> None:
+        self.hosts = hosts
+        self.wait = wait
         self._credentials = credentials
-        self._machines: dict[str, Machine] = {}
-        self._rooms: dict[str, Room] = {}
-        self._places: dict[Hashable, Place] = {}
-        self._failures: dict[str, str] = {}  # why a host is not up
-        self._keeping: dict[str, asyncio.Task] = {}
+        self._machines: dict[str, Machine] = {}  # those that are up
+        self._rooms: dict[str, HostRoom] = {}
+        self._allocations: dict[Hashable, Allocation] = {}
+        self._failures: dict[str, str] = {}  # the reason why a host is not up
+        self._supervising: dict[str, asyncio.Task] = {}  # one task for each host, in the order of `hosts`
         self._reading: asyncio.Task | None = None
         self._changed = asyncio.Event()
-        self._on_new: list[Callable[[str], Coroutine[Any, Any, None]]] = []
-        self._attending: set[asyncio.Task] = set()
-        self.on_leaving: Callable[[str], None] | None = None  # called when every host will be taken away
-        self.on_lost: list[Callable[[str], Coroutine[Any, Any, None]]] = []  # awaited with the address of a lost host
+        self._on_up: list[Callback] = []
+        self._callbacks: set[asyncio.Task] = set()
+        self.on_leaving: Callable[[str], object] | None = None  # called when every host will be taken away
+        self.on_lost: list[Callback] = []
 
     async def open(self) -> None:
-        """Hold every host that is up.
+        """Lease every host that is up.
 
         Raises:
-            NoRoom: none is; says why.
+            NoHostRoom: no host is up; lists the reasons.
         """
-        wanted, end = await expected(self.given), time.monotonic() + REGISTERING
-        await asyncio.gather(*(self._hold(address) for address in wanted))
-        while len(self._machines) < int(os.environ.get(EXPECT, "0")) and time.monotonic() < end:
-            await asyncio.sleep(RETRY)
-            await asyncio.gather(*(self._hold(address) for address in wanted if address not in self._machines))
+        addresses = await expected_addresses(self.hosts)
+        deadline = time.monotonic() + REGISTRATION_TIMEOUT
+        await asyncio.gather(*map(self._lease, addresses))
+        # Workers that register may still be booting.
+        while len(self._machines) < _expected_count() and time.monotonic() < deadline:
+            await asyncio.sleep(RETRY_INTERVAL)
+            await asyncio.gather(*(self._lease(address) for address in addresses if address not in self._machines))
         if not self._machines:
-            raise NoRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
-        for address in wanted:
+            raise NoHostRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
+        # A host that is down at the start may join later.
+        for address in addresses:
             if address in self._failures:
                 log.warning("%s; it is tried again", self._failures[address])
-            self._keep(address)
+            self._supervise(address)
         self._reading = asyncio.create_task(self._read())
         self._reading.add_done_callback(log_failure)
 
     @property
     def machines(self) -> list[Machine]:
-        """Those that are up, in the order in which they were given."""
-        return [self._machines[address] for address in self._keeping if address in self._machines]
+        """The hosts that are up, in the order of `hosts`."""
+        return [self._machines[address] for address in self._supervising if address in self._machines]
 
-    async def take(
-        self, key: Hashable, demand: Demand, alone: Callable[[], bool], kind: Hashable = None, most: int | None = None
-    ) -> Place:
-        """The place of a replica: where it was if that is whole, or another one, as soon as there is room.
+    async def allocate(
+        self,
+        key: Hashable,
+        demand: Demand,
+        limited: Callable[[], bool],
+        kind: Hashable = None,
+        max_hosts: int | None = None,
+    ) -> Allocation:
+        """Return the machines of a replica: those that it had if none is lost, or others as soon as there is room.
 
         Args:
-            alone: whether its service has no other replica; then the wait has a limit.
-            kind: of replicas that are spread over at most `most` hosts.
+            limited: whether the wait has a limit now, because its service has no other replica.
+            kind: the service, whose replicas are spread over at most `max_hosts` hosts.
 
         Raises:
-            NoRoom: there was no room within `wait` seconds.
+            NoHostRoom: there was no room within `wait` seconds.
         """
-        if (place := self._places.get(key)) is not None:
-            if not place.lost:
-                return place
-            self.give_back(key)
-        began, warned = time.monotonic(), False
+        allocation = self._allocations.get(key)
+        if allocation is not None:
+            if not allocation.lost:
+                return allocation
+            self.release(key)
+        began = time.monotonic()
+        warned = False
         while True:
-            rooms = {
-                address: self._rooms[address]
-                for address in self._keeping  # in the order in which they were given
-                if (up := self._machines.get(address)) is not None
-                and (demand.host is None or joined(*split(demand.host)) in (address, up.at))
-                and not up.leaving.is_set()
-            }
-            near = [
-                rooms[machine.address]
-                for other, place in self._places.items()
-                if kind is not None and isinstance(other, tuple) and other[0] == kind
-                for machine in place.machines
-                if machine.address in rooms
-            ]
+            rooms = self._open_rooms(demand)
             try:
-                chosen = choose(list(rooms.values()), demand, list(dict.fromkeys(near)), most)
+                preferred = choose_rooms(list(rooms.values()), demand, self._rooms_of(kind, rooms), max_hosts)
                 break
-            except NoRoom as error:
+            except NoHostRoom as error:
+                # A replica that waits for one host is common, and its component logs the loss: no warning then.
                 away = [reason for address, reason in self._failures.items() if address not in self._machines]
                 text = f"{error}{'; ' if away else ''}{'; '.join(away)}"
-                if alone() and time.monotonic() - began > self.wait:
-                    raise NoRoom(f"{text} (waited {self.wait:g} s)") from None
+                if limited() and time.monotonic() - began > self.wait:
+                    raise NoHostRoom(f"{text} (waited {self.wait:g} s)") from None
                 if not warned:
                     log.log(logging.DEBUG if demand.host else logging.WARNING, "%s; waiting for a host", text)
                     warned = True
             self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), LOOK_AGAIN)
-        machines, gpus = [], {}
+                await asyncio.wait_for(self._changed.wait(), RECHECK_INTERVAL)
+        # No await from the choice to here: another replica would reserve the same room.
+        machines = []
+        gpus = {}
         for address, room in rooms.items():
-            if room in chosen:
-                machines.append(self._machines[address])
-                gpus[self._machines[address].at] = room.take(demand, demand.procs // len(chosen))
-        self._places[key] = place = Place(demand, machines, gpus)
-        return place
+            if room in preferred:
+                machine = self._machines[address]
+                machines.append(machine)
+                gpus[machine.peer_address] = room.reserve(demand, demand.procs // len(preferred))
+        self._allocations[key] = Allocation(demand, machines, gpus)
+        return self._allocations[key]
 
-    def give_back(self, key: Hashable) -> None:
-        """A replica needs its place no longer."""
-        if (place := self._places.pop(key, None)) is None:
+    def _open_rooms(self, demand: Demand) -> dict[str, HostRoom]:
+        """Return the rooms of the hosts that a demand may use, by address."""
+        rooms = {}
+        for address in self._supervising:
+            machine = self._machines.get(address)
+            if machine is None or machine.leaving.is_set():
+                continue
+            if demand.host is None or join_address(*split(demand.host)) in (address, machine.peer_address):
+                rooms[address] = self._rooms[address]
+        return rooms
+
+    def _rooms_of(self, kind: Hashable, rooms: dict[str, HostRoom]) -> list[HostRoom]:
+        """Return the rooms that the replicas of a service are in, each once."""
+        if kind is None:
+            return []
+        allocations = [
+            allocation for key, allocation in self._allocations.items() if isinstance(key, tuple) and key[0] == kind
+        ]
+        addresses = [machine.address for allocation in allocations for machine in allocation.machines]
+        return [rooms[address] for address in dict.fromkeys(addresses) if address in rooms]
+
+    def release(self, key: Hashable) -> None:
+        """Release the machines of a replica, if it has any."""
+        allocation = self._allocations.pop(key, None)
+        if allocation is None:
             return
-        for machine in place.machines:
+        for machine in allocation.machines:
             # The room of a host that came back is a new one.
             if self._machines.get(machine.address) is machine:
-                self._rooms[machine.address].give_back(place.demand, place.procs, place.gpus[machine.at])
+                gpus = allocation.gpus[machine.peer_address]
+                self._rooms[machine.address].release(allocation.demand, allocation.procs, gpus)
         self._changed.set()
 
-    def on_each(self, call: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        """Have `call(address)` started for every host that is up, and for those that come."""
-        self._on_new.append(call)
+    def on_up(self, call: Callback) -> None:
+        """Start `call(address)` for every host that is up, and for those that come up later."""
+        self._on_up.append(call)
         for machine in self.machines:
-            self._attend(call(machine.at))
+            self._run(call(machine.peer_address))
 
     async def close(self) -> None:
-        """Give every host back."""
-        tasks = [*self._keeping.values(), *self._attending, *([self._reading] if self._reading else [])]
+        """End the lease of every host."""
+        tasks = [*self._supervising.values(), *self._callbacks, *([self._reading] if self._reading else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for machine in self._machines.values():  # also those that are not kept yet
+        for machine in self._machines.values():  # also those that are not supervised yet
             machine.end()
         self._machines.clear()
 
-    async def _hold(self, address: str) -> None:
+    async def _lease(self, address: str) -> None:
         machine = Machine(address, self._credentials)
         try:
-            await machine.hold()
-            agree(machine.inventory)
+            await machine.lease()
+            check_versions(machine.inventory)
+        # A failure is kept, not raised: the other hosts may be enough.
         except (OSError, HostError, ValueError) as error:
             self._failures[address] = str(error)
-            if hasattr(machine, "inventory"):
+            if machine.leased:
                 machine.end(logging.DEBUG)
             return
         except BaseException:
-            if hasattr(machine, "inventory"):
+            if machine.leased:
                 machine.end(logging.DEBUG)
             raise
+        # From here on the host is part of the pool: its room is offered, and its end is watched.
         self._failures.pop(address, None)
         self._machines[address] = machine
-        self._rooms[address] = Room.of(machine.inventory)
+        self._rooms[address] = HostRoom.of_host(machine.inventory)
         log.info("host %s: %s", machine, machine.inventory)
-        self._attend(self._when_leaving(machine))
-        for call in self._on_new:
-            self._attend(call(machine.at))
+        self._run(self._when_leaving(machine))
+        for call in self._on_up:
+            self._run(call(machine.peer_address))
         self._changed.set()
 
-    def _attend(self, work: Coroutine[Any, Any, None]) -> None:
-        async def attend() -> None:
+    def _run(self, callback: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
             try:
-                await work
+                await callback
             except Exception as error:  # of a component on a host that is bad, or was lost meanwhile
                 log.warning("%s: %s", type(error).__name__, error)
 
-        self._attending.add(task := asyncio.create_task(attend()))
-        task.add_done_callback(self._attending.discard)
+        task = asyncio.create_task(run())
+        self._callbacks.add(task)
+        task.add_done_callback(self._callbacks.discard)
 
     async def _when_leaving(self, machine: Machine) -> None:
         await machine.leaving.wait()
-        if all(other.leaving.is_set() for other in self.machines) and self.on_leaving is not None:
+        if all(machine.leaving.is_set() for machine in self.machines) and self.on_leaving is not None:
             self.on_leaving("SIGTERM at every host")
 
-    def _keep(self, address: str) -> None:
-        self._keeping[address] = task = asyncio.create_task(self._take_up_again(address))
+    def _supervise(self, address: str) -> None:
+        task = asyncio.create_task(self._reacquire(address))
+        self._supervising[address] = task
         task.add_done_callback(log_failure)
 
-    async def _take_up_again(self, address: str) -> None:
+    async def _reacquire(self, address: str) -> None:
+        """Lease a host again whenever it was lost and comes back."""
         while True:
-            if (machine := self._machines.get(address)) is not None:
+            machine = self._machines.get(address)
+            if machine is not None:
                 reason = await asyncio.shield(machine.lost)
                 del self._machines[address]
                 self._failures[address] = f"host {machine} was lost: {reason}"
                 for call in self.on_lost:
-                    self._attend(call(machine.at))
-            await asyncio.sleep(RETRY)
-            await self._hold(address)
+                    self._run(call(machine.peer_address))
+            await asyncio.sleep(RETRY_INTERVAL)
+            await self._lease(address)
 
     async def _read(self) -> None:
-        """Take up hosts that are added to the file or folder."""
-        while isinstance(self.given, str) and os.sep in self.given:
-            await asyncio.sleep(RETRY)
+        """Lease hosts that are added to the file or folder."""
+        while isinstance(self.hosts, str) and os.sep in self.hosts:
+            await asyncio.sleep(RETRY_INTERVAL)
             try:
-                wanted = await asyncio.to_thread(addresses, self.given)
+                addresses = await asyncio.to_thread(parse_addresses, self.hosts)
             except (OSError, ValueError) as error:
-                log.warning("%s cannot be read, its hosts stay as they are: %s", self.given, error)
+                log.warning("%s cannot be read, its hosts stay as they are: %s", self.hosts, error)
                 continue
-            for address in wanted:
-                if address not in self._keeping:
-                    self._keep(address)
-            for address in set(self._keeping) - {*wanted}:
-                if address not in self._machines:  # one that is held continues
-                    self._keeping.pop(address).cancel()
+            for address in addresses:
+                if address not in self._supervising:
+                    self._supervise(address)
+            # A host that was removed from the file and is up stays with the run until it is lost.
+            for address in set(self._supervising) - {*addresses}:
+                if address not in self._machines:
+                    self._supervising.pop(address).cancel()
                     self._failures.pop(address, None)
 
 
-def agree(inventory: Inventory) -> None:
+def check_versions(inventory: Inventory) -> None:
     """Check that a host has the versions of this controller.
 
     Raises:
-        ValueError: names those that differ.
+        ValueError: names the packages that differ.
     """
-    import socket
-
-    mine = Inventory.of_this_machine(()).versions
-    differ = [
-        f"{name} {inventory.versions.get(name)}, here {own}"
-        for name, own in mine.items()
-        if inventory.versions.get(name) != own and name != "python"
+    versions = Inventory.of_this_machine(()).versions
+    differences = [
+        f"{name} {inventory.versions.get(name)}, here {version}"
+        for name, version in versions.items()
+        if inventory.versions.get(name) != version and name != "python"
     ]
-    if inventory.versions.get("python", "").split(".")[:2] != mine["python"].split(".")[:2]:
-        differ.insert(0, f"Python {inventory.versions.get('python')}, here {mine['python']}")
-    if differ:
-        raise ValueError(f"host {inventory.name} has other versions than {socket.gethostname()}: {'; '.join(differ)}")
+    # Pickled code runs on the same minor version of Python only.
+    if inventory.versions.get("python", "").split(".")[:2] != versions["python"].split(".")[:2]:
+        differences.insert(0, f"Python {inventory.versions.get('python')}, here {versions['python']}")
+    if differences:
+        host = socket.gethostname()
+        raise ValueError(f"host {inventory.name} has other versions than {host}: {'; '.join(differences)}")
 
 
-async def survey(given: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
-    """What the hosts have that can be reached and are free, and why the others are not. Waits for as many as
-    FORGE_EXPECT_HOSTS says."""
+async def survey(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
+    """Return the inventories of the hosts that are free, and for each other host the reason why it is not. Waits for as
+    many as FORGE_EXPECT_HOSTS says."""
     began = time.monotonic()
     while True:
-        found = await _survey(given, credentials)
-        took, enough = time.monotonic() - began, len(found[0]) >= int(os.environ.get(EXPECT, "0"))
-        ending = any("is held by" in failure for failure in found[1]) and took < LEASE  # the run before this one
-        if (enough and not ending) or took > REGISTERING:
-            return found
-        await asyncio.sleep(RETRY)
+        inventories, failures = await _survey_once(hosts, credentials)
+        elapsed = time.monotonic() - began
+        enough = len(inventories) >= _expected_count()
+        # The run before this one may have ended less than a lease ago.
+        ending = any("is held by" in failure for failure in failures) and elapsed < LEASE
+        if (enough and not ending) or elapsed > REGISTRATION_TIMEOUT:
+            return inventories, failures
+        await asyncio.sleep(RETRY_INTERVAL)
 
 
-async def _survey(given: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
-    inventories, failures = [], []
-    for address, found in zip(
-        wanted := await expected(given),
-        await asyncio.gather(*(describe(address, credentials) for address in wanted), return_exceptions=True),
-        strict=True,
-    ):
-        if isinstance(found, OSError | HostError | ValueError):
-            failures.append(str(found))
-        elif isinstance(found, BaseException):
-            raise found
-        elif found[1] is not None:
-            failures.append(f"host {address} is held by {found[1]}")
-        else:
-            try:
-                agree(found[0])
-                inventories.append(found[0])
-            except ValueError as error:
-                failures.append(str(error))
+async def _survey_once(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
+    addresses = await expected_addresses(hosts)
+    descriptions = await asyncio.gather(
+        *(describe(address, credentials) for address in addresses), return_exceptions=True
+    )
+    inventories = []
+    failures = []
+    for address, description in zip(addresses, descriptions, strict=True):
+        # Errors of one host are findings; any other is a fault of this program.
+        if isinstance(description, OSError | HostError | ValueError):
+            failures.append(str(description))
+            continue
+        if isinstance(description, BaseException):
+            raise description
+        inventory, holder = description
+        # A host of another run cannot be used, though it is up.
+        if holder is not None:
+            failures.append(f"host {address} is held by {holder}")
+            continue
+        try:
+            check_versions(inventory)
+            inventories.append(inventory)
+        except ValueError as error:
+            failures.append(str(error))
     return inventories, failures

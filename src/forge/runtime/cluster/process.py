@@ -1,4 +1,4 @@
-"""Processes of this machine by their ids: watch, kill, look at their stacks."""
+"""Processes of this machine by their ids: watch, kill, and read their stacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-DUMP_TIMEOUT = 15.0  # seconds
+DUMP_TIMEOUT = 15.0  # seconds; py-spy takes one, or many on a busy machine
 PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """One process by its pid file descriptor: what happens to it is never confused with a later process of its pid."""
+    """One process by its pid file descriptor, so that it is never confused with a later process of the same id."""
 
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         self.pid = pid
@@ -35,11 +35,11 @@ class Process:
 
     @property
     def stopped(self) -> bool:
-        """It was stopped by a signal (SIGSTOP), and still exists."""
+        """Whether it exists and was stopped by a signal (SIGSTOP)."""
         return is_stopped(self.pid)
 
     def kill(self) -> None:
-        """SIGKILL, if it has not ended yet."""
+        """Send SIGKILL, if it has not ended yet."""
         if self._handle is not None:
             try:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -47,11 +47,11 @@ class Process:
                 return
 
     async def stacks(self) -> str:
-        """The Python stack of each of its threads, see `stacks`."""
+        """Return the Python stack of each of its threads, see `stacks`."""
         return await stacks(self.pid)
 
     def _on_end(self) -> None:
-        self.close()  # the handle of an ended process stays readable
+        self.close()  # otherwise the handle stays readable, and this is called again
         self._ended()
 
     def close(self) -> None:
@@ -83,8 +83,8 @@ def descends(pid: int, ancestor: int) -> bool:
 
 
 def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command to its end and return its exit code. It gets this process's SIGTERM and SIGUSR1, and SIGTERM when
-    this process is lost; a terminal sends Ctrl-C to both."""
+    """Run a command to its end and return its exit code. This process's SIGTERM and SIGUSR1 are forwarded, and the
+    command gets SIGTERM when this process is lost; a terminal sends Ctrl-C to both."""
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         command, env=dict(environment), preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -96,7 +96,8 @@ def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 async def stacks(pid: int) -> str:
-    """The Python stack of every thread of a process, as py-spy sees it without stopping it; or why there is none."""
+    """Return the Python stacks of a process's threads, read by py-spy without stopping it, or the reason for none."""
+    # The py-spy of this environment is preferred: it fits this Python.
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:
         return "  (py-spy is not installed)"
@@ -107,12 +108,13 @@ async def stacks(pid: int) -> str:
         )
     except OSError as error:
         return f"  (py-spy could not be started: {error})"
+    # The report of a hang must not hang itself.
     try:
-        out, wrong = await asyncio.wait_for(process.communicate(), DUMP_TIMEOUT)
+        out, errors = await asyncio.wait_for(process.communicate(), DUMP_TIMEOUT)
     except TimeoutError:
         return f"  (py-spy gave no answer within {DUMP_TIMEOUT:g} s)"
     finally:
         if process.returncode is None:
             process.kill()
-    text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {wrong.decode().strip()})"
+    text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {errors.decode().strip()})"
     return "\n".join(f"  {line}" for line in text.strip().splitlines())

@@ -1,7 +1,7 @@
-"""Process groups over several machines: their store, and gloo's connections, by way of the daemons.
+"""Process groups over several machines: their store, and gloo's connections, through the daemons.
 
-torch.distributed's own store and gloo accept anybody who reaches their ports, and send in the clear. Here gloo listens
-at the loopback of each machine, and connections between machines go through the daemons' mutual TLS. NCCL, which has
+torch.distributed's own store and gloo accept every peer that reaches their ports, and send in the clear. Here gloo
+listens at the loopback of each machine, and connections between machines use the daemons' mutual TLS. NCCL, which has
 neither authentication nor encryption, connects by itself: keep its network private.
 """
 
@@ -15,7 +15,6 @@ import socket
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -23,19 +22,22 @@ from . import HOST
 from .credentials import NAME, Credentials
 from .peers import from_own_user
 from .rendezvous import SCHEME
-from .wire import CONNECT_TIMEOUT, connect, pipe, send, split
+from .wire import CONNECT_TIMEOUT, Json, connect, pipe, send, split
 
-# gloo's address of a rank: a sockaddr_in at the loopback. 127.0.0.1 is where each rank listens.
+# gloo's address of a rank: a sockaddr_in at the loopback; each rank listens at 127.0.0.1.
 _GLOO = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01\x00{8}", re.DOTALL)
+# The key under which torch writes the address of a rank, and its rank.
 _ADDRESS_KEY = re.compile(r"(.*cpu//\d+)/(\d+)")
+# Our own key, which torch never writes, by which ranks find those on their machine.
 _MACHINE = "machine of "
-_kept: list[BoardStore] = []  # C++ does not keep the Python half of a store alive
+_stores: list[BoardStore] = []  # C++ does not keep the Python half of a store alive
 
 
 def board_store(rendezvous: str, timeout: timedelta = dist.default_pg_timeout) -> dist.Store:
-    """The store of a process group: board://HOST:PORT/NAME names the daemon that keeps it, and the group."""
+    """Open the store of a process group: board://HOST:PORT/NAME names the daemon that stores it, and the group."""
     address, _, name = rendezvous.removeprefix(SCHEME).partition("/")
-    _kept.append(store := BoardStore(address, name, timeout))
+    store = BoardStore(address, name, timeout)
+    _stores.append(store)
     return store
 
 
@@ -44,68 +46,74 @@ class BoardStore(dist.Store):
 
     Of two ranks gloo has the one with the greater address connect to the other. A rank sees those after it at
     127.0.0.2, which is greater than its own 127.0.0.1: it waits for them. It sees those before it at 0.0.0.0, which is
-    smaller, and is this machine: there a tunnel to the other machine listens.
+    smaller, and is this machine: a tunnel to the other machine listens there.
     """
 
     def __init__(self, address: str, name: str, timeout: timedelta) -> None:
         super().__init__()
-        self._address, self._name, self._limit = address, name, timeout
+        self._address = address
+        self._name = name
+        self._limit = timeout
         self._credentials = Credentials.of_environment()
-        self._own = os.environ[HOST]
+        self._host = os.environ[HOST]
         self._ranks: dict[str, int] = {}  # by group of addresses
-        self._local = threading.local()  # a connection for each thread: one may wait while another asks
+        self._local = threading.local()  # a connection for each thread: some may wait while others query
         self._tunnels: Tunnels | None = None
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """Set a key; addresses of ranks are stored with the machine that they are on."""
-        if found := _ADDRESS_KEY.fullmatch(key):
-            self._ranks[found[1]] = int(found[2])
-            self._ask("set", key=_MACHINE + key, value=self._own)
-        self._ask("set", key=key, value=value.decode("latin-1"))
+        match = _ADDRESS_KEY.fullmatch(key)
+        if match:
+            self._ranks[match[1]] = int(match[2])
+            self._query("set", key=_MACHINE + key, value=self._host)
+        self._query("set", key=key, value=value.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value; an address on another machine becomes that of a tunnel."""
-        found = _ADDRESS_KEY.fullmatch(key)
-        keys = [key, _MACHINE + key] if found else [key]
-        values = self._ask("wait", keys=keys, timeout=self._limit.total_seconds())
+        match = _ADDRESS_KEY.fullmatch(key)
+        keys = [key, _MACHINE + key] if match else [key]
+        values = self._query("wait", keys=keys, timeout=self._limit.total_seconds())
         value = values[0].encode("latin-1")
-        if found is None or values[1] == self._own:
+        if match is None or values[1] == self._host:
             return value
-        if not (address := _GLOO.search(value)):
+        address = _GLOO.search(value)
+        if address is None:
             raise RuntimeError(f"{key}: gloo describes its ranks in a way that is unknown: is torch another version?")
-        after = self._ranks.get(found[1], -1) < int(found[2])
-        host, port = "127.0.0.2", int.from_bytes(address[1])
-        if not after:
+        # A rank after this one connects to us: any greater address makes gloo wait for it. We connect to one before.
+        host = "127.0.0.2"
+        port = int.from_bytes(address[1])
+        if self._ranks.get(match[1], -1) >= int(match[2]):
             if self._tunnels is None:
                 self._tunnels = Tunnels(self._credentials)
-            host, port = "0.0.0.0", self._tunnels.to(values[1], port)
-        there = b"\x02\x00" + port.to_bytes(2) + socket.inet_aton(host) + bytes(8)
-        return value.replace(address[0], there)
+            host = "0.0.0.0"
+            port = self._tunnels.to(values[1], port)
+        replacement = b"\x02\x00" + port.to_bytes(2) + socket.inet_aton(host) + bytes(8)
+        return value.replace(address[0], replacement)
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter, and return its new value."""
-        return int(self._ask("add", key=key, value=value))
+        return int(self._query("add", key=key, value=value))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
         """Set a key to `desired` if it is `expected`, and return its value."""
-        words = {"expected": expected.decode("latin-1"), "value": desired.decode("latin-1")}
-        return self._ask("compare_set", key=key, **words).encode("latin-1")
+        values = {"expected": expected.decode("latin-1"), "value": desired.decode("latin-1")}
+        return self._query("compare_set", key=key, **values).encode("latin-1")
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
-        return self._ask("check", keys=keys)
+        return self._query("check", keys=keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. DistStoreError: timeout."""
-        self._ask("wait", keys=keys, timeout=(timeout or self._limit).total_seconds())
+        self._query("wait", keys=keys, timeout=(timeout or self._limit).total_seconds())
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was set."""
-        return self._ask("delete", key=key)
+        """Delete a key; return whether it was set."""
+        return self._query("delete", key=key)
 
     def num_keys(self) -> int:
         """Number of keys."""
-        return self._ask("count")
+        return self._query("count")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default timeout of `get` and `wait`."""
@@ -120,25 +128,25 @@ class BoardStore(dist.Store):
         """False: append, multi_get and multi_set are unsupported."""
         return False
 
-    def _ask(self, what: str, **values: Any) -> Any:
+    def _query(self, action: str, **values: Json) -> Json:
         if not hasattr(self._local, "file"):
             context = self._credentials.context(server=False)
             plain = socket.create_connection(split(self._address), timeout=CONNECT_TIMEOUT)
             connection = context.wrap_socket(plain, server_hostname=NAME)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(None)  # the daemon answers in time, or is lost with its machine and this group
+            connection.settimeout(None)  # the daemon answers, or is lost with its machine and this group
             self._local.file = connection.makefile("rwb")
             self._local.file.write(b'{"do": "board"}\n' + json.dumps({"board": self._name}).encode() + b"\n")
         file = self._local.file
-        file.write(json.dumps({"do": what, **values}).encode() + b"\n")
+        file.write(json.dumps({"do": action, **values}).encode() + b"\n")
         file.flush()
         line = file.readline()
         if not line:
             raise ConnectionError(f"host {self._address}, which keeps the rendezvous of these ranks, was lost")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise dist.DistStoreError(f"{answer['error']} (rendezvous at {self._address})")
-        return answer["ok"]
+        reply = json.loads(line)
+        if "error" in reply:
+            raise dist.DistStoreError(f"{reply['error']} (rendezvous at {self._address})")
+        return reply["ok"]
 
 
 class Tunnels:
@@ -151,7 +159,7 @@ class Tunnels:
         threading.Thread(target=self._loop.run_forever, name="forge-tunnels", daemon=True).start()
 
     def to(self, host: str, port: int) -> int:
-        """A port here that leads to `port` there."""
+        """Return a port of this machine that leads to `port` of a host."""
         if (host, port) not in self._ports:
             opened: Future[int] = asyncio.run_coroutine_threadsafe(self._open(host, port), self._loop)
             self._ports[host, port] = opened.result(CONNECT_TIMEOUT)
@@ -163,12 +171,12 @@ class Tunnels:
                 if not from_own_user(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
                     writer.close()
                     return
-                there, out = await connect(host, self._credentials)
+                host_reader, host_writer = await connect(host, self._credentials)
             except OSError:
                 writer.close()  # gloo names the rank that it cannot reach
                 return
-            send(out, {"do": "forward", "port": port})
-            await asyncio.gather(pipe(reader, out), pipe(there, writer))
+            send(host_writer, {"do": "forward", "port": port})
+            await asyncio.gather(pipe(reader, host_writer), pipe(host_reader, writer))
 
         server = await asyncio.start_server(forward, "127.0.0.1", 0)
         return server.sockets[0].getsockname()[1]

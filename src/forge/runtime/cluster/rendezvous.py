@@ -1,4 +1,4 @@
-"""Boards: keys and values by which the ranks of a process group find one another, kept by the first rank's daemon."""
+"""Boards: keys and values by which the ranks of a process group meet, stored by the first rank's daemon."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .wire import receive, send
+from .wire import Json, Message, receive, send
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -17,7 +17,8 @@ SCHEME = "board://"  # of the address of a board: board://HOST:PORT/NAME
 
 
 class Boards:
-    """Of one daemon. A board is made by the first rank that names it, and goes with the last one's connection."""
+    """The boards of one daemon. A board is created by the first rank that names it, and deleted when the last rank
+    disconnects."""
 
     def __init__(self) -> None:
         self._boards: dict[str, dict[str, str]] = {}
@@ -36,47 +37,50 @@ class Boards:
             while (request := await receive(reader, timeout=None)) is not None:
                 send(writer, await self._answer(values, request))
                 await writer.drain()
+        # The last rank that leaves takes the board with it: the next attempt to train begins with an empty one.
         finally:
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name], self._boards[name]
 
-    async def _answer(self, values: dict[str, str], request: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, values: dict[str, str], request: Message) -> dict[str, Json]:
         key = request.get("key", "")
         async with self._changed:
+            # The operations of torch.distributed.Store.
             match request["do"]:
                 case "set":
                     values[key] = request["value"]
                 case "add":
                     values[key] = str(int(values.get(key, "0")) + request["value"])
                 case "compare_set":
-                    there = values.get(key)
-                    if there == request["expected"] or (there is None and not request["expected"]):
+                    current = values.get(key)
+                    # As torch's stores do: a missing key counts as equal to an empty expectation.
+                    if current == request["expected"] or (current is None and not request["expected"]):
                         values[key] = request["value"]
-                    elif there is None:
+                    elif current is None:
                         return {"ok": request["expected"]}
                 case "delete":
                     return {"ok": values.pop(key, None) is not None}
                 case "count":
                     return {"ok": len(values)}
                 case "check":
-                    return {"ok": all(each in values for each in request["keys"])}
+                    return {"ok": all(name in values for name in request["keys"])}
                 case "wait":
                     try:
                         async with asyncio.timeout(request["timeout"]):
-                            await self._changed.wait_for(lambda: all(each in values for each in request["keys"]))
+                            await self._changed.wait_for(lambda: all(name in values for name in request["keys"]))
                     except TimeoutError:
-                        absent = [each for each in request["keys"] if each not in values]
+                        absent = [name for name in request["keys"] if name not in values]
                         return {"error": f"no rank has written {', '.join(absent)} within {request['timeout']:g} s"}
-                    return {"ok": [values[each] for each in request["keys"]]}
-                case other:
-                    return {"error": f"unknown request {other!r}"}
+                    return {"ok": [values[name] for name in request["keys"]]}
+                case unknown:
+                    return {"error": f"unknown request {unknown!r}"}
             self._changed.notify_all()
             return {"ok": values[key]}
 
 
 def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
-    """The store of a process group, whose ranks then accept connections of this user alone.
+    """Return the store of a process group, whose ranks then accept only connections of this user.
 
     Args:
         rendezvous: name of a file in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks on
@@ -93,5 +97,5 @@ def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
         from .ranks import board_store
 
         return board_store(rendezvous)
-    # In the run's private folder: a TCPStore takes orders from every local user.
+    # In the run's private folder: a TCPStore obeys every local user.
     return dist.FileStore(str(Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous), world_size)

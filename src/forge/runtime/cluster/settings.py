@@ -21,6 +21,6 @@ class ClusterConfig(Section):
     """Seconds that a service without any replica waits for a host; services with others continue with those."""
 
     @property
-    def given(self) -> list[str] | str | None:
+    def configured_hosts(self) -> list[str] | str | None:
         """The hosts of this run, if any."""
         return self.hosts or os.environ.get(HOSTS) or None

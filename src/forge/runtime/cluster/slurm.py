@@ -12,8 +12,9 @@ from . import REQUEUE
 from .words import check_words
 
 GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
-BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1
+BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1, to write a checkpoint in
 
+# The job: a worker on every machine, and the run on the first.
 SCRIPT = """#!/bin/bash
 {options}
 
@@ -50,7 +51,7 @@ exit $code
 
 
 def quoted(value: str) -> str:
-    """A value as sbatch reads it from a line of options: one word, whatever it contains."""
+    """Quote a value as sbatch reads it from a line of options: one word, whatever it contains."""
     if re.fullmatch(r"[\w%@:.,/+=-]*", value, re.ASCII):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -81,11 +82,11 @@ class SlurmJob:
     cpus_per_node: int | None = None
 
     def script(self) -> str:
-        """The batch script.
+        """Return the batch script.
 
         Raises:
-            ValueError: an option has a line break or another control character, after which sbatch reads what follows
-                as an option or command of its own; or a word has a NUL.
+            ValueError: an option has a line break or another control character, after which sbatch reads the rest as
+                another option or command; or a word has a NUL.
         """
         output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
         lines = [
@@ -103,10 +104,12 @@ class SlurmJob:
             *([f"array=0-{len(self.commands) - 1}"] if len(self.commands) > 1 else []),
             *self.options,
         ]
+        # The options are lines of the script: a line break in one would begin a command.
         for line in lines:
             if not line.isprintable():
                 raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
         check_words([str(self.folder), *(word for command in self.commands for word in command)])
+        # An array job runs the command that its task number selects.
         command = shlex.join(self.commands[0])
         if len(self.commands) > 1:
             cases = "\n".join(f"    {n}) set -- {shlex.join(words)} ;;" for n, words in enumerate(self.commands))
@@ -124,18 +127,18 @@ class SlurmJob:
         )
 
     def submit(self) -> str:
-        """Hand it to sbatch; returns the job's number.
+        """Submit the script to sbatch; return the job's number.
 
         Raises:
-            RuntimeError: sbatch is not there or did not accept it; says what it said.
+            RuntimeError: sbatch is missing or rejected the script; quotes its error.
         """
         self.runs.mkdir(parents=True, exist_ok=True)
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 ["sbatch", "--parsable"], input=self.script(), capture_output=True, text=True, check=False
             )
         except FileNotFoundError:
             raise RuntimeError("sbatch is not on this machine: submit from a login node, or see --dry-run") from None
-        if done.returncode:
-            raise RuntimeError(f"sbatch did not accept the job: {done.stderr.strip()}")
-        return done.stdout.strip().partition(";")[0]
+        if process.returncode:
+            raise RuntimeError(f"sbatch did not accept the job: {process.stderr.strip()}")
+        return process.stdout.strip().partition(";")[0]

@@ -1,4 +1,4 @@
-"""`forge launch ssh`: workers on machines that ssh reaches, for as long as one run lives."""
+"""`forge launch ssh`: workers on machines that ssh reaches, for the duration of one run."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs firs
 
 
 class NotStarted(RuntimeError):
-    """A worker did not come up; says on which machine and what it said."""
+    """A worker did not come up; names the machine and quotes its output."""
 
 
 @contextmanager
 def workers(
     hosts: Sequence[str], folder: str, python: str = sys.executable, ssh: Sequence[str] = ("ssh", "-o", "BatchMode=yes")
 ) -> Iterator[dict[str, str]]:
-    """Start a worker on each machine; within the block, the environment of a controller that uses them. They end with
-    it, however this process ends: ssh closes their standard input.
+    """Start a worker on each machine; yields the environment of a controller that uses them. The workers end with the
+    block, however this process ends: ssh closes their standard input.
 
     Args:
         hosts: as ssh understands them: name, user@name.
-        folder, python: where they are started, and by which Python, on each machine.
+        folder, python: the working directory and the Python of the workers, on each machine.
 
     Raises:
-        NotStarted: one of them did not come up. ValueError: what is given cannot be a host, a folder or a program.
+        NotStarted: one of them did not come up. ValueError: a host, the folder or the program is invalid.
     """
     check(hosts, folder, python)
     secret = read_secret() or secrets.token_hex(32)
@@ -44,7 +44,7 @@ def workers(
     try:
         for host in hosts:
             command = [*ssh, "--", host, f"{worker} --listen :0 --stdin"]
-            started[host] = process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -52,16 +52,17 @@ def workers(
                 bufsize=1,
                 start_new_session=True,  # Ctrl-C is for the controller, which ends the workers' work
             )
+            started[host] = process
             assert process.stdin is not None  # the secret must not be among the arguments, which other users can read
             try:
                 process.stdin.write(f"{secret}\n")
             except BrokenPipeError:
-                continue  # it has ended, and is reported below
+                continue  # it ended, which is reported below
         addresses = [_address(host, process) for host, process in started.items()]
         yield {"FORGE_HOSTS": ",".join(addresses), "FORGE_SECRET": secret}
     finally:
         for process in started.values():
-            with suppress(BrokenPipeError):  # it has ended before it read the secret
+            with suppress(BrokenPipeError):  # it ended before it read the secret
                 assert process.stdin is not None
                 process.stdin.close()
         for process in started.values():
@@ -72,7 +73,7 @@ def workers(
 
 
 def check(hosts: Sequence[str], folder: str, python: str) -> None:
-    """ValueError: one of the hosts is none, or the folder or Python cannot be named in a command."""
+    """Raise ValueError if a host is invalid, or the folder or Python cannot be a word of a command."""
     for host in hosts:
         check_host(host)
     check_words([folder, python])
@@ -81,17 +82,18 @@ def check(hosts: Sequence[str], folder: str, python: str) -> None:
 
 
 def _address(host: str, process: subprocess.Popen) -> str:
-    """What a worker says it listens at."""
-    found: list[str] = []
+    """Return the address that a worker prints when it listens."""
+    lines: list[str] = []
 
     def read(file: IO[str]) -> None:
-        found.append(file.readline().strip())
+        lines.append(file.readline().strip())
 
     assert process.stdout is not None
+    # Read in a thread: a read has no time limit, and ssh may wait for a password for ever.
     reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
     reader.start()
     reader.join(START_TIMEOUT)
-    if not found or not found[0]:
-        how = f"ended with {process.wait(10)}" if found else f"said nothing within {START_TIMEOUT:g} s"
-        raise NotStarted(f"the worker on {host} {how}: see its output above, and try `ssh {host} true`")
-    return found[0]
+    if not lines or not lines[0]:
+        outcome = f"ended with {process.wait(10)}" if lines else f"said nothing within {START_TIMEOUT:g} s"
+        raise NotStarted(f"the worker on {host} {outcome}: see its output above, and try `ssh {host} true`")
+    return lines[0]

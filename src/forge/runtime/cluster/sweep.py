@@ -1,4 +1,4 @@
-"""Several runs of one configuration: settings swept, seeds repeated, and one table of what came out."""
+"""Sweeps: several runs of one configuration with other settings and seeds, and one table of their results."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...system.files import printable
+from .wire import Json
 
 
 def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[str]]]:
-    """The name and the overrides of each run: every combination of the swept values, with every seed.
+    """Return the name and the overrides of each run: every combination of the swept values, with every seed.
 
     Args:
         sweeps: `section.key=value,value`.
-        seeds: how many, from 0; None: the configuration's own.
+        seeds: number of seeds, from 0; None uses the configuration's seed.
 
     Raises:
         ValueError: one of them is not of this form.
@@ -29,19 +29,21 @@ def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[s
         if not equals or not key or not all(values.split(",")):
             raise ValueError(f"--sweep {sweep}: write section.key=value,value")
         axes.append([(key, value) for value in values.split(",")])
+    # The seed is the last axis, so that runs of the same values stand together.
     if seeds is not None:
         axes.append([("seed", str(seed)) for seed in range(seeds)])
-    found = []
+    runs = []
     for combination in itertools.product(*axes):
+        # A name is also that of a folder.
         parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", key.rpartition(".")[2] + value) for key, value in combination]
         overrides = [word for key, value in combination for word in (f"--{key}", value)]
-        found.append(("-".join(parts), overrides))
-    return found
+        runs.append(("-".join(parts), overrides))
+    return runs
 
 
 def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
-    """One row for each run: its state, steps, and a metric at first, at last and at best, as Markdown. Runs that differ
-    in their seeds alone have a row of their mean."""
+    """Format one row for each run as Markdown: its state, steps, and the first, last and best value of a metric. Runs
+    that differ only in their seeds have a row of their mean."""
     rows: list[list[str]] = []
     groups: dict[str, list[float]] = {}
     for folder in folders:
@@ -50,6 +52,7 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
         numbers = [f"{value:.3f}" for value in (values[0], values[-1], max(values))] if values else ["", "", ""]
         rows.append([printable(folder.name).replace("|", "\\|"), state, f"{step:g}", *numbers])
         if values:
+            # Without the seed, runs of the same settings have the same name.
             groups.setdefault(re.sub(r"-?seed\d+", "", rows[-1][0]), []).append(values[-1])
     for name, last in groups.items():
         if len(last) > 1:
@@ -62,7 +65,7 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
 def _values(path: Path, metric: str) -> tuple[list[float], int]:
     if not path.exists():
         return [], 0
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Json]] = []
     for line in path.read_text().splitlines():
         try:
             rows.append(json.loads(line))

@@ -9,37 +9,43 @@ from typing import Any
 
 from .credentials import NAME, Credentials
 
+Json = Any  # a value of JSON
+Message = dict[str, Json]
+
+# Of daemons; the controller needs none.
 PORT = 7070
-# Seconds of silence after which either end counts the other as lost. A host ends its processes then.
+# Seconds of silence after which either end counts the other as lost; a host ends its processes then. Eight messages are
+# sent in that time, so that a lost packet or a busy moment does not end a run.
 LEASE = 4.0
 BEAT = LEASE / 8
+# Seconds. A machine that is up answers in milliseconds, one that is down not at all.
 CONNECT_TIMEOUT = 5.0
-LONGEST = 1 << 20  # bytes of a message
+MAX_MESSAGE = 1 << 20  # bytes: the longest ones carry an environment
 
 
 class HostError(RuntimeError):
-    """What a host answered instead of doing what it was asked for."""
+    """The error that a host reported for a request."""
 
 
 async def connect(address: str, credentials: Credentials) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the daemon at HOST:PORT.
 
     Raises:
-        OSError: it cannot be reached or does not accept this peer; says which and what to check.
+        OSError: it cannot be reached or does not accept this peer; the message has the remedy.
     """
     host, port = split(address)
     context = credentials.context(server=False)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT):
-            return await asyncio.open_connection(host, port, ssl=context, server_hostname=NAME, limit=LONGEST)
+            return await asyncio.open_connection(host, port, ssl=context, server_hostname=NAME, limit=MAX_MESSAGE)
     except TimeoutError:
         raise ConnectionError(f"host {address} gave no answer within {CONNECT_TIMEOUT:g} s") from None
     except OSError as error:
-        raise explained(error, address) from None
+        raise with_remedy(error, address) from None
 
 
-def explained(error: OSError, address: str) -> OSError:
-    """An error of a connection to `address`, with what to do about it."""
+def with_remedy(error: OSError, address: str) -> OSError:
+    """Return the error of a connection to `address`, with its remedy."""
     text = str(error).upper().replace(" ", "_")
     if "EXPIRED" in text:
         return ConnectionError(f"host {address}: a certificate has expired; start the workers again: {error}")
@@ -54,28 +60,30 @@ def explained(error: OSError, address: str) -> OSError:
 
 
 def split(address: str) -> tuple[str, int]:
-    """HOST:PORT, HOST, or [IPv6]:PORT as a pair.
+    """Split HOST:PORT, HOST, or [IPv6]:PORT into a pair.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the address has another form.
     """
     host, colon, port = address.rpartition(":")
+    # The last colon of [IPv6] is part of the address.
     if not colon or address.endswith("]"):
-        host, port = address, str(PORT)
+        host = address
+        port = str(PORT)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{address!r} is no HOST:PORT; IPv6 addresses are written as [ADDRESS]:PORT")
+        raise ValueError(f"{address!r} is not HOST:PORT; IPv6 addresses are written as [ADDRESS]:PORT")
     if not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no HOST:PORT: {port!r} is no port")
+        raise ValueError(f"{address!r} is not HOST:PORT: {port!r} is not a port")
     return host, int(port)
 
 
-async def receive(reader: asyncio.StreamReader, timeout: float | None = LEASE) -> dict[str, Any] | None:
-    """The next message; None when the other end has closed the connection.
+async def receive(reader: asyncio.StreamReader, timeout: float | None = LEASE) -> Message | None:
+    """Read the next message; None when the other end has closed the connection.
 
     Raises:
-        TimeoutError: there was none in time. ValueError: it is no message. OSError: the connection is lost.
+        TimeoutError: none came in time. ValueError: it is not a message. OSError: the connection is lost.
     """
     async with asyncio.timeout(timeout):
         line = await reader.readline()
@@ -87,8 +95,8 @@ async def receive(reader: asyncio.StreamReader, timeout: float | None = LEASE) -
     return message
 
 
-def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Send a message; it is buffered, and lost with the connection."""
+def send(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Send a message. It is buffered, and lost with the connection."""
     if not writer.is_closing():  # asyncio's TLS transport raises AttributeError otherwise
         writer.write(json.dumps(message).encode() + b"\n")
 

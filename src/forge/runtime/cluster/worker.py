@@ -1,7 +1,7 @@
 """A Monarch worker that a host's daemon starts: the processes of a run on this machine are its children.
 
-It reads its address from standard input, then a line for each sign of life of the controller. Without one it ends,
-and its processes with it: the kernel kills them with their parent.
+It reads its address from standard input, then a line for each sign of life of the controller. Without one for longer
+than the lease it ends, and its processes with it: the kernel kills them with their parent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from pathlib import Path
 
 from .wire import LEASE
 
+# The option of prctl that ends a process with its parent.
 PR_SET_PDEATHSIG = 1
 
 
 def serve(parent: int) -> None:
-    """Be a worker, until the process `parent` ends or is silent for longer than the lease."""
+    """Run a worker until the process `parent` ends or is silent for longer than the lease."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above, which therefore never fires
+    if os.getppid() != parent:  # it ended before the line above, whose signal never comes then
         return
-    # What terminals and schedulers send to every process is for the daemon to handle. Inherited by the run's processes.
+    # The daemon handles the signals of terminals and schedulers. The run's processes inherit this.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     address = sys.stdin.readline().strip()

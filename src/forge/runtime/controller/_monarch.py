@@ -1,10 +1,10 @@
-"""Every import from Monarch, in one place, with the settings it needs before it is first imported.
+"""Every import from Monarch in one module, with the settings that Monarch needs before it is first imported.
 
-Monarch asks for the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
+Monarch queries the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
-flight can hold up the answers to the controller for tens of seconds. Monarch also gives up a process that needs more
-than 30 s to start, as some do on a busy machine: here that is 300 s, and `Options.setup_timeout` for the whole start.
-At nice 19 beside 16 busy processes on two cores one had .4 s of CPU time in 124 s, and 60 s were too few.
+flight can delay the answers to the controller for tens of seconds. Monarch also gives up a process that needs more than
+30 s to start, as some do on a busy machine: here that is 300 s, and `Options.setup_timeout` for the whole start. At
+nice 19 beside 16 busy processes on two cores one had .4 s of CPU time in 124 s, and 60 s were too few.
 """
 
 import atexit
@@ -74,7 +74,7 @@ __all__ = [
 
 
 def new_service_proc_id():
-    """The identity of a host's worker process."""
+    """Return a new identity for a host's worker process."""
     from monarch.job import new_service_proc_id as new  # imports pyarrow and flask
 
     return new()
@@ -95,7 +95,7 @@ def set_fault_hook(hook):
 
 @cache
 def end_at_exit() -> None:
-    """End Monarch's client when this process exits; to be called once there is one.
+    """End Monarch's client when this process exits; call it once there is one.
 
     Monarch does so too, later, but within a second: on a busy machine it prints a traceback instead.
     """
@@ -103,5 +103,5 @@ def end_at_exit() -> None:
 
 
 def _end() -> None:
-    with suppress(TimeoutError):  # the process ends all the same
+    with suppress(TimeoutError):  # the process ends anyway
         shutdown_context(host_timeout=0.3).get(timeout=10.0)

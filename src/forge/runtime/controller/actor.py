@@ -11,14 +11,14 @@ await counter.add.route(1)
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ._monarch import EndpointProperty
 from .context import ActorContext
 from .handle import Local
-from .options import Options
+from .options import Options, snake_case
+from .request import Kwargs, Pending
 from .runtime import add_local, runtime
 from .service import Service
 
@@ -56,26 +56,28 @@ def endpoint(method: F | None = None, *, catch_up: bool = False) -> F | Callable
 
 
 class Launcher:
-    """A component with its placement, ready to be started. Made by `Component.options(...)`."""
+    """A component with its placement, ready to start. Created by `Component.options(...)`."""
 
     def __init__(self, cls: type[ForgeActor], options: Options) -> None:
         self._cls = cls
         self._options = options
 
-    def as_service(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
-        """Start the replicas, each built with these arguments. To be awaited: returns once all are ready.
+    def as_service(self, *args: object, **kwargs: object) -> Pending[Service]:
+        """Start the replicas, each constructed with these arguments; await the returned coroutine until all are ready.
 
         Raises:
-            TypeError: an argument is missing or unknown. ValueError: they do not fit the placement. Both at once,
-                before anything starts.
+            TypeError: an argument is missing or unknown. ValueError: the arguments do not fit the placement. Both are
+                raised by this call itself, before anything starts.
             what a replica's `__init__` or `setup` raised.
         """
+        # Checked here and not in the replica: a mistake in the arguments should not cost the start of a process.
         try:
             inspect.signature(self._cls).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self._cls.__name__}.as_service: {error}") from None
         options, kwargs = self._cls.place(self._options, kwargs)
 
+        # The checks above run when the call is written, the start when the coroutine is awaited.
         async def start() -> Service:
             service = await runtime().start(self._cls, options, args, kwargs)
             self._cls.started(service, kwargs)
@@ -83,7 +85,7 @@ class Launcher:
 
         return start()
 
-    def as_actor(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+    def as_actor(self, *args: object, **kwargs: object) -> Pending[Service]:
         """Start one replica, an actor mesh of `procs` ranks; see `as_service`."""
         if self._options.num_replicas != 1:
             raise ValueError(f"an actor has one replica, got num_replicas={self._options.num_replicas}: use as_service")
@@ -99,14 +101,15 @@ class ForgeActor:
     context: ActorContext = ActorContext("local")
     vital = True  # whether the run ends when no replica of it is left
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        # A class written for Monarch keeps its decorators: each of its endpoints becomes one of ours.
         for name, value in [*vars(cls).items()]:
             if isinstance(value, EndpointProperty):
                 if value._explicit_response_port:
                     raise TypeError(
                         f"{cls.__name__}.{name} answers through a port (concurrent_endpoint, explicit_response_port), "
-                        "which is unsupported: mark it with @endpoint and return the answer; `async def` runs "
+                        "which is unsupported: mark it with @endpoint and return the value; `async def` runs "
                         "concurrently"
                     )
                 setattr(cls, name, endpoint(value._method))
@@ -115,46 +118,49 @@ class ForgeActor:
 
         def __getattr__(self, name: str) -> Any:
             cls = type(self)
-            if hasattr(cls, name):  # a property that raised AttributeError raises it again
+            # A property that raised AttributeError leads here: raise its error again, not a misleading one.
+            if hasattr(cls, name):
                 return object.__getattribute__(self, name)
+            # An attribute that only `setup` assigns is missing because nothing called `setup` yet: the error says so.
             code = getattr(cls.setup, "__code__", None)  # none of a callable object
             hint = ": call setup() first, or start it with as_actor" if code and name in code.co_names else ""
             raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     @classmethod
-    def options(cls, config: Options | None = None, **options: Any) -> Launcher:
-        """Placement, see `Options`: as one object, as keywords, or as both."""
+    def options(cls, config: Options | None = None, **options: object) -> Launcher:
+        """Choose the placement, see `Options`: as one object, as keywords, or as both."""
         return Launcher(cls, Options(**{**(config or {}), **options}))
 
     @classmethod
-    def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """Make placement and constructor arguments fit each other; called before anything starts. Components override
-        it to raise ValueError where they do not fit."""
+    def place(cls, options: Options, kwargs: Kwargs) -> tuple[Options, Kwargs]:
+        """Reconcile placement and constructor arguments; called before anything starts. Components override it to raise
+        ValueError where the two do not fit."""
         return options, kwargs
 
     @classmethod
-    def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
+    def started(cls, service: Service, kwargs: Mapping[str, object]) -> None:
         """Called in the controller once a service of this component serves."""
 
     @classmethod
-    def as_service(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+    def as_service(cls, *args: object, **kwargs: object) -> Pending[Service]:
         """Start replicas with default options, set up with these arguments."""
         return cls.options().as_service(*args, **kwargs)
 
     @classmethod
-    def as_actor(cls, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Service]:
+    def as_actor(cls, *args: object, **kwargs: object) -> Pending[Service]:
         """Start one replica with default options, set up with these arguments."""
         return cls.options().as_actor(*args, **kwargs)
 
     @classmethod
-    async def as_local(cls, *args: Any, **kwargs: Any) -> Local:
-        """An instance in this process behind the same verbs, for components whose state belongs to the controller.
+    async def as_local(cls, *args: object, **kwargs: object) -> Local:
+        """Start an instance in this process with the same verbs, for components whose state belongs to the controller.
         `forge.runtime.controller.shutdown` runs its `teardown`."""
         component = cls(*args, **kwargs)
         add_local(component)
-        if (prepared := component.setup()) is not None:
+        prepared = component.setup()
+        if prepared is not None:
             await prepared
-        return Local(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower(), component, cls.endpoints())
+        return Local(snake_case(cls.__name__), component, cls.endpoints())
 
     @classmethod
     def endpoints(cls) -> dict[str, bool]:
@@ -163,22 +169,24 @@ class ForgeActor:
         Raises:
             TypeError: an endpoint has the name of something that every service has.
         """
-        found = {
+        catch_up = {
             name: method.__forge_catch_up__
             for name, method in inspect.getmembers(cls)
             if getattr(method, "__forge_endpoint__", False) and name not in OWN_CALLS
         }
-        for name in found:
+        for name in catch_up:
             if hasattr(Service, name):
-                raise TypeError(f"{cls.__name__}.{name} cannot be an endpoint: a service has a {name} of its own")
-        return found
+                raise TypeError(
+                    f"{cls.__name__}.{name} cannot be an endpoint: every service has an attribute of that name"
+                )
+        return catch_up
 
-    def setup(self) -> Coroutine[Any, Any, None] | None:
-        """Prepare to serve; called once in the component's process. May be async."""
+    def setup(self) -> Pending[None] | None:
+        """Prepare to serve; called once in the component's process, before it serves. May be async."""
 
-    def on_respawn(self) -> Coroutine[Any, Any, None] | None:
-        """Take up the state of the lost process; called after `setup` in a process that replaces another, before it
-        serves. May be async. Raise `Unrecoverable` if nothing can be taken up: the run then ends with that error."""
+    def on_respawn(self) -> Pending[None] | None:
+        """Restore the state of the lost process; called after `setup` in a process that replaces another, before it
+        serves. May be async. Raise `Unrecoverable` if the state is lost: the run then ends with that error."""
 
-    def teardown(self) -> Coroutine[Any, Any, None] | None:
-        """Give back what `setup` took; called once at shutdown. May be async."""
+    def teardown(self) -> Pending[None] | None:
+        """Release the resources that `setup` acquired; called once at shutdown. May be async."""

@@ -25,27 +25,32 @@ from ..cluster import HOST
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
 from .errors import RemoteFailure
+from .request import Kwargs
 
+# A rank and its value. The values differ by endpoint: callers know which to expect.
 Answer = tuple[int, Any]
+Function = Callable[[], Any]
 
+# The token of the request that the running task serves, and that its thread inherits.
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
 
 
 class ActorHost(Actor):
-    """Each component here is known by its replica's number. Every endpoint answers `(rank, value or RemoteFailure)`,
-    and never raises: that would end this actor, and with it every component."""
+    """Hosts components, each under its replica's number. Every endpoint returns `(rank, value or RemoteFailure)` and
+    never raises: an exception would end this actor, and with it every component of the process."""
 
     def __init__(self) -> None:
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
-        self._casts: dict[int, asyncio.Task[bytes]] = {}  # calls of fanouts whose answers were not fetched yet
-        # Components of a process are set up one after the other: large libraries do not survive being imported for the
-        # first time by two threads at once.
+        # Unfetched calls of fanouts, by token.
+        self._casts: dict[int, asyncio.Task[bytes]] = {}
+        # Components of a process are set up one after the other: large libraries fail when two threads import them at
+        # once.
         self._setting_up = asyncio.Lock()
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
-        """Process id and host of every rank."""
+        """Return the process id and the host of every rank."""
         return current_rank().rank, (os.getpid(), os.environ.get(HOST, ""))
 
     @concurrent_endpoint
@@ -67,7 +72,7 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def invoke(
-        self, number: int, token: int, request_id: str, method: str, args: tuple, kwargs: dict[str, Any]
+        self, number: int, token: int, request_id: str, method: str, args: tuple, kwargs: Kwargs
     ) -> Answer:
         """Call an endpoint of a hosted component."""
         return await self._invoke(number, token, request_id, method, lambda: (args, kwargs))
@@ -76,44 +81,47 @@ class ActorHost(Actor):
     async def invoke_each(
         self, calls: list[tuple[int, int, str]], method: str, payload: bytes, wait: float
     ) -> tuple[int, dict[int, bytes]]:
-        """`invoke` on several components: the number, token and request id of each. `payload` is the pickled
-        (args, kwargs), of which each has its own copy. Answers as `fetch` does."""
+        """Run `invoke` on several components, given as (number, token, request id). `payload` is the pickled
+        (args, kwargs); each component unpickles its own copy. Returns what `fetch` returns."""
 
-        async def one(number: int, token: int, request_id: str) -> bytes:
-            answer = await self._invoke(number, token, request_id, method, lambda: pickle.loads(payload))
+        async def invoke_and_pickle(number: int, token: int, request_id: str) -> bytes:
+            reply = await self._invoke(number, token, request_id, method, lambda: pickle.loads(payload))
+            # A value that cannot be pickled fails this call alone: the others in the message still get their answers.
             try:
-                return cloudpickle.dumps(answer)
+                return cloudpickle.dumps(reply)
             except Exception as error:
-                return pickle.dumps((answer[0], RemoteFailure.capture(f"the answer of {method}", error)))
+                return pickle.dumps((reply[0], RemoteFailure.capture(f"the answer of {method}", error)))
 
         for call in calls:
-            self._casts[call[1]] = asyncio.create_task(one(*call))
+            self._casts[call[1]] = asyncio.create_task(invoke_and_pickle(*call))
         return await self._finished([token for _, token, _ in calls], wait)
 
     @concurrent_endpoint
     async def fetch(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
-        """The pickled answers, by token, of those calls that have one after at most `wait` seconds."""
+        """Return the pickled answers, by token, of the calls that have finished after at most `wait` seconds."""
         return await self._finished(tokens, wait)
 
     async def _finished(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
         running = [self._casts[token] for token in tokens if token in self._casts]
         if running:
             await asyncio.wait(running, timeout=wait)
-        done = [token for token in tokens if token in self._casts and self._casts[token].done()]
-        return current_rank().rank, {token: self._casts.pop(token).result() for token in done}
+        finished = [token for token in tokens if token in self._casts and self._casts[token].done()]
+        return current_rank().rank, {token: self._casts.pop(token).result() for token in finished}
 
     async def _invoke(
-        self, number: int, token: int, request_id: str, method: str, given: Callable[[], tuple[tuple, dict[str, Any]]]
+        self, number: int, token: int, request_id: str, method: str, arguments: Callable[[], tuple[tuple, Kwargs]]
     ) -> Answer:
         hosted = self._hosted.get(number)
+        # The replica was closed while the call was on its way.
         if hosted is None:
-            gone = LookupError(f"replica {number} is not in this process")
-            return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", gone)
+            missing = LookupError(f"replica {number} is not in this process")
+            return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", missing)
 
         async def call() -> Any:
-            args, kwargs = given()
+            args, kwargs = arguments()
             return await hosted.run(method, *args, **kwargs)
 
+        # `cancel` reaches a call by the task that serves it; the endpoint reads both ids from its context.
         task = asyncio.current_task()
         assert task is not None
         self._serving[token] = task
@@ -126,8 +134,8 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def cancel(self, token: int) -> Answer:
-        """Stop work on a request whose caller has stopped waiting. False if it cannot be stopped: a plain endpoint that
-        has begun."""
+        """Stop work on a request whose caller no longer waits. Returns False for a plain endpoint that has begun: a
+        thread cannot be stopped."""
         self._casts.pop(token, None)  # its answer will not be fetched
         if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
             return current_rank().rank, False
@@ -137,30 +145,30 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def drain_metrics(self, profiles: Mapping[str, str]) -> Answer:
-        """Metrics of this process since the last call; `profiles` sets where the next step is profiled, by
-        component."""
-        here = {hosted.context.component for hosted in self._hosted.values()}
-        profile_next(next((profiles[name] for name in here & profiles.keys()), None), process_name())
+        """Return the metrics of this process since the last call. `profiles` is the folder of the next step's profile
+        by component; the first component of this process that it names is profiled."""
+        components = {hosted.context.component for hosted in self._hosted.values()}
+        profile_next(next((profiles[name] for name in components & profiles.keys()), None), process_name())
         return current_rank().rank, drain()
 
     @concurrent_endpoint
     async def close(self, number: int) -> Answer:
-        """Run a component's `teardown`; the process is stopped afterwards by its owner, or lives on with others."""
+        """Run a component's `teardown`. The owner of the process stops it, unless it hosts other components."""
         hosted = self._hosted.pop(number)
-        answer = await hosted.guarded("teardown", lambda: hosted.run("teardown"))
+        reply = await hosted.guarded("teardown", lambda: hosted.run("teardown"))
         hosted.thread.shutdown(wait=False)
-        return answer
+        return reply
 
 
 class Hosted:
-    """One component: the instance, and the thread of its plain endpoints."""
+    """One component of a process: its instance, and the thread of its plain endpoints."""
 
-    instance: Any
+    instance: Any  # of the user's class, which calls reach by name
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=context.component)
-        self.in_thread_now: int | None = None  # the token of the request that runs there
+        self.in_thread_now: int | None = None  # the request, by token, that its thread works on
 
     def build(self, definition: bytes) -> None:
         """Construct the component from its pickled class and arguments."""
@@ -169,18 +177,18 @@ class Hosted:
         self.instance.context = self.context
         self.instance.__init__(*args, **kwargs)
 
-    async def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def run(self, method: str, *args: object, **kwargs: object) -> object:
         """Run a method: async ones in the event loop, plain ones in the component's thread."""
         function = getattr(self.instance, method)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         return await self.in_thread(lambda: function(*args, **kwargs))
 
-    async def in_thread(self, function: Callable[[], Any]) -> Any:
+    async def in_thread(self, function: Function) -> object:
         """Run a function in the component's thread, with the caller's context."""
         context = contextvars.copy_context()
 
-        def work() -> Any:
+        def work() -> object:
             self.in_thread_now = _token.get()
             try:
                 return function()
@@ -192,10 +200,10 @@ class Hosted:
 
         return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, work)
 
-    async def guarded(self, call: str, make: Callable[[], Any]) -> Answer:
-        """Rank and result; an exception is returned as `RemoteFailure`."""
+    async def guarded(self, call: str, make: Function) -> Answer:
+        """Return the rank and the value; an exception is returned as `RemoteFailure`."""
         try:
             return self.context.rank, await make()
-        # The caller decides what an error means.
+        # The caller decides what an error means, even one that asks this process to exit.
         except BaseException as error:
             return self.context.rank, RemoteFailure.capture(f"{self.context}.{call} (pid {os.getpid()})", error)

@@ -1,4 +1,4 @@
-"""What Monarch starts as a new process: its own main program, with its log in a private place."""
+"""Main program of the processes that Monarch starts, with Monarch's log in a private file."""
 
 from . import _monarch  # noqa: F401  (loads Monarch's library)
 

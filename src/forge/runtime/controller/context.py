@@ -1,4 +1,4 @@
-"""What code in a component can know of its surroundings: its own place, and the request that it is serving."""
+"""The context of code in a component: its replica and rank, and the request that it is serving."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _request: contextvars.ContextVar[str | None] = contextvars.ContextVar("forge_req
 
 @dataclass(frozen=True, slots=True)
 class ActorContext:
-    """The place of one process within a component.
+    """The place of one process within a component: replica and rank.
 
-    `incarnation` counts the processes that have stood in this place: 0 is the first, each respawn adds one.
-    `rendezvous` is the path of a FileStore for torch.distributed; None for a replica of one process.
+    `incarnation` counts the processes in this place: 0 is the first, each respawn adds one. `rendezvous` is the path of
+    a FileStore for torch.distributed; None for a replica of one process.
     """
 
     component: str
@@ -29,9 +29,9 @@ class ActorContext:
 
 
 def request_id() -> str | None:
-    """The id of the request that is being served; None outside of one.
+    """Return the id of the request that is being served; None outside of a request.
 
-    A request keeps its id when it is sent again after a replica was lost: an endpoint that must not act twice writes
-    the id down together with what it did.
+    A request keeps its id when it is sent again after a replica was lost: an endpoint that must not act twice stores
+    the id together with its effect.
     """
     return _request.get()

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from typing import Any
 from ...config.plugin import nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
-from .request import caller
+from .request import Kwargs, Pending, Value, caller
 
 _session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
 _session_ids = itertools.count()
@@ -36,7 +36,7 @@ class Call:
     verb: str
     endpoint: str
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     caller: str
     timeout: float | None = None
     session: str | None = None
@@ -44,14 +44,15 @@ class Call:
 
 
 class Handle(ABC):
-    """What can be done with a service from anywhere: its endpoints, and sessions."""
+    """The callers' side of a service: its endpoints as attributes, and sessions."""
 
     def __init__(self, name: str, endpoints: frozenset[str]) -> None:
-        self._name, self._endpoints = name, endpoints
+        self._name = name
+        self._endpoints = endpoints
 
     @abstractmethod
-    async def _dispatch(self, call: Call) -> Any:
-        """Carry out a call; in the controller by sending it, elsewhere by asking the controller to."""
+    async def _dispatch(self, call: Call) -> Value:
+        """Carry out a call: the controller sends it to replicas, any other process asks the controller to."""
 
     @abstractmethod
     def _end_session(self, session: str) -> None:
@@ -59,37 +60,37 @@ class Handle(ABC):
 
     def __getattr__(self, name: str) -> Endpoint:
         # Through __dict__: an attribute that is missing while a handle is unpickled must not lead back here.
-        known = self.__dict__.get("_endpoints", ())
-        if name in known:
+        endpoints = self.__dict__.get("_endpoints", ())
+        if name in endpoints:
             return Endpoint(self, name)
         raise AttributeError(
-            f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{nearest(name, sorted(known))}"
+            f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{nearest(name, sorted(endpoints))}"
         )
 
     @asynccontextmanager
     async def session(self, session_id: str | None = None) -> AsyncIterator[str]:
-        """Within the block, `route` keeps going to one replica (where it keeps a cache or a conversation).
+        """Within the block, `route` sends every call to the same replica, where a cache or a conversation is.
 
-        If that replica is lost, the session moves to another; whatever it kept there is gone.
+        If that replica is lost, the session moves to another one, without what the first had stored.
 
         Args:
-            session_id: name of a session that several callers share; it outlives the block. None makes one that ends
-                with it.
+            session_id: name of a session that several callers share; it outlives the block. None opens one that ends
+                with the block.
         """
-        own = session_id is None
+        ends_here = session_id is None
         session_id = session_id or f"{self._name}-{os.getpid()}-{next(_session_ids)}"
         token = _session.set({**_session.get({}), self._name: session_id})
         try:
             yield session_id
         finally:
             _session.reset(token)
-            if own:
+            if ends_here:
                 self._end_session(session_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint of a service, to be sent with one of the verbs."""
+    """One endpoint of a service. Call it with one of the verbs: `route`, `fanout`, `call`, `call_one`."""
 
     service: Handle
     name: str
@@ -97,14 +98,14 @@ class Endpoint:
     session: str | None = None
     request_id: str | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         name = f"{self.service._name}.{self.name}"
-        raise TypeError(f"{name} runs in a process of its own: write `await {name}.route(...)`")
+        raise TypeError(f"{name} runs in another process: write `await {name}.route(...)`")
 
     def options(
         self, *, timeout: float | None = None, session: str | None = None, request_id: str | None = None
     ) -> Endpoint:
-        """The endpoint with settings of its own: `policy.generate.options(timeout=30).route(prompt)`.
+        """Return the endpoint with other settings: `policy.generate.options(timeout=30).route(prompt)`.
 
         Args:
             timeout: seconds until the call is an error, waiting for a replica included; None is `call_timeout`.
@@ -115,38 +116,38 @@ class Endpoint:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")
         return replace(self, timeout=timeout, session=session, request_id=request_id)
 
-    def route(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def route(self, *args: object, **kwargs: object) -> Pending[Value]:
         """Send to one replica and return its answer.
 
         If the replica is lost meanwhile, another one gets the call: an endpoint may see a call twice.
 
         Raises:
-            what the endpoint raised; CallTimeout, PoisonRequest, or ReplicaDied when there is no more to try.
+            what the endpoint raised; CallTimeout, PoisonRequest, or ReplicaDied once the retries are used up.
         """
         return self._send("route", args, kwargs)
 
-    def fanout(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
-        """Send to every replica, also to those that are just being replaced; one answer each, in replica order.
+    def fanout(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
+        """Send to every replica, those being replaced included, and return one value for each, in replica order.
 
         Raises:
             the first failure, once every replica has answered or failed.
         """
         return self._send("fanout", args, kwargs)
 
-    def call(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
-        """Send to every rank of a component with one replica; one value each, in rank order."""
+    def call(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
+        """Send to every rank of a component with one replica, and return one value for each, in rank order."""
         return self._send("call", args, kwargs)
 
-    def call_one(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """Send to a component of one process."""
+    def call_one(self, *args: object, **kwargs: object) -> Pending[Value]:
+        """Send to a component of one process, and return its value."""
         return self._send("call_one", args, kwargs)
 
-    def _send(self, verb: str, args: tuple, kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+    def _send(self, verb: str, args: tuple, kwargs: Kwargs) -> Pending[Value]:
         # Not a coroutine itself: the call, its caller and its session are those of the moment when it is written.
         session = self.session or _session.get({}).get(self.service._name)
         call = Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
 
-        async def timed() -> Any:
+        async def timed() -> Value:
             with on_the_clock(f"{self.service._name}.{self.name}"):
                 return await self.service._dispatch(call)
 
@@ -154,44 +155,46 @@ class Endpoint:
 
 
 class Local(Handle):
-    """A component in the process of its caller, made by `ForgeActor.as_local`. Arguments and answers are shared with
+    """A component in the process of its caller, created by `ForgeActor.as_local`. Arguments and values are shared with
     the caller, not copied.
 
-    `async def` endpoints run in the caller's event loop. Plain `def` endpoints run in a thread of the component's own,
-    one at a time, so that slow ones (tokenising, reading files) do not block the loop.
+    `async def` endpoints run in the caller's event loop. Plain `def` endpoints run in the component's thread, one at a
+    time, so that slow ones (tokenising, reading files) do not block the loop.
     """
 
-    CALL_TIMEOUT = 1800.0  # seconds, where a call sets none
+    CALL_TIMEOUT = 1800.0  # seconds, unless a call sets another; the default of `Options.call_timeout`
 
-    def __init__(self, name: str, component: Any, endpoints: Mapping[str, bool]) -> None:
+    def __init__(self, name: str, component: object, endpoints: Mapping[str, bool]) -> None:
         super().__init__(name, frozenset(endpoints))
         self._component = component
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    async def _dispatch(self, call: Call) -> Any:
-        method, limit = getattr(self._component, call.endpoint), call.timeout or self.CALL_TIMEOUT
+    async def _dispatch(self, call: Call) -> Value:
+        method = getattr(self._component, call.endpoint)
+        limit = call.timeout or self.CALL_TIMEOUT
         try:
             async with asyncio.timeout(limit) as expiry:
                 if inspect.iscoroutinefunction(method):
-                    answer = await method(*call.args, **call.kwargs)
+                    value = await method(*call.args, **call.kwargs)
                 else:
+                    # The thread sees the caller's context, as an `async def` endpoint does.
                     context = contextvars.copy_context()
                     work = partial(context.run, _without_stop, method, *call.args, **call.kwargs)
-                    answer = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                    value = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except TimeoutError:
-            if not expiry.expired():  # the component's own
+            if not expiry.expired():  # the endpoint itself raised it
                 raise
             raise CallTimeout(
                 f"{call.caller} waited {limit:g} s for {self._name}.{call.endpoint}, in this process"
             ) from None
-        return answer if call.verb in ("route", "call_one") else [answer]
+        return value if call.verb in ("route", "call_one") else [value]
 
     def _end_session(self, session: str) -> None:
-        """Nothing to forget: there is one instance."""
+        """Do nothing: there is one instance."""
 
 
-def _without_stop(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The method's answer. A future cannot carry StopIteration: the caller would wait for ever."""
+def _without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
+    """Call a method for a future, which cannot carry StopIteration: the caller would wait for ever."""
     try:
         return method(*args, **kwargs)
     except StopIteration as error:

@@ -1,4 +1,4 @@
-"""Where processes are started: this host, worker processes on it that stand for further hosts, or other machines.
+"""Hosts that processes are started on: this one, worker processes on it that stand for further hosts, other machines.
 
 Monarch's connections are not authenticated and carry pickled code: on this host their sockets are in a folder that only
 this user may enter, between machines they are TLS connections of peers that have the run's secret.
@@ -19,7 +19,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..cluster.machine import Machine, RemoteProcess
-from ..cluster.pool import Place
+from ..cluster.pool import Allocation
 from ..cluster.process import Process, is_stopped
 from ..cluster.rendezvous import SCHEME
 from ..cluster.wire import HostError
@@ -28,7 +28,8 @@ from .ending import let_threads_wait
 from .errors import ReplicaDied
 from .private import hidden_announcement, sockets_in, warn_if_exposed
 
-_attached = itertools.count()
+_mesh_numbers = itertools.count()
+# The program of a loopback host's worker.
 _SERVE = (
     "import sys; from forge.runtime.controller.hosts import serve_host; "
     "serve_host(sys.stdin.readline(), int(sys.argv[1]))"
@@ -38,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 
 @cache
 def start_client() -> None:
-    """Start Monarch in this process, to end in order with it."""
+    """Start Monarch in this process, and have it end in order with the process."""
     with hidden_announcement():
         this_host()
     end_at_exit()
@@ -47,13 +48,13 @@ def start_client() -> None:
 
 
 class Hosts:
-    """One or more hosts that a replica's processes are started on: this class is the controller's own host, whose
+    """One or more hosts that a replica's processes are started on: this class is the controller's host, whose
     processes end one by one with their replicas, and with the controller."""
 
     size = 1
 
     async def mesh(self) -> HostMesh:
-        """The hosts as one mesh; started again first if one of them was lost."""
+        """Return the hosts as one mesh; lost ones are started again first."""
         start_client()
         return this_host()
 
@@ -63,33 +64,33 @@ class Hosts:
         return False
 
     def gpus(self) -> dict[str, list[str]]:
-        """The devices that the processes may see, by the address of their machine; of this one, by the empty string."""
+        """Devices that the processes may see, by the address of their machine; the empty string is this machine."""
         return {}
 
     def rendezvous(self) -> str:
-        """Where the ranks of a new process group find one another, see `forge.training.distributed.join`."""
+        """Return where the ranks of a new process group meet, see `forge.training.distributed.join`."""
         return f"ranks-{uuid4().hex}"
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Process | RemoteProcess:
-        """Watch one of the processes."""
+        """Watch one of the processes; `ended` is called when it ends."""
         return Process(pid, ended)
 
-    def when_lost(self, call: Callable[[str], None]) -> None:
-        """Have `call(reason)` called once one of the machines, or a worker there, is lost."""
+    def when_lost(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost(reason)` once one of the machines, or the worker on it, is lost."""
 
     def pids(self) -> list[int]:
-        """The worker processes of the hosts that were started here."""
+        """Process ids of the workers that were started on this machine."""
         return []
 
     def give_up(self) -> None:
-        """No process could be started on them: count them as lost."""
+        """Count the hosts as lost: no process could be started on them."""
 
     async def stop(self) -> None:
-        """End the worker processes."""
+        """Stop the workers."""
 
 
 class LoopbackHosts(Hosts):
-    """Hosts on this machine: a worker process each, which the controller attaches to as it would to another machine.
+    """Hosts on this machine: a worker process each, which the controller attaches to as to another machine.
 
     A host counts as lost when its worker ended or was stopped by a signal, or when no process could be started on it: a
     connection that was silent for too long, as while a machine is suspended, stays broken. The next `mesh` then starts
@@ -109,12 +110,14 @@ class LoopbackHosts(Hosts):
             lost = self._unusable or any(
                 worker.poll() is not None or is_stopped(worker.pid) for worker in self._workers
             )
+            # A worker may be dead, suspended, or alive with a broken connection.
             if self._mesh is None or lost:
+                # All workers are replaced, the living ones too: none can be attached to a second time.
                 await self.stop()
-                folder = os.environ["TMPDIR"]  # the runtime's, private
+                folder = os.environ["TMPDIR"]  # the runtime's private folder
                 addresses = [f"{new_service_proc_id()}@ipc://{folder}/{os.urandom(8).hex()}" for _ in range(self.size)]
                 self._workers = [_start(address) for address in addresses]
-                name = f"{self.name}_{next(_attached)}"
+                name = f"{self.name}_{next(_mesh_numbers)}"
                 start_client()
                 self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses, name=name)
             return self._mesh
@@ -129,7 +132,10 @@ class LoopbackHosts(Hosts):
 
     async def stop(self) -> None:
         """Kill the workers and wait for their end."""
-        workers, self._workers, self._mesh, self._unusable = self._workers, [], None, False
+        workers = self._workers
+        self._workers = []
+        self._mesh = None
+        self._unusable = False
         for worker in workers:
             worker.kill()
         for worker in workers:
@@ -137,13 +143,15 @@ class LoopbackHosts(Hosts):
 
 
 class PooledHosts(Hosts):
-    """The machines that the pool has given to a replica: a worker on each, for it alone.
+    """The machines that the pool has leased to a replica, with a worker on each for this replica alone.
 
-    A worker that was attached to once, and lost, cannot be attached to again: `mesh` starts others then.
+    A worker that was attached to and lost cannot be attached to again: `mesh` starts others then.
     """
 
-    def __init__(self, name: str, place: Place) -> None:
-        self.name, self.place, self.size = name, place, len(place.machines)
+    def __init__(self, name: str, allocation: Allocation) -> None:
+        self.name = name
+        self.allocation = allocation
+        self.size = len(allocation.machines)
         self._workers: dict[Machine, str] = {}
         self._mesh: HostMesh | None = None
         self._unusable = False
@@ -155,7 +163,8 @@ class PooledHosts(Hosts):
         return self.size > 1
 
     async def mesh(self) -> HostMesh:
-        """
+        """Return the mesh of all workers, started if needed; lost ones are replaced first.
+
         Raises:
             ReplicaDied: no worker could be started on one of the machines.
         """
@@ -163,10 +172,12 @@ class PooledHosts(Hosts):
             ended = any(worker in machine.ended for machine, worker in self._workers.items())
             if self._mesh is None or self._unusable or ended:
                 await self.stop()
-                machines = self.place.machines
-                asked = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
-                started = await asyncio.gather(*asked, return_exceptions=True)
-                self._workers = {m: one for m, one in zip(machines, started, strict=True) if isinstance(one, str)}
+                machines = self.allocation.machines
+                starts = [machine.request("start", identity=str(new_service_proc_id())) for machine in machines]
+                started = await asyncio.gather(*starts, return_exceptions=True)
+                # Also of a failed start: `stop` must end the workers that did come up.
+                pairs = zip(machines, started, strict=True)
+                self._workers = {machine: worker for machine, worker in pairs if isinstance(worker, str)}
                 for error in started:
                     if isinstance(error, HostError):
                         self._unusable = True
@@ -174,35 +185,42 @@ class PooledHosts(Hosts):
                     if isinstance(error, BaseException):
                         raise error
                 workers = [self._workers[machine] for machine in machines]
-                name = f"{self.name}_{next(_attached)}"
+                name = f"{self.name}_{next(_mesh_numbers)}"
                 start_client()
                 self._mesh = attach_to_workers(ca="trust_all_connections", workers=workers, name=name)
             return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
-        """GPUs that are reserved, by host."""
-        return self.place.gpus
+        """GPUs that are leased, by the address of their machine."""
+        return self.allocation.gpus
 
     def rendezvous(self) -> str:
-        """On the board of the first machine, if there are several."""
-        return f"{SCHEME}{self.place.machines[0].at}/{uuid4().hex}" if self.spans_machines else super().rendezvous()
+        """On the first machine's board if there are several machines."""
+        return (
+            f"{SCHEME}{self.allocation.machines[0].peer_address}/{uuid4().hex}"
+            if self.spans_machines
+            else super().rendezvous()
+        )
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> RemoteProcess:
-        """A handle of a process on one of the machines; `ended` is called when it ends."""
-        machine = next(machine for machine in self.place.machines if machine.at == host)
+        """Watch a process on one of the machines; `ended` is called when it ends."""
+        machine = next(machine for machine in self.allocation.machines if machine.peer_address == host)
         return RemoteProcess(machine, pid, ended)
 
-    def when_lost(self, call: Callable[[str], None]) -> None:
-        """Call `call(reason)` when one of the machines is lost."""
-        for machine in self.place.machines:
+    def when_lost(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost(reason)` when one of the machines, or the worker on it, is lost."""
+        for machine in self.allocation.machines:
 
-            def tell(lost: asyncio.Future[str], machine: Machine = machine) -> None:
-                call(f"host {machine} was lost: {lost.result()}")
+            def report(
+                lost: asyncio.Future[str],
+                machine: Machine = machine,
+            ) -> None:
+                on_lost(f"host {machine} was lost: {lost.result()}")
 
-            machine.lost.add_done_callback(tell)
+            machine.lost.add_done_callback(report)
         # A start that was sent to a worker that had just ended would wait for Monarch's limit of a minute.
         for machine, worker in self._workers.items():
-            machine.when_worker_ends(worker, partial(call, f"its worker on host {machine} ended"))
+            machine.when_worker_ends(worker, partial(on_lost, f"its worker on host {machine} ended"))
 
     def give_up(self) -> None:
         """Start all workers again at the next use."""
@@ -210,17 +228,21 @@ class PooledHosts(Hosts):
 
     async def stop(self) -> None:
         """Stop the workers on all machines."""
-        workers, self._workers, self._mesh, self._unusable = self._workers, {}, None, False
+        workers = self._workers
+        self._workers = {}
+        self._mesh = None
+        self._unusable = False
         for machine, worker in workers.items():
             machine.forget_worker(worker)
         stopping = [machine.request("stop", worker=worker) for machine, worker in workers.items()]
         for error in await asyncio.gather(*stopping, return_exceptions=True):
-            if isinstance(error, Exception) and not isinstance(error, HostError):  # a lost host has stopped its own
+            if isinstance(error, Exception) and not isinstance(error, HostError):  # lost hosts stop their workers
                 raise error
 
 
 def _start(address: str) -> subprocess.Popen:
-    """A worker process. Other users may read the arguments of a process, so the address comes on its standard input."""
+    """Start a worker process. Other users may read the arguments of a process, so the address comes on its standard
+    input."""
     worker = subprocess.Popen([sys.executable, "-c", _SERVE, str(os.getpid())], stdin=subprocess.PIPE, text=True)
     assert worker.stdin is not None
     with worker.stdin as pipe:
@@ -229,18 +251,18 @@ def _start(address: str) -> subprocess.Popen:
 
 
 def serve_host(address: str, parent: int) -> None:
-    """Be a host, until the process `parent` ends."""
+    """Serve as a host until the process `parent` ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above, which therefore never fires
+    if os.getppid() != parent:  # it ended before the line above, whose signal never comes then
         return
-    for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal sends is for the controller to handle
+    for number in (signal.SIGINT, signal.SIGHUP):  # the controller handles what a terminal sends
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # and what a scheduler sends; a child gets the default
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # and a scheduler; children get the default
     serve_forever(address.strip(), Path(os.environ["TMPDIR"]))
 
 
 def serve_forever(address: str, folder: Path) -> None:
-    """Be a Monarch worker at `address`, with its sockets for this machine in a private folder."""
+    """Run a Monarch worker at `address`, with its sockets of this machine in a private folder."""
     sockets_in(folder)
     with hidden_announcement():
         run_worker_loop_forever(address=address, ca="trust_all_connections")

@@ -1,7 +1,8 @@
-"""How a component is placed and supervised: processes, replicas, hosts, devices, limits."""
+"""Placement and supervision of a component: processes, replicas, hosts, devices, limits."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -65,15 +66,17 @@ class Options(Section):
 
     @property
     def heavy(self) -> bool:
-        """Whether it holds what only the end of a process gives back."""
+        """Whether it holds resources that are released only at process exit."""
         return self.procs > 1 or self.with_gpus
 
     def _check(self) -> None:
         resolve_router(self.router)
+        # Settings without effect are mistakes: the user meant another one.
         if self.gpus_per_proc != 1 and not self.with_gpus:
             raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
         if self.share is None and self.share_procs != 1:
             raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
+        # A shared process has one placement, which its first component decides.
         if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts or self.per_process != 1):
             raise ValueError(
                 f"a component that shares the process {self.share!r} has one process, or all {self.share_procs} of "
@@ -82,7 +85,8 @@ class Options(Section):
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus):
             raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")
         if self.host is not None and self.hosts is not None:
-            raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: leave one out")
+            raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: omit one")
+        # A host without processes would be reserved for nothing; uneven shares are unsupported by Monarch's meshes.
         if self.hosts is not None and self.procs == 1 and -(-self.num_replicas // self.per_process) < self.hosts:
             raise ValueError(
                 f"hosts = {self.hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
@@ -90,6 +94,11 @@ class Options(Section):
             )
         if self.hosts is not None and self.procs > 1 and self.procs % self.hosts:
             raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {self.hosts}")
+
+
+def snake_case(name: str) -> str:
+    """Return the default name of a component: `replay_buffer` for the class `ReplayBuffer`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 ServiceConfig = Options  # the name in the torchforge documents

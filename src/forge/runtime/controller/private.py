@@ -1,4 +1,4 @@
-"""Monarch's sockets and log, kept where only this user has access.
+"""Private places for Monarch's sockets and log, to which only this user has access.
 
 Monarch obeys all who connect to it, and binds UNIX sockets with abstract names. These have no permissions: every local
 user, and every container in the same network namespace, finds them in /proc/net/unix and can run code through them.
@@ -40,7 +40,8 @@ _ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
 _LOG_FOLDER = re.compile(rb"/tmp/[^/]+")
 _LOG_FILE = re.compile(rb"/tmp/[^/]+/monarch_log[^/]*")
 _ANNOUNCEMENT = b"Monarch internal logs are being written to"
-_LONGEST = 33  # a socket's path has at most 107 bytes, of which Monarch's names and ours take 67
+# Bytes of the folder's path: a socket's path has at most 107, of which Monarch's names and ours take 67.
+MAX_FOLDER_LENGTH = 33
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
 _Open = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, use_errno=True)
 _Write = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, use_errno=True)
@@ -48,20 +49,23 @@ _Mkdir = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, use_er
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.bind.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32]
-_libc.write.argtypes, _libc.write.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_ssize_t
-_folder: Path | None = None  # of sockets
+_libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+_libc.write.restype = ctypes.c_ssize_t
+_folder: Path | None = None  # where sockets are bound
 _log_handle: int | None = None
 _replacements: list[object] = []  # callbacks, which must outlive their use
 
 
 def load() -> None:
-    """Load Monarch's library with its log and its sockets in private places; before anything imports it."""
-    if _LIBRARY in sys.modules:  # Monarch was imported before forge: its log is where it always is
+    """Load Monarch's library with its log and its sockets in private places, before anything imports Monarch."""
+    if _LIBRARY in sys.modules:  # imported before forge: its log is open already
         replace(_LOADED, {"bind": _bind})
         return
     monarch = find_spec("monarch")
-    places = [] if monarch is None else [Path(place) for place in monarch.submodule_search_locations or ()]
-    path = next((str(file) for place in places for file in place.glob("_rust_bindings*.so")), None)
+    monarch = find_spec("monarch")
+    folders = [] if monarch is None else [Path(folder) for folder in monarch.submodule_search_locations or ()]
+    path = next((str(file) for folder in folders for file in folder.glob("_rust_bindings*.so")), None)
+    # The functions of a library can be replaced once it is mapped, and it opens its log when Python initialises it.
     if path is not None:
         try:
             ctypes.CDLL(path)
@@ -82,28 +86,28 @@ def sockets_in(folder: Path) -> None:
 
 
 def socket_folder() -> Scratch:
-    """A folder for sockets: only this user may enter it, it goes with this process, and its path is short enough."""
-    usual = tempfile.gettempdir()
-    return Scratch("forge-run-", usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp")
+    """Create a folder for sockets that only this user may enter, with a path that is short enough."""
+    folder = tempfile.gettempdir()
+    return Scratch("forge-run-", folder if len(os.fsencode(folder)) <= MAX_FOLDER_LENGTH else "/tmp")
 
 
 def log_to(path: Path | None) -> None:
-    """Have Monarch's log in this file, also that of processes started from now on. None: in a file without a name."""
+    """Write Monarch's log to this file, also in processes started from now on. None: to a file without a name."""
     os.environ.pop(LOG, None)
     if path is not None:
         os.environ[LOG] = str(path.absolute())
     if _log_handle is not None:
         handle = _open_log()
-        os.dup2(handle, _log_handle)  # Monarch keeps on writing to the number that it has
+        os.dup2(handle, _log_handle)  # Monarch writes to the same number as before
         os.close(handle)
 
 
 @contextmanager
 def hidden_announcement() -> Iterator[None]:
-    """Leave out the line in which Monarch, once its first host is up, names a log that `_open` has replaced.
+    """Suppress the line in which Monarch, once its first host is up, names a log that `_open` has replaced.
 
-    Monarch's threads write through Python meanwhile. One that does so while the interpreter ends takes the process with
-    it ("FATAL: exception not rethrown", before Python 3.14), so that this lasts no longer than the start of the host.
+    Monarch's threads write through Python meanwhile. One that does so while the interpreter exits ends the process
+    ("FATAL: exception not rethrown", before Python 3.14), so this lasts no longer than the start of the host.
     """
     if _log_handle is None:
         yield
@@ -114,6 +118,7 @@ def hidden_announcement() -> Iterator[None]:
     def write(handle: int, text: int, length: int) -> int:
         nonlocal hiding
         part = ctypes.string_at(text, length) if handle == 2 else b""
+        # The line may come in several writes: hide from its first one to the line break.
         hiding = hiding or part.startswith(_ANNOUNCEMENT)
         if handle != 2 or not hiding:
             return _libc.write(handle, text, length)
@@ -140,11 +145,11 @@ def _open_log() -> int:
 
 @cache
 def warn_if_exposed() -> None:
-    """One warning if Monarch's sockets of this process are open to other local users after all."""
-    mine = set()
+    """Warn once if Monarch's sockets of this process are open to other local users after all."""
+    sockets = set()
     for handle in os.listdir("/proc/self/fd"):
         try:
-            mine.add(os.readlink(f"/proc/self/fd/{handle}"))
+            sockets.add(os.readlink(f"/proc/self/fd/{handle}"))
         except FileNotFoundError:  # the one that lists the folder
             continue
     try:  # names of sockets may be any bytes
@@ -152,7 +157,7 @@ def warn_if_exposed() -> None:
     except OSError:  # a container may hide it
         return
     rows = [line.split() for line in table.splitlines()[1:]]
-    names = [row[7] for row in rows if len(row) > 7 and row[7].startswith("@") and f"socket:[{row[6]}]" in mine]
+    names = [row[7] for row in rows if len(row) > 7 and row[7].startswith("@") and f"socket:[{row[6]}]" in sockets]
     if names:
         log.warning(
             "every local user, and every container in this network namespace, can run code as you through the sockets "
@@ -163,12 +168,12 @@ def warn_if_exposed() -> None:
 
 @_Bind
 def _bind(handle: int, address: int, length: int) -> int:
-    given = ctypes.string_at(address, length)
-    if _folder is None or not given.startswith(_ABSTRACT):
+    requested = ctypes.string_at(address, length)
+    if _folder is None or not requested.startswith(_ABSTRACT):
         return _libc.bind(handle, address, length)
     path = _FAMILY.pack(socket.AF_UNIX) + os.fsencode(_folder / os.urandom(8).hex())
-    named = ctypes.create_string_buffer(path)
-    return _libc.bind(handle, ctypes.addressof(named), len(named))
+    replacement = ctypes.create_string_buffer(path)
+    return _libc.bind(handle, ctypes.addressof(replacement), len(replacement))
 
 
 @_Open

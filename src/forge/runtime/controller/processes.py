@@ -1,4 +1,4 @@
-"""The processes of a replica, started with their environment and watched until they end."""
+"""The processes of a replica: how they are started, and watched until they end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...observability.console import configure_logging, log_failure
 from ...observability.metrics import PROCESS_NAME
-from ...system.devices import GIVEN
+from ...system.devices import GRANTED
 from ...system.files import cache_folder
 from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
@@ -32,6 +32,10 @@ from .options import Options
 from .patience import Patience, wait_for
 from .starting import Standbys
 
+if TYPE_CHECKING:
+    from .replica import Replica
+
+
 log = logging.getLogger(__name__)
 
 STOP_PATIENCE = 8.0  # seconds, as of `Patience`, in which a process mesh may stop by itself
@@ -42,7 +46,8 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
 }
-# What torch.compile has made, up to 40 s of work for FlexAttention. By default it is in TMPDIR, which ends with a run.
+# The compiled code of torch.compile, up to 40 s of work for FlexAttention. By default it is in TMPDIR, which ends with
+# a run.
 COMPILERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -52,7 +57,8 @@ class ProcessGroup:
     """The processes of one replica, or those that components share.
 
     `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
-    for seconds, and silence then is no sign of a hang. When a process is lost, `fail` is called on all `members`.
+    `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
+    for seconds, during which silence is not a hang. When a process is lost, `fail` is called on all `members`.
     """
 
     def __init__(
@@ -66,9 +72,13 @@ class ProcessGroup:
         shared: bool = False,
     ) -> None:
         self._standbys = standbys
-        self.name, self.mesh, self.options, self.hosts, self.shared = name, mesh, options, hosts, shared
-        self.actor_host = mesh.spawn(name, ActorHost)  # one in each process
-        self.members: list[Any] = []
+        self.name = name
+        self.mesh = mesh
+        self.options = options
+        self.hosts = hosts
+        self.shared = shared
+        self.actor_host: Any = mesh.spawn(name, ActorHost)  # one in each process
+        self.members: list[Replica] = []
         self.starting = 0
         self.dead: str | None = None
         self.stopped_by_signal = False
@@ -84,7 +94,7 @@ class ProcessGroup:
 
     @property
     def local_pids(self) -> list[int]:
-        """Those on this machine."""
+        """Process ids on this machine."""
         return [process.pid for process in self.processes if isinstance(process, Process)]
 
     @property
@@ -92,30 +102,31 @@ class ProcessGroup:
         """Number of processes."""
         return self.options.share_procs if self.options.share is not None else self.options.procs
 
-    def check_agrees(self, component: str, options: Options) -> None:
-        """Raises ValueError if a component that comes to live here was promised other processes than these."""
+    def check_options(self, component: str, options: Options) -> None:
+        """Raise ValueError if the options of a component that is to share these processes ask for other ones."""
         for name in ("share_procs", "with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout"):
-            mine, wanted = getattr(self.options, name), getattr(options, name)
-            if mine != wanted:
+            started_with = getattr(self.options, name)
+            requested = getattr(options, name)
+            if started_with != requested:
                 raise ValueError(
-                    f"{component} shares the process {self.name!r}, which was started with {name} = {mine!r}; "
-                    f"it asks for {wanted!r}"
+                    f"{component} shares the process {self.name!r}, which was started with {name} = {started_with!r}; "
+                    f"it asks for {requested!r}"
                 )
 
-    def watch(self, found: list[tuple[int, str]]) -> None:
-        """Notice from now on when one of these processes ends or stops answering: their ids, and their hosts."""
-        for pid, host in found:
+    def watch(self, processes: list[tuple[int, str]]) -> None:
+        """Watch the end and the answers of these processes from now on, given as (process id, host)."""
+        for pid, host in processes:
             if (pid, host) not in self._known:
                 self._known.add((pid, host))
-                on = f" on {host}" if host else ""
-                ended = f"process {pid}{on} ended"
-                self.processes.append(self.hosts.process(pid, host, lambda ended=ended: self.fail(ended)))  # type: ignore[misc]
+                location = f" on {host}" if host else ""
+                reason = f"process {pid}{location} ended"
+                self.processes.append(self.hosts.process(pid, host, lambda reason=reason: self.fail(reason)))  # type: ignore[misc]
         if self._pinging is None:
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
             self._pinging.add_done_callback(log_failure)
 
     def fail(self, reason: str) -> None:
-        """These processes are lost: so is every component in them."""
+        """Declare these processes lost, and with them every component that they host."""
         if self.dead is None:
             self.dead = reason
             self.stopped_by_signal = any(process.stopped for process in self.processes)
@@ -131,16 +142,17 @@ class ProcessGroup:
             process.kill()
 
     async def stop(self) -> None:
-        """End the processes, by force where they do not react; cancelling this kills them at once."""
+        """Stop the processes, by force if they do not react; cancelling this kills them at once."""
         if self._pinging is not None:
             self._pinging.cancel()
-        gentle, self.dead = self.dead is None, self.dead or "it was shut down"
+        gentle = self.dead is None
+        self.dead = self.dead or "it was shut down"
         if not gentle:
             self.kill()
         try:
             await wait_for(self.mesh.stop().as_asyncio(), self.local_pids, STOP_PATIENCE)
         except Exception as error:
-            # A mesh with a dead process cannot stop; what matters is that its processes go.
+            # A mesh with a dead process cannot stop; all that matters is that its processes end.
             if gentle:
                 log.warning("%s: could not be stopped gently (%s); killed it", self.name, type(error).__name__)
         finally:
@@ -151,30 +163,42 @@ class ProcessGroup:
                 self._standbys.close()
 
     async def _ping(self) -> None:
-        """Two pings in a row without an answer, to them or to any call, are a hang if a process had the CPU time for
-        one or did not want any. One alone may be the controller's own slowness, and behind thousands of calls a ping
-        waits for its turn."""
-        every, patience = self.options.ping_timeout / 8, 3 * self.options.ping_timeout / 8
-        silence, missed, since = None, 0, time.monotonic()
+        """Fail the processes once they are hung.
+
+        Two pings in a row without an answer, to them or to any call, are a hang if a process had the CPU time for one
+        or did not want any. A single one may be the controller's own slowness, and behind thousands of calls a ping
+        waits for its turn.
+        """
+        # Two intervals and two waits, of an eighth and three eighths each, add up to `ping_timeout`.
+        interval = self.options.ping_timeout / 8
+        patience = 3 * self.options.ping_timeout / 8
+        silence: list[Patience] | None = None
+        missed = 0
+        silent_since = time.monotonic()
         while self.dead is None:
-            await asyncio.sleep(every)
+            await asyncio.sleep(interval)
             if self.starting or not self.members:
-                silence, missed = None, 0
+                silence = None
+                missed = 0
                 continue
-            whole = [member for member in self.members if member.options.procs == self.procs]
-            asked, sent = whole[:1] or list(self.members), time.monotonic()
+            # A component with a rank in every process answers for all of them; light replicas only for one.
+            spanning = [member for member in self.members if member.options.procs == self.procs]
+            pinged = spanning[:1] or list(self.members)
+            sent = time.monotonic()
             if silence is None:
-                silence, since = [Patience([pid], patience) for pid in self.local_pids], sent
-            answers = await asyncio.gather(*(member.ping(patience) for member in asked))
-            heard = any(member.last_answer > sent for member in whole)
-            heard = heard or all(answers[n] or member.last_answer > sent for n, member in enumerate(asked))
-            if heard:
-                silence, missed = None, 0
+                silence = [Patience([pid], patience) for pid in self.local_pids]
+                silent_since = sent
+            answers = await asyncio.gather(*(member.ping(patience) for member in pinged))
+            # The answer to any call counts as well as that to a ping.
+            answered = [ok or member.last_answer > sent for ok, member in zip(answers, pinged, strict=True)]
+            if all(answered) or any(member.last_answer > sent for member in spanning):
+                silence = None
+                missed = 0
                 continue
             missed += 1
             hung = [process for process in silence if not process.is_left()]
             if missed >= 2 and not self.starting and (hung or not silence):
-                self.fail(f"it answered neither a ping nor a call for {time.monotonic() - since:.3g} s")
+                self.fail(f"it answered neither a ping nor a call for {time.monotonic() - silent_since:.3g} s")
 
 
 def spawn(
@@ -191,9 +215,10 @@ def spawn(
 
     Args:
         gpus: the devices that the processes may see, by the address of their host.
-        standbys: the processes, if they are up already.
+        standbys: the processes, if they were started before.
     """
     settings = {**environment(options.threads), PROCESS_NAME: name}
+    # The loopback reaches no other machine: NCCL chooses the interface, unless the user did.
     if spans_machines and "NCCL_SOCKET_IFNAME" not in os.environ:
         del settings["NCCL_SOCKET_IFNAME"]
     bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
@@ -203,7 +228,7 @@ def spawn(
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """What libraries find in the environment of a process, beside the controller's own."""
+    """Return the environment variables of a process for its libraries, in addition to the controller's."""
     return {
         "OMP_NUM_THREADS": str(threads),
         # Idle OpenMP workers otherwise spin on the cores that another process is computing on.
@@ -219,7 +244,7 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 
 def _compiler_caches() -> dict[str, str]:
-    """The folders of COMPILERS, but where none can be made: PyTorch makes them as it is imported."""
+    """The folders of COMPILERS, except those that cannot be created: PyTorch creates them when it is imported."""
     folders = {}
     for name, folder in COMPILERS.items():
         try:
@@ -234,18 +259,18 @@ def _compiler_caches() -> dict[str, str]:
 
 
 def allocator_settings(options: Options) -> dict[str, str]:
-    """What the allocator reads in the environment of a process before anything of it runs."""
+    """Return the allocator's variables, which must be in the environment before the process starts."""
     return {name: options.env.get(name, os.environ.get(name, value)) for name, value in ALLOCATOR.items()}
 
 
 def _bootstrap(
-    settings: dict[str, str], further: dict[str, str], gpus: dict[str, list[str]], memory_gb: float | None
+    settings: dict[str, str], extra: dict[str, str], gpus: dict[str, list[str]], memory_gb: float | None
 ) -> None:
-    """Runs in each new process before its actors: environment, limits, and no reaction of its own to Ctrl-C."""
-    mine = gpus.get(os.environ.get(HOST, ""), [])
-    # An empty ZE_AFFINITY_MASK hides nothing: it is set where there is something to say.
-    visible = {name: ",".join(mine) for name in (*VISIBLE, GIVEN) if mine or name == VISIBLE[0]}
-    os.environ.update({**settings, **visible, **further})
+    """Set environment and limits of a new process, and leave Ctrl-C to the controller. Runs before its actors."""
+    devices = gpus.get(os.environ.get(HOST, ""), [])
+    # An empty ZE_AFFINITY_MASK hides nothing: it is set only if there are devices.
+    visible = {name: ",".join(devices) for name in (*VISIBLE, GRANTED) if devices or name == VISIBLE[0]}
+    os.environ.update({**settings, **visible, **extra})
     with suppress(OSError):
         Path(f"/proc/self/task/{os.getpid()}/comm").write_text(settings[PROCESS_NAME])  # what top and ps show
     configure_logging()
@@ -256,7 +281,7 @@ def _bootstrap(
     # Where the kernel lets only ancestors look into a process, py-spy, a sibling, could not show where it hangs.
     libc.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     # A terminal sends Ctrl-C, or SIGHUP when it closes, to every process, a scheduler SIGTERM; only the controller acts
-    # on it, so that the shutdown has one owner. A process that stood by has done the same.
+    # on it, so that the shutdown has one owner. A standby process has done the same.
     # Python's signal module works in the main thread only, and this is another one.
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
@@ -274,5 +299,6 @@ def take_gpus(free: list[str], count: int, component: str) -> list[str]:
             f"{component} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
             f"or set with_gpus to false (--services.{component}.with_gpus false)"
         )
-    taken, free[:] = free[:count], free[count:]
-    return taken
+    devices = free[:count]
+    free[:] = free[count:]
+    return devices

@@ -1,4 +1,4 @@
-"""Memory that other processes read and write without its owner's help: RDMA, or TCP where there is no such hardware."""
+"""Memory that other processes read and write directly: by RDMA, or by TCP without such hardware."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ._monarch import RDMABuffer, RDMATcpFallbackWarning
 
 
 class Window:
-    """Bytes of this process, uint8 [size], readable by every process that receives this object. Make
-    and use it within an endpoint.
+    """Bytes of this process, uint8 [size], that every process which receives this object may read and write. Create and
+    use it within an endpoint.
 
-    They stay open until `close`, and must not be freed before.
+    The memory stays accessible until `close` and must not be freed before.
     """
 
     def __init__(self, memory: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Services inside other actors: a handle that sends each call to the controller, which routes it as its own.
+"""Handles of services for other processes: each call is sent to the controller, which routes it.
 
 One process decides where calls go, so that balance, sessions and quarantine are exact for all callers.
 """
@@ -8,49 +8,47 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...observability.metrics import PROCESS_NAME
 from ._monarch import Actor, concurrent_endpoint, this_proc
 from .errors import CallTimeout, RemoteFailure, ServiceStopped
 from .handle import Call, Handle
-from .request import new_id
-
-if TYPE_CHECKING:
-    from .service import Service
+from .request import Value, new_id
 
 # Seconds that a call may take beyond its own limit before the controller counts as unreachable.
 GRACE = 15.0
 
-_find: Callable[[str], Service] | None = None
+# Of the run in this process, if it is the controller's: `open_relay` sets them.
+_find: Callable[[str], Handle] | None = None
 _loop: asyncio.AbstractEventLoop | None = None
 _relay: Any = None
 
 
 class Relay(Actor):
-    """Lives in the controller's process; takes calls on behalf of other actors."""
+    """Actor in the controller's process that makes calls of services on behalf of other processes."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, asyncio.Future[Any]] = {}
+        self._calls: dict[str, asyncio.Future[Value]] = {}
 
     @concurrent_endpoint
-    async def dispatch(self, call_id: str, service: str, call: Call, where: str) -> Any:
-        """Make a call of a service in the controller's process, for a caller in another."""
+    async def dispatch(self, call_id: str, service: str, call: Call, caller: str) -> Value:
+        """Call a service in the controller's process, for the process `caller`."""
 
-        async def here() -> Any:
+        async def send() -> Value:
             if _find is None:
                 raise ServiceStopped(f"{service} cannot be called: its run is over")
             return await _find(service)._dispatch(call)
 
-        work = here()
+        sending = send()
         try:
             if _loop is None:
-                return await work
-            # Monarch runs actors on a loop of its own, and a service belongs to the loop of the run.
-            self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop))
+                return await sending
+            # Monarch runs actors on a separate loop, and a service belongs to the loop of the run.
+            self._calls[call_id] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sending, _loop))
             return await self._calls[call_id]
         except BaseException as error:
-            return RemoteFailure.capture(f"{service}.{call.endpoint}, called by {where},", error)
+            return RemoteFailure.capture(f"{service}.{call.endpoint}, called by {caller},", error)
         finally:
             self._calls.pop(call_id, None)
 
@@ -72,26 +70,28 @@ class RemoteService(Handle):
 
     def __init__(self, name: str, endpoints: frozenset[str], call_timeout: float, relay: Any) -> None:
         super().__init__(name, endpoints)
-        self._call_timeout, self._relay = call_timeout, relay
+        self._call_timeout = call_timeout
+        self._relay = relay
 
     def __reduce__(self):
         return RemoteService, (self._name, self._endpoints, self._call_timeout, self._relay)
 
     def named(self, name: str) -> RemoteService:
-        """Another service with the same endpoints."""
+        """Return the handle of another service with the same endpoints."""
         return RemoteService(name, self._endpoints, self._call_timeout, self._relay)
 
-    async def _dispatch(self, call: Call) -> Any:
+    async def _dispatch(self, call: Call) -> Value:
         limit = (call.timeout or self._call_timeout) + GRACE
-        where = os.environ.get(PROCESS_NAME, "another process")
-        call_id = new_id(where)
-        answer = self._relay.dispatch.call_one(call_id, self._name, call, where).as_asyncio()
+        caller = os.environ.get(PROCESS_NAME, "another process")
+        call_id = new_id(caller)
+        reply = self._relay.dispatch.call_one(call_id, self._name, call, caller).as_asyncio()
         try:
-            value = await asyncio.wait_for(answer, limit)
+            value = await asyncio.wait_for(reply, limit)
         except TimeoutError:
+            # The controller would wait for its own limit, and the replica work for a caller that is gone.
             self._relay.cancel.broadcast(call_id)
             raise CallTimeout(
-                f"{where} waited {limit:g} s for the controller to call {self._name}.{call.endpoint}"
+                f"{caller} waited {limit:g} s for the controller to call {self._name}.{call.endpoint}"
             ) from None
         except asyncio.CancelledError:
             self._relay.cancel.broadcast(call_id)
@@ -104,23 +104,26 @@ class RemoteService(Handle):
         self._relay.end_session.broadcast(self._name, session)
 
 
-def open_relay(find: Callable[[str], Service]) -> None:
-    """Let other actors call the services that `find` knows by name, on the running event loop."""
+def open_relay(find: Callable[[str], Handle]) -> None:
+    """Let other processes call the services that `find` returns by name, on the running event loop."""
     global _find, _loop
-    _find, _loop = find, asyncio.get_running_loop()
+    _find = find
+    _loop = asyncio.get_running_loop()
 
 
 def close_relay() -> None:
-    """Calls from other actors raise ServiceStopped from now on."""
+    """Make calls from other processes raise ServiceStopped from now on."""
     global _find, _loop, _relay
-    _find = _loop = _relay = None
+    _find = None
+    _loop = None
+    _relay = None
 
 
-def pickled(service: Service) -> tuple[Any, ...]:
-    """`__reduce__` of a service: a handle for another process."""
+def relay_for(service: str) -> Any:
+    """Return the relay of this run, started on first use: a service sends it along when it is pickled."""
     global _relay
     if _find is None:
-        raise RuntimeError(f"{service._name} cannot be sent to another process: its run is over")
+        raise RuntimeError(f"{service} cannot be sent to another process: its run is over")
     if _relay is None:
         _relay = this_proc().spawn(f"relay_{os.getpid()}_{id(_loop)}", Relay)
-    return RemoteService, (service._name, service._endpoints, service._options.call_timeout, _relay)
+    return _relay

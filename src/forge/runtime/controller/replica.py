@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -21,27 +21,32 @@ from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, Re
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
-from .request import Request
+from .request import Kwargs, Request, Value
+
+if TYPE_CHECKING:
+    from .actor import ForgeActor
+
 
 log = logging.getLogger(__name__)
 
-# Seconds, as of `Patience`, that a component may take over its teardown.
+# Limits of processes that may be stuck, in seconds. That of `teardown` is a `Patience`: a busy machine does not shorten
+# it. With the metrics a profile may have to be written. A cancellation is only a message and its answer.
 TEARDOWN_PATIENCE = 5.0
-DRAINING = 120.0  # seconds, in which a profile may have to be written
-CANCEL_PATIENCE = 5.0  # seconds in which a process answers that it cancelled a call
+DRAIN_TIMEOUT = 120.0
+CANCEL_TIMEOUT = 5.0
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """What every replica of a service is: a class with its arguments, and where it is placed."""
+    """The component of a service, which every replica builds: a class with its arguments, and its placement."""
 
     name: str
-    cls: type[Any]
+    cls: type[ForgeActor]
     options: Options
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     plain: frozenset[str] = frozenset()  # endpoints that run in the component's thread
 
 
@@ -49,23 +54,29 @@ class Replica:
     """`options.procs` processes that act as one: a call goes to every rank, rank 0 speaks for all."""
 
     def __init__(self, component: Component, index: int, incarnation: int, group: ProcessGroup) -> None:
-        self.component, self.options, self.group, self.index = component, component.options, group, index
+        self.component = component
+        self.options = component.options
+        self.group = group
+        self.index = index
         self.context = ActorContext(component.name, index, 0, self.options.procs, incarnation=incarnation)
         self.requests: set[Request] = set()  # in flight
-        self._in_line: deque[Request] = deque()  # for the component's thread, in the order of their calls
+        self._in_line: deque[Request] = deque()  # waiting for the component's thread, in order
         self.served = 0
         self.latencies: deque[float] = deque(maxlen=512)
         self.last_answer = time.monotonic()
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
-        self.died, self.in_flight_lost = 0.0, 0
+        self.died = 0.0
+        self.in_flight_lost = 0
         self.suspects: set[Request] = set()
         self._abandoning: set[asyncio.Task] = set()
-        self._answers: set[asyncio.Future[Any]] = set()
-        self.number = next(_numbers)  # what it is known by in its processes
-        # Which of the processes, if not all.
-        self.place = index % group.procs if self.options.procs < group.procs else None
-        self.actor_host = group.actor_host if self.place is None else group.actor_host.slice(procs=self.place)
+        self._answers: set[asyncio.Future[Value]] = set()
+        self.number = next(_numbers)  # its key in its processes
+        # A light replica lives in one of the processes.
+        self.process_index = index % group.procs if self.options.procs < group.procs else None
+        self.actor_host: Any = group.actor_host
+        if self.process_index is not None:
+            self.actor_host = group.actor_host.slice(procs=self.process_index)
 
     def __str__(self) -> str:
         return f"{self.component.name}[{self.index}]"
@@ -77,17 +88,17 @@ class Replica:
 
     @property
     def alive(self) -> bool:
-        """Whether no failure has been noticed."""
+        """Whether no failure was noticed."""
         return not self.failed.done()
 
     @property
     def pids(self) -> list[int]:
-        """On their machines."""
+        """Process ids, each on its own machine."""
         return self.group.pids
 
     @property
-    def where(self) -> str:
-        """Its processes, for messages."""
+    def location(self) -> str:
+        """Its processes, as text for messages."""
         return ", ".join(map(str, self.group.processes)) or "unknown"
 
     async def start(self) -> None:
@@ -99,12 +110,15 @@ class Replica:
         limit = self.options.setup_timeout
         definition = cloudpickle.dumps((self.component.cls, self.component.args, self.component.kwargs))
         self.group.starting += 1
-        self.group.members.append(self)  # before its processes are there: their host may be lost meanwhile
+        self.group.members.append(self)  # before its processes start: their host may be lost meanwhile
         try:
             try:
+                # The first message returns once every process is up, and says which processes to watch.
                 self.group.watch(_unwrap(await self._all_ranks("start", limit, "ping")))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
+            # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
+            # ranks.
             if self.options.procs > 1:
                 self.context = replace(self.context, rendezvous=self.group.hosts.rendezvous())
             _unwrap(await self._all_ranks("setup", limit, "start", self.number, self.context, definition))
@@ -112,9 +126,10 @@ class Replica:
             self.group.starting -= 1
 
     def enter(self, request: Request) -> None:
-        """The request is sent here now."""
+        """Count a request as sent to this replica."""
         request.send()
         self.requests.add(request)
+        # A plain endpoint begins once the thread is free, which `leave` notices.
         if request.endpoint in self.component.plain:
             self._in_line.append(request)
             if self._in_line[0] is not request:
@@ -122,7 +137,7 @@ class Replica:
         request.began = request.sent
 
     def leave(self, request: Request) -> None:
-        """The request has its answer, or will get none here."""
+        """Remove a request that has its answer, or gets none from this replica."""
         self.requests.discard(request)
         if request in self._in_line:
             self._in_line.remove(request)
@@ -130,28 +145,31 @@ class Replica:
                 self._in_line[0].began = time.monotonic()
 
     def has_line_for(self, request: Request) -> bool:
-        """Whether the request would have to wait here for the component's thread."""
+        """Whether the request would have to wait for the component's thread."""
         return request.endpoint in self.component.plain and bool(self._in_line)
 
-    def isolated(self, now: float, within: float, patience: float) -> int:
-        """Requests in these processes, this component's or another's, that are `Request.isolated`."""
-        return sum(r.isolated(now, within, patience) for member in self.group.members for r in member.requests)
+    def isolated_requests(self, now: float, isolation: float, patience: float) -> int:
+        """Count the requests in these processes, this component's or another's, that need isolation."""
+        requests = (request for member in self.group.members for request in member.requests)
+        return sum(request.needs_isolation(now, isolation, patience) for request in requests)
 
-    async def serve(self, request: Request, limit: float | None = None) -> list[Any]:
-        """Call the endpoint of a request that has entered on every rank; their values in rank order.
+    async def serve(self, request: Request, limit: float | None = None) -> list[Value]:
+        """Call the endpoint of a request that has entered, on every rank; return the values in rank order.
 
         Raises:
             what the endpoint raised, ReplicaDied, or CallTimeout after the request's time limit.
         """
         message = (self.number, request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
-            within = request.left if limit is None else limit
+            timeout = request.time_left if limit is None else limit
+            # A retry is no longer in step with the rest of its fanout: it has a separate message.
             if request.cast is not None and request.attempts == 1:
-                answer = await self._wait(request.endpoint, request.cast.send(self, request), within)
-                values = [answer[1]]
+                _, value = await self._wait(request.endpoint, request.cast.send(self, request), timeout)
+                values = [value]
             else:
-                values = await self._all_ranks(request.endpoint, within, "invoke", *message)
+                values = await self._all_ranks(request.endpoint, timeout, "invoke", *message)
         except CallTimeout as error:
+            # The caller has waited long enough, but must not leave the work running behind it.
             await self._abandon(request)
             raise CallTimeout(f"{request.caller} timed out: {error}") from None
         except asyncio.CancelledError:
@@ -161,14 +179,15 @@ class Replica:
                 task.add_done_callback(self._abandoning.discard)
             raise
         self.last_answer = time.monotonic()
+        # Repeated calls of a starting replica, which have a limit, are not traffic.
         if limit is None:
             self.served += 1
             self.latencies.append(self.last_answer - request.sent)
         return _unwrap(values)
 
-    async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Any]:
-        """Metrics of all ranks since the last call."""
-        return _unwrap(await self._all_ranks("drain_metrics", DRAINING, "drain_metrics", profiles))
+    async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Value]:
+        """Return the metrics of all ranks since the last call."""
+        return _unwrap(await self._all_ranks("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles))
 
     async def ping(self, patience: float) -> bool:
         """Whether every rank answers in time."""
@@ -177,32 +196,34 @@ class Replica:
         except CallTimeout:
             return False
         except ReplicaDied:
-            return True  # known already
+            return True  # its death is known, and a hang is not the question
         return True
 
     def fail(self, reason: str, *, blameless: bool = False) -> ReplicaDied:
-        """Declare this replica dead: every call in flight on it ends now.
+        """Declare this replica dead, and end every call in flight on it.
 
         Args:
-            blameless: what happened cannot be the doing of a request.
+            blameless: the cause cannot be a request.
         """
         if not self.failed.done():
             self.blameless = blameless or self.group.stopped_by_signal
-            self.died, self.in_flight_lost = time.monotonic(), len(self.requests)
-            self.suspects = suspects(self.group.members if self.group.dead else [self], self.died)
-            self.failed.set_result(ReplicaDied(f"{self} is dead (pid {self.where}): {reason}"))
-            for answer in list(self._answers):
-                answer.cancel()
+            self.died = time.monotonic()
+            self.in_flight_lost = len(self.requests)
+            # Requests of every component in a dead process are suspects, not only this component's.
+            self.suspects = find_suspects(self.group.members if self.group.dead else [self], self.died)
+            self.failed.set_result(ReplicaDied(f"{self} is dead (pid {self.location}): {reason}"))
+            for reply in list(self._answers):
+                reply.cancel()
         return self.failed.result()
 
     async def stop(self) -> None:
-        """Run `teardown`, and end the processes unless others live in them."""
+        """Run `teardown`, and end the processes unless they host other components."""
         if self.alive:
             try:
                 closing = self._all_ranks("teardown", None, "close", self.number)
                 _unwrap(await wait_for(closing, self.group.local_pids, TEARDOWN_PATIENCE))
             except TimeoutError:
-                log.warning("%s: teardown gave no answer within %g s (pid %s)", self, TEARDOWN_PATIENCE, self.where)
+                log.warning("%s: teardown gave no answer within %g s (pid %s)", self, TEARDOWN_PATIENCE, self.location)
             except Exception as error:
                 # The replica is stopped all the same.
                 log.warning("%s: teardown failed: %s", self, error)
@@ -213,64 +234,66 @@ class Replica:
             await self.group.stop()
 
     async def _abandon(self, request: Request) -> None:
-        """Stop work on a request that ran out of time. Work that cannot be stopped may go on until the component's own
-        `call_timeout`; then the replica counts as hung, because nothing else could ever run in its thread."""
+        """Stop work on a request that ran out of time. Work that cannot be stopped may continue until the component's
+        own `call_timeout`; then the replica counts as hung, because nothing else could run in its thread."""
 
-        async def cancelled() -> bool:
+        async def cancel() -> bool:
             label = f"cancel of {request.endpoint}"
             try:
-                return all(await self._all_ranks(label, CANCEL_PATIENCE, "cancel", request.token))
+                return all(await self._all_ranks(label, CANCEL_TIMEOUT, "cancel", request.token))
             except (ReplicaDied, CallTimeout):
-                return True  # a replica that does not even answer this is left to the ping
+                return True  # the ping notices a replica that does not even answer this
 
         async def give_up() -> None:
-            if not await cancelled():
+            if not await cancel():
                 self.group.fail(f"{request.endpoint} ran past call_timeout ({self.options.call_timeout:g} s)")
 
-        if not await cancelled():
-            left = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
-            asyncio.get_running_loop().call_later(left, lambda: asyncio.ensure_future(give_up()))
+        if not await cancel():
+            remaining = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
+            asyncio.get_running_loop().call_later(remaining, lambda: asyncio.ensure_future(give_up()))
 
-    async def _all_ranks(self, label: str, limit: float | None, endpoint: str, *args: Any) -> list[Any]:
-        """One message to every rank; the values in rank order, or one RemoteFailure. The first failure ends the wait
-        for the others, which may be stuck in a collective with the rank that failed."""
+    async def _all_ranks(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
+        """Send one message to every rank; return the values in rank order, or one RemoteFailure. The first failure ends
+        the wait for the other ranks, which may be stuck in a collective with the rank that failed."""
         send = getattr(self.actor_host, endpoint)
         if self.options.procs == 1:
             return [(await self._wait(label, send.call_one(*args).as_asyncio(), limit))[1]]
-        answers: list[asyncio.Future[Answer]] = [answer.as_asyncio() for answer in send.stream(*args)]
+        answers: list[asyncio.Future[Answer]] = [reply.as_asyncio() for reply in send.stream(*args)]
 
-        # A rank whose peer dies raises as well, often before the death is known here: it is a death then, no error.
-        noticed = LEASE + 1.0 if self.group.hosts.spans_machines else 1.0
+        # A rank whose peer dies raises as well, often before the death is known here: it is a death then, not an error.
+        # On other machines a death is known once the lease of the host has expired.
+        notice_after = LEASE + 1.0 if self.group.hosts.spans_machines else 1.0
 
-        async def in_rank_order() -> list[Any]:
+        async def in_rank_order() -> list[Value]:
             by_rank = {}
             try:
-                for answer in asyncio.as_completed(answers):
-                    rank, by_rank[rank] = await answer
+                for reply in asyncio.as_completed(answers):
+                    rank, by_rank[rank] = await reply
                     if isinstance(by_rank[rank], RemoteFailure):
-                        await asyncio.wait(answers, timeout=noticed)
+                        await asyncio.wait(answers, timeout=notice_after)
                         return [by_rank[rank]]
             finally:
-                for answer in answers:
-                    answer.cancel()
+                for reply in answers:
+                    reply.cancel()
             return [by_rank[rank] for rank in sorted(by_rank)]
 
         return await self._wait(label, asyncio.ensure_future(in_rank_order()), limit)
 
-    async def _wait(self, label: str, answer: asyncio.Future[Any], limit: float | None) -> Any:
-        """Wait for `answer`, the replica's failure, or the time limit, whichever is first."""
+    async def _wait(self, label: str, reply: asyncio.Future[Value], limit: float | None) -> Value:
+        """Wait for `answer`, the replica's failure, or the time limit, whichever comes first."""
         if self.failed.done():
-            answer.cancel()
+            reply.cancel()
             raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
+        # `fail` cancels answers, and a caller may cancel this task: the count of cancellations tells the two apart.
         task = asyncio.current_task()
         cancelling = task.cancelling() if task else 0
-        self._answers.add(answer)
+        self._answers.add(reply)
         try:
             async with asyncio.timeout(limit):
-                return await answer
+                return await reply
         except TimeoutError:
             raise CallTimeout(
-                f"{self}.{label} gave no answer within {round(limit or 0.0, 1):g} s (pid {self.where})"
+                f"{self}.{label} gave no answer within {round(limit or 0.0, 1):g} s (pid {self.location})"
             ) from None
         except asyncio.CancelledError:
             if self.failed.done() and (task is None or task.cancelling() == cancelling):
@@ -285,26 +308,26 @@ class Replica:
             # Monarch waits for no process that has not called back 30 s after its start.
             raise self.fail("Monarch gave up its start", blameless=True) from None
         except ActorError as error:
-            # The message could not be read there, or its answer not be sent back. The actor lives.
+            # The message could not be unpickled, or its answer not pickled. The actor lives.
             text = str(error).strip()
             summary = text.splitlines()[-1] if text else type(error).__name__
             raise RemoteError(f"{self}.{label} could not be called or answered: {summary}") from RemoteTraceback(text)
         finally:
-            self._answers.discard(answer)
+            self._answers.discard(reply)
             # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
-            answer.add_done_callback(lambda late: late.cancelled() or late.exception())
-            answer.cancel()
+            reply.add_done_callback(lambda late: late.cancelled() or late.exception())
+            reply.cancel()
 
 
-def suspects(replicas: Sequence[Replica], now: float) -> set[Request]:
-    """The requests that may have caused the death of a process: those that an earlier death accuses, if any, else all
-    that were being worked on."""
+def find_suspects(replicas: Sequence[Replica], now: float) -> set[Request]:
+    """Return the requests that may have caused the death of a process: those that an earlier death accuses, if any,
+    otherwise all that were being worked on."""
     begun = {request for replica in replicas for request in replica.requests if request.began is not None}
-    return {request for request in begun if request.accused(now)} or begun
+    return {request for request in begun if request.is_accused(now)} or begun
 
 
-def _unwrap(values: list[Any]) -> list[Any]:
-    """The values; or raise what the component raised."""
+def _unwrap(values: list[Value]) -> list[Value]:
+    """Return the values, or raise what the component raised."""
     for value in values:
         if isinstance(value, RemoteFailure):
             raise value.to_exception()

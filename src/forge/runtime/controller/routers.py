@@ -1,8 +1,8 @@
-"""How a replica is chosen for a call: functions of the candidates and the request.
+"""Routers: functions that choose a replica for a call from the candidates and the request.
 
-A router gets the replicas that are up and have room, never none, and returns one of them. Each candidate has an
+A router gets the replicas that serve and have room, at least one, and returns one of them. Each candidate has an
 `index`, `in_flight` calls and `served` calls; a request has `endpoint`, `args`, `kwargs` and `session`. Calls of a
-session go to the session's replica without asking the router, as long as that replica lives.
+session are sent to the session's replica without asking the router, as long as that replica lives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .request import Request
 
 
 class Candidate(Protocol):
-    """What a router sees of a replica."""
+    """The attributes of a replica that a router may use."""
 
     @property
     def index(self) -> int:
@@ -36,50 +36,50 @@ Router = Callable[[Sequence[Any], Request], Any]
 
 
 def least_loaded(candidates: Sequence[C], request: Request) -> C:
-    """The one with the fewest calls in flight; among equals, the one that served least."""
+    """Choose the replica with the fewest calls in flight; among equals, the one that served the fewest."""
     return min(candidates, key=lambda c: (c.in_flight, c.served))
 
 
 class RoundRobin:
-    """One after the other, whatever their load."""
+    """Choose one replica after the other, whatever their load."""
 
     def __init__(self) -> None:
         self._last = -1
 
     def __call__(self, candidates: Sequence[C], request: Request) -> C:
-        chosen = min(candidates, key=lambda c: (c.index <= self._last, c.index))
-        self._last = chosen.index
-        return chosen
+        replica = min(candidates, key=lambda c: (c.index <= self._last, c.index))
+        self._last = replica.index
+        return replica
 
 
 class PrefixAffine:
-    """The same beginning of the first argument to the same replica, where its cache is; the least loaded one instead
-    if that replica has `slack` more calls in flight than another.
+    """Send the same beginning of the first argument to the same replica, whose cache holds it; or to the least loaded
+    one, if that replica has `slack` more calls in flight.
 
     Rendezvous hashing (Thaler and Ravishankar, 1998): when replicas come and go, only the prefixes of those move.
 
     Args:
         length: characters or tokens that count as the prefix.
-        slack: calls in flight that affinity is worth.
+        slack: calls in flight that a cached prefix is worth.
     """
 
     def __init__(self, length: int = 256, slack: int = 16) -> None:
         self.length, self.slack = length, slack
 
     def __call__(self, candidates: Sequence[C], request: Request) -> C:
-        first = next(iter((*request.args, *request.kwargs.values())), None)
-        tokens = getattr(first, "token_ids", first)
+        prompt = next(iter((*request.args, *request.kwargs.values())), None)
+        tokens = getattr(prompt, "token_ids", prompt)
         prefix = repr(tokens[: self.length] if isinstance(tokens, Sequence) else tokens)
-        chosen = max(candidates, key=lambda c: _weight(prefix, c.index))
+        home = max(candidates, key=lambda c: _weight(prefix, c.index))
         fallback = least_loaded(candidates, request)
-        return fallback if chosen.in_flight > fallback.in_flight + self.slack else chosen
+        return fallback if home.in_flight > fallback.in_flight + self.slack else home
 
 
 def _weight(prefix: str, index: int) -> bytes:
     return hashlib.blake2b(f"{index}:{prefix}".encode(), digest_size=8).digest()
 
 
-NAMED: dict[str, Callable[[], Router]] = {
+ROUTERS: dict[str, Callable[[], Router]] = {
     "least_loaded": lambda: least_loaded,
     "round_robin": RoundRobin,
     "prefix_affine": PrefixAffine,
@@ -87,17 +87,17 @@ NAMED: dict[str, Callable[[], Router]] = {
 
 
 def resolve_router(router: str | Router) -> Router:
-    """A router from its name, from `package.module:function`, or as it is.
+    """Return the router of this name, or at `package.module:function`; a function is returned as it is.
 
     Raises:
-        ValueError: there is none of this name, or it is not callable.
+        ValueError: no router has this name, or it is not callable.
     """
     if isinstance(router, str) and ":" in router:
         router = resolve(router, "router")
     if isinstance(router, str):
-        if router not in NAMED:
-            raise ValueError(f"router must be {', '.join(NAMED)}, package.module:function or a function: {router!r}")
-        return NAMED[router]()
+        if router not in ROUTERS:
+            raise ValueError(f"router must be {', '.join(ROUTERS)}, package.module:function or a function: {router!r}")
+        return ROUTERS[router]()
     if not callable(router):
         raise ValueError(f"router {router!r} is not callable")
     return router

@@ -11,40 +11,42 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from .attach import attach
 from .errors import ForgeError
-from .runtime import attach, runtime, shutdown
+from .request import Pending
+from .runtime import runtime, shutdown
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# How long `main` may take over its own clean-up after it was asked to stop.
+# Seconds that `main` may take over its clean-up once it is cancelled, before the services are stopped under it.
 STOP_PATIENCE = 5.0
-# Stops the run of this process; None where there is none.
-_interrupt: Callable[[], Any] | None = None
-# Asks it to save itself and end.
-_preempt: Callable[[str], Any] | None = None
+# Stops the run of this process; None outside of a run.
+_interrupt: Callable[[], object] | None = None
+# Asks the run to save its state and end, for a reason.
+_preempt: Callable[[str], bool] | None = None
 
 
-async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
-    """Run loops side by side until one ends, then cancel the others. An exception in any of them ends all, and is
+async def first_to_end(*loops: Pending[object]) -> None:
+    """Run loops side by side until one ends, then cancel the others. An exception in one of them ends all, and is
     raised as itself."""
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
+    for task in ended:
         try:
             task.result()
         except BaseExceptionGroup as group:
-            # A task group wraps even a single failure; the first one is the cause of the rest. Its own cause stays: of
-            # a failure in another process it is the traceback there.
+            # A task group wraps even a single failure; the first one is the cause of the others. Its cause stays: of
+            # a failure in another process it is that process's traceback.
             first: BaseException = group
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
@@ -52,7 +54,7 @@ async def first_to_end(*loops: Coroutine[Any, Any, Any]) -> None:
 
 
 def run(
-    main: Coroutine[Any, Any, T],
+    main: Pending[T],
     hosts: str | Sequence[str] | None = None,
     wait_for_hosts: float = 600.0,
     *,
@@ -61,43 +63,46 @@ def run(
     """Run a recipe to its end and leave no process behind.
 
     Args:
-        hosts, wait_for_hosts: other machines to take into the run, see `attach`.
-        on_preemption: called with the name of the first SIGTERM or SIGUSR1, which then does not end the run: `main` is
-            to end soon.
+        hosts, wait_for_hosts: other machines to use, see `attach`.
+        on_preemption: called with the name of the first SIGTERM or SIGUSR1, which then does not stop the run: `main` is
+            expected to save its state and return soon.
 
     Raises:
         what `main` raised; ReplicaDied when a component was lost for good; SystemExit(128 + number) after SIGINT,
         SIGTERM or SIGHUP.
     """
 
-    async def attached() -> T:
+    async def attach_and_run() -> T:
         try:
             await attach(hosts, wait_for_hosts)
         except BaseException:
-            main.close()  # it was never started, and says so otherwise
+            main.close()  # Python warns of a coroutine that was never awaited
             raise
-        if (pool := runtime().pool) is not None:
-            pool.on_leaving = lambda why: None if _preempt is None else _preempt(why)
+        pool = runtime().placement.pool
+        if pool is not None:
+            pool.on_leaving = lambda reason: _preempt(reason) if _preempt is not None else None
         return await main
 
-    return asyncio.run(_run(attached(), on_preemption))
+    return asyncio.run(_run(attach_and_run(), on_preemption))
 
 
-async def _run(main: Coroutine[Any, Any, T], on_preemption: Callable[[str], None] | None = None) -> T:
+async def _run(main: Pending[T], on_preemption: Callable[[str], None] | None = None) -> T:
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     global _interrupt, _preempt
 
-    def preempt(why: str) -> bool:
+    def preempt(reason: str) -> bool:
+        # Once only: the second signal stops the run.
         nonlocal on_preemption
         call, on_preemption = on_preemption, None
         if call is not None:
-            log.warning("%s: ending as soon as all is saved (once more to stop at once)", why)
-            call(why)
+            log.warning("%s: ending as soon as all is saved (once more to stop at once)", reason)
+            call(reason)
         return call is not None
 
     _preempt = preempt
 
+    # A scheduler sends SIGTERM or SIGUSR1 before it takes the machine: the run may save itself first.
     def on_signal(number: signal.Signals) -> None:
         if number in (signal.SIGTERM, signal.SIGUSR1) and preempt(number.name):
             return
@@ -107,7 +112,7 @@ async def _run(main: Coroutine[Any, Any, T], on_preemption: Callable[[str], None
         interrupted.set_result(number)
 
     _interrupt = lambda: loop.call_soon_threadsafe(on_signal, signal.SIGINT)  # noqa: E731
-    # Python handles signals in the main thread alone; a run in another thread ends with its caller.
+    # Python handles signals in the main thread only; a run in another thread ends with its caller.
     if threading.current_thread() is threading.main_thread():
         # Under nohup, SIGHUP is ignored: the run outlives its terminal.
         hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
@@ -115,26 +120,28 @@ async def _run(main: Coroutine[Any, Any, T], on_preemption: Callable[[str], None
             loop.add_signal_handler(number, on_signal, number)
     task = loop.create_task(main)
     try:
-        dead = runtime().failure
-        waits: set[asyncio.Future[Any]] = {task, interrupted, dead}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        failure = runtime().failure
+        endings: set[asyncio.Future[Any]] = {task, interrupted, failure}
+        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        # A ForgeError of `main` may be a consequence of a lost component, which is raised in its place below.
         if task.done() and not isinstance(task.exception(), ForgeError):
             return task.result()
         task.cancel()
         await asyncio.wait({task}, timeout=STOP_PATIENCE)
-        if dead.done():
+        if failure.done():
             # The component that was lost first is the cause; what its callers saw follows from it.
-            raise dead.result()
+            raise failure.result()
         if interrupted.done():
             raise SystemExit(128 + interrupted.result())
         return task.result()
     finally:
-        _interrupt = _preempt = None
+        _interrupt = None
+        _preempt = None
         await shutdown()
 
 
 def run_in_thread(work: Callable[[], T]) -> T:
-    """`work()`, which calls `run`, in a thread of its own: for callers whose thread has a running event loop, such as a
+    """Run `work()`, which calls `run`, in a new thread: for callers whose thread has a running event loop, such as a
     notebook's. Ctrl-C in the caller's thread stops the run.
 
     Raises:

@@ -1,36 +1,35 @@
-"""The service itself, in the controller: its replicas, and what happens to a call whose replica is lost."""
+"""Services: the replicas of a component, and the retries of calls whose replica is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import statistics
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from ...observability.metrics import Reduce, record_metric
 from .cast import Cast
 from .errors import CallTimeout, ForgeError, PoisonRequest, ReplicaDied, ServiceStopped
 from .handle import Call, Handle
 from .load_balancer import LoadBalancer
-from .remote_service import pickled
+from .remote_service import RemoteService, relay_for
 from .replica import Component, Replica
-from .request import Request, new_id
+from .request import Pending, Request, Value, new_id
 from .routers import resolve_router
 from .supervisor import Supervisor
 
-# How long a replica that `scale` removes may work on what it has begun.
+# Seconds in which a replica that `scale` removes may finish its calls.
 DRAIN_PATIENCE = 30.0
-# Before a request of a lost replica is sent again: replicas that died at the same moment are known by then, and the
-# request is not blamed for two deaths that it only saw.
+# Seconds before a request of a lost replica is sent again: replicas that died at the same moment are known by then, and
+# the request is not blamed for two deaths that it only saw.
 RETRY_DELAY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One replica as it is now. Latencies are over its last 512 calls, in milliseconds; NaN before the first."""
+    """The state of one replica now. Latencies are over its last 512 calls, in milliseconds; NaN before the first."""
 
     name: str
     state: str
@@ -45,7 +44,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """A service as it is now; `queued` calls wait for a replica, `quarantined` names those that killed."""
+    """The state of a service now; `queued` calls wait for a replica, `quarantined` names those that killed."""
 
     name: str
     replicas: list[ReplicaStatus]
@@ -56,7 +55,7 @@ class ServiceStatus:
 
 
 class Service(Handle):
-    """The replicas of one component. Made by `Component.options(...).as_service(...)`.
+    """The replicas of one component. Created by `Component.options(...).as_service(...)`.
 
     Pickled, it becomes a handle with the same verbs: a component may be given other services as arguments.
     """
@@ -65,15 +64,18 @@ class Service(Handle):
         self,
         component: Component,
         endpoints: dict[str, bool],
-        launch: Callable[[int, int], Any],
-        give_back: Callable[[str, int | None], Coroutine[Any, Any, None]],
+        launch: Callable[[int, int], Pending[Replica]],
+        release: Callable[[str, int | None], Pending[None]],
         on_dead: Callable[[BaseException], None],
     ) -> None:
         super().__init__(component.name, frozenset(endpoints))
-        self._component, self._options = component, component.options
-        self._launch, self._give_back, self._on_dead = launch, give_back, on_dead
+        self._component = component
+        self._options = component.options
+        self._launch = launch
+        self._release = release
+        self._on_dead = on_dead
         self._catch_up = frozenset(name for name, catch_up in endpoints.items() if catch_up)
-        self._latest: dict[str, Call] = {}
+        self._latest: dict[str, Call] = {}  # the last fanout of each catch-up endpoint
         self._balancer = LoadBalancer(resolve_router(self._options.router), self._options.max_in_flight)
         self._supervisors: list[Supervisor] = []
         self._scaling = asyncio.Lock()
@@ -81,14 +83,14 @@ class Service(Handle):
         self._quarantined: list[str] = []
         self._stopped = False
         # Awaited with the arguments of a fanout before it is sent, by endpoint.
-        self.before_fanout: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {}
+        self.before_fanout: dict[str, Callable[..., Pending[None]]] = {}
 
     def __reduce__(self):
-        return pickled(self)
+        return RemoteService, (self._name, self._endpoints, self._options.call_timeout, relay_for(self._name))
 
     async def scale(self, num_replicas: int) -> None:
-        """Have this many replicas from now on. New ones serve as soon as they are ready; removed ones finish what they
-        have begun, within thirty seconds.
+        """Change the number of replicas. New ones serve as soon as they are ready; removed ones finish the calls that
+        they have begun, within thirty seconds.
 
         Raises:
             what a new replica's setup raised; the service then keeps the replicas it had.
@@ -97,27 +99,32 @@ class Service(Handle):
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
         async with self._scaling:
             self._check_runs()
-            # Those that were given up make room first, also on their devices.
-            await asyncio.gather(*(self._retire(one) for one in self._supervisors if one.state == "failed"))
-            living = [one for one in self._supervisors if one.state != "stopped"]
-            kept, removed = living[:num_replicas], living[num_replicas:]
-            free = (index for index in itertools.count() if all(one.index != index for one in kept))
-            added = [self._supervisor(next(free)) for _ in range(num_replicas - len(kept))]
+            # Failed replicas make room first, also on their devices.
+            failed = [supervisor for supervisor in self._supervisors if supervisor.state == "failed"]
+            await asyncio.gather(*map(self._retire, failed))
+            living = [supervisor for supervisor in self._supervisors if supervisor.state != "stopped"]
+            remaining = living[:num_replicas]
+            removed = living[num_replicas:]
+            # New replicas fill the gaps of the numbering.
+            used = {supervisor.index for supervisor in remaining}
+            free = (index for index in itertools.count() if index not in used)
+            added = [self._supervisor(next(free)) for _ in range(num_replicas - len(remaining))]
             # A fanout, the watchdog and `stop` must see those that are still starting.
-            self._supervisors = sorted(kept + added, key=lambda one: one.index)
+            self._supervisors = _by_index(remaining + added)
             try:
                 # Wait for all of them before raising: none may come up after the service went back.
-                for error in await asyncio.gather(*(one.start() for one in added), return_exceptions=True):
+                starts = [supervisor.start() for supervisor in added]
+                for error in await asyncio.gather(*starts, return_exceptions=True):
                     if isinstance(error, BaseException):
                         raise error
             except BaseException:
-                self._supervisors = sorted({*self._supervisors, *removed} - {*added}, key=lambda one: one.index)
-                await asyncio.shield(asyncio.gather(*(self._retire(one) for one in added)))
+                self._supervisors = _by_index({*self._supervisors, *removed} - {*added})
+                await asyncio.shield(asyncio.gather(*map(self._retire, added)))
                 raise
-            await asyncio.gather(*(self._retire(one) for one in removed))
+            await asyncio.gather(*map(self._retire, removed))
 
     def status(self) -> ServiceStatus:
-        """How every replica is, and the queue."""
+        """Return the state of every replica, and the length of the queue."""
         rows = []
         for supervisor in self._supervisors:
             replica = supervisor.replica
@@ -145,7 +152,7 @@ class Service(Handle):
         self._stopped = True
         self._balancer.close(self._was_stopped)
         await asyncio.gather(*(supervisor.stop() for supervisor in self._supervisors))
-        await self._give_back(self._name, None)
+        await self._release(self._name, None)
 
     shutdown = stop
 
@@ -157,11 +164,12 @@ class Service(Handle):
             raise self._was_stopped()
         self._balancer.check_open()
 
-    async def _dispatch(self, call: Call) -> Any:
+    async def _dispatch(self, call: Call) -> Value:
         self._check_runs()
         if call.verb == "route":
             return (await self._route(self._request(call)))[0]
         if call.verb == "fanout":
+            # The trainer publishes its weights before generators are asked to load them.
             if call.endpoint in self.before_fanout:
                 await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
             return await self._fanout(call)
@@ -178,29 +186,29 @@ class Service(Handle):
     def _end_session(self, session: str) -> None:
         self._balancer.end_session(session)
 
-    async def _route(self, request: Request) -> list[Any]:
-        async def take() -> Replica:
+    async def _route(self, request: Request) -> list[Value]:
+        async def acquire() -> Replica:
             try:
                 return await self._balancer.acquire(request)
             except TimeoutError:
-                states = ", ".join(f"{one.name} {one.state}" for one in self._supervisors)
+                states = ", ".join(f"{supervisor.name} {supervisor.state}" for supervisor in self._supervisors)
                 raise CallTimeout(
                     f"{request.caller} waited {request.limit:g} s for {self._name}.{request.endpoint} and no replica "
                     f"had room: {states}"
                 ) from None
 
-        values = await self._serve(request, take)
+        values = await self._serve(request, acquire)
         assert values is not None
         return values
 
     async def _serve(
-        self, request: Request, take: Callable[[], Coroutine[Any, Any, Replica | None]], *, catch_up: bool = False
-    ) -> list[Any] | None:
-        """Have the request served by the replica that `take` enters it at, and if that dies by the next one. None if
-        there is none, or it will `catch_up` on the call when it is replaced."""
-        while (replica := await take()) is not None:
+        self, request: Request, acquire: Callable[[], Pending[Replica | None]], *, catch_up: bool = False
+    ) -> list[Value] | None:
+        """Serve a request on the replica from `acquire`, retrying on the next one if it dies. None if there is no
+        replica, or it will `catch_up` on the call when it is replaced."""
+        while (replica := await acquire()) is not None:
             try:
-                if replica.alive:  # else it died between the choice and this moment
+                if replica.alive:  # otherwise it died since it was chosen
                     return await replica.serve(request)
                 request.attempts -= 1
             except ReplicaDied as died:
@@ -215,35 +223,37 @@ class Service(Handle):
         return None
 
     def _lost(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
-        """Decide whether a request may be sent again after its replica died; raise if not."""
+        """Raise an error unless a request may be sent again after its replica died."""
         if self._stopped:
             raise self._was_stopped()
         request.avoid.add(replica.index)
         if not replica.blameless:
-            request.saw_death(replica.died, len(replica.suspects))
+            request.record_death(replica.died, len(replica.suspects))
+            # The only suspect of its second death: see the example in `request.py`.
             if request.deaths >= self._options.quarantine_after and replica.suspects == {request}:
-                what = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
-                self._quarantined.append(what)
+                label = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
+                self._quarantined.append(label)
                 raise PoisonRequest(
-                    f"{what} was being served when {request.deaths} replicas died, the last time as the only one under "
-                    f"suspicion: it is not tried again. {died}"
+                    f"{label} was being served when {request.deaths} replicas died, the last time as the only one "
+                    f"under suspicion: it is not tried again. {died}"
                 ) from died
         if request.attempts > self._options.retries:
             raise ReplicaDied(f"{request.endpoint} was sent {request.attempts} times, and its replica died: {died}")
         self._retried += 1
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
-    async def _fanout(self, call: Call) -> list[Any]:
-        catch_up, before = call.endpoint in self._catch_up, self._latest.get(call.endpoint)
+    async def _fanout(self, call: Call) -> list[Value]:
+        catch_up = call.endpoint in self._catch_up
+        previous = self._latest.get(call.endpoint)
         if catch_up:
-            # Replicas that are away get it before they serve again, after what was called before it.
+            # Absent replicas get it before they serve again, and in the order of the calls: hence not just replaced.
             self._latest.pop(call.endpoint, None)
             self._latest[call.endpoint] = call
 
-        async def leg(supervisor: Supervisor, request: Request) -> list[Any] | None:
-            async def take() -> Replica | None:
+        async def call_replica(supervisor: Supervisor, request: Request) -> list[Value] | None:
+            async def acquire() -> Replica | None:
                 try:
-                    replica = await supervisor.when_up(request.left)
+                    replica = await supervisor.when_up(request.time_left)
                 except TimeoutError:
                     raise CallTimeout(
                         f"{request.caller} waited {request.limit:g} s for {supervisor.name}.{request.endpoint}, "
@@ -253,23 +263,25 @@ class Service(Handle):
                     replica.enter(request)
                 return replica
 
-            return await self._serve(request, take, catch_up=catch_up)
+            return await self._serve(request, acquire, catch_up=catch_up)
 
-        up = [one for one in self._supervisors if one.state == "up"]
-        there = up if catch_up else [one for one in self._supervisors if not (up and one.homeless)]
+        # A call that replicas catch up on need not wait for absent ones; any other waits for those that will be back
+        # soon, unless they need a host and others serve.
+        up = [supervisor for supervisor in self._supervisors if supervisor.state == "up"]
+        expected = [supervisor for supervisor in self._supervisors if not (up and supervisor.waits_for_host)]
         cast = Cast() if self._options.per_process > 1 else None
-        legs = [leg(one, self._request(call, cast)) for one in there]
-        answers = await asyncio.gather(*legs, return_exceptions=True)
+        calls = [call_replica(supervisor, self._request(call, cast)) for supervisor in (up if catch_up else expected)]
+        replies = await asyncio.gather(*calls, return_exceptions=True)
         self._check_runs()
-        for answer in answers:
-            if isinstance(answer, BaseException):
+        for reply in replies:
+            if isinstance(reply, BaseException):
                 if catch_up and self._latest[call.endpoint] is call:
                     # A new replica must not start with a call that raised on a living one.
                     self._latest.pop(call.endpoint)
-                    if before is not None:
-                        self._latest[call.endpoint] = before
-                raise answer
-        return [answer[0] for answer in answers if isinstance(answer, list)]
+                    if previous is not None:
+                        self._latest[call.endpoint] = previous
+                raise reply
+        return [reply[0] for reply in replies if isinstance(reply, list)]
 
     def _request(self, call: Call, cast: Cast | None = None) -> Request:
         limit = self._options.call_timeout if call.timeout is None else call.timeout
@@ -279,11 +291,11 @@ class Service(Handle):
     def _supervisor(self, index: int) -> Supervisor:
         async def launch(incarnation: int) -> Replica:
             replica = await self._launch(index, incarnation)
-            # Repeat the last call of each catch-up endpoint, until none came meanwhile.
-            done: dict[str, Call] = {}
-            while missed := [call for call in self._latest.values() if done.get(call.endpoint) is not call]:
+            # Repeat the last call of each catch-up endpoint, until no further one came meanwhile.
+            caught_up: dict[str, Call] = {}
+            while missed := [call for call in self._latest.values() if caught_up.get(call.endpoint) is not call]:
                 for call in missed:
-                    done[call.endpoint] = call
+                    caught_up[call.endpoint] = call
                     request = self._request(call)
                     replica.enter(request)
                     try:
@@ -301,29 +313,29 @@ class Service(Handle):
         )
 
     @contextmanager
-    def waiting_for_a_host(self, index: int) -> Iterator[None]:
-        """Fanouts leave out a replica that waits for a host: there may be none for hours."""
-        supervisor = next((one for one in self._supervisors if one.index == index), None)
+    def waiting_for_host(self, index: int) -> Iterator[None]:
+        """Within the block, fanouts exclude a replica that waits for a host, which may take hours."""
+        supervisor = next((supervisor for supervisor in self._supervisors if supervisor.index == index), None)
         if supervisor is None:
             yield
             return
-        supervisor.homeless = True
+        supervisor.waits_for_host = True
         try:
             yield
         finally:
-            supervisor.homeless = False
+            supervisor.waits_for_host = False
 
-    def is_alone(self, index: int) -> bool:
-        """Whether no other replica serves, or the service is only being started."""
-        starting = any(one.state == "starting" for one in self._supervisors if one.index == index)
-        return starting or not any(one.state == "up" for one in self._supervisors if one.index != index)
+    def is_only_replica(self, index: int) -> bool:
+        """Whether no other replica serves, or the service is only starting."""
+        states = {supervisor.index: supervisor.state for supervisor in self._supervisors}
+        return states.pop(index, None) == "starting" or "up" not in states.values()
 
     async def _retire(self, supervisor: Supervisor) -> None:
         supervisor.retire()
         if supervisor.replica is not None:
             await self._balancer.drain(supervisor.replica, DRAIN_PATIENCE)
         await supervisor.stop()
-        await self._give_back(self._name, supervisor.index)
+        await self._release(self._name, supervisor.index)
 
     def _on_supervisor_failed(self, supervisor: Supervisor) -> None:
         def error() -> ReplicaDied:
@@ -331,6 +343,10 @@ class Service(Handle):
             error.__cause__ = supervisor.error
             return error
 
-        if all(other.state in ("failed", "stopped") for other in self._supervisors):
+        if all(supervisor.state in ("failed", "stopped") for supervisor in self._supervisors):
             self._balancer.close(error)
             self._on_dead(error())
+
+
+def _by_index(supervisors: Iterable[Supervisor]) -> list[Supervisor]:
+    return sorted(supervisors, key=lambda supervisor: supervisor.index)

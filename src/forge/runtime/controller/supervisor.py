@@ -1,4 +1,4 @@
-"""Keeps one replica of a service alive: starts another when it dies, with back-off, up to a cap."""
+"""Supervision of one replica: starts another process when it dies, with back-off, up to a cap."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ log = logging.getLogger(__name__)
 
 State = Literal["starting", "up", "restarting", "failed", "stopped"]
 
-# A replica that lived this long was sound: its death counts as the first of a new series.
+# Seconds after which a replica counts as sound: its death is then the first of a new series.
 SOUND_AFTER = 10.0
+# Seconds between attempts at most: longer waits would not help a cause that lasts, and the cap on restarts ends them.
 MAX_BACK_OFF = 10.0
 
 
 class Supervisor:
-    """Of the replica with one index.
+    """Supervises replica `index` of a service.
 
     Args:
-        launch: starts a replica of a given incarnation and returns it ready to serve, or raises and leaves nothing.
+        launch: starts a replica of some incarnation and returns it ready to serve, or raises and leaves no process.
         balancer: sends requests to the replica while it serves.
         on_failed: called when no replacement came up within `max_restarts`.
     """
@@ -42,14 +43,18 @@ class Supervisor:
         balancer: LoadBalancer,
         on_failed: Callable[[Supervisor], None],
     ) -> None:
-        self.index, self.name, self.options, self._launch = index, name, options, launch
-        self._balancer, self._on_failed = balancer, on_failed
+        self.index = index
+        self.name = name
+        self.options = options
+        self._launch = launch
+        self._balancer = balancer
+        self._on_failed = on_failed
         self.state: State = "starting"
         self.replica: Replica | None = None
         self.restarts = 0
         self.error: BaseException | None = None
-        self.homeless = False  # it waits for a host
-        self.since = time.monotonic()  # when it came into its state
+        self.waits_for_host = False
+        self.since = time.monotonic()  # when its state began
         self._changed = asyncio.Event()
         self._task: asyncio.Task | None = None
         self._pending_stops: set[asyncio.Future] = set()
@@ -57,28 +62,28 @@ class Supervisor:
     async def start(self) -> None:
         """Bring up the first replica; what its setup raises is raised here."""
 
-        async def first() -> Replica:
+        async def launch_first() -> Replica:
             try:
                 return await self._launch(0)
             except ReplicaDied as error:
                 if not self.options.max_restarts:
                     raise
-                # Its setup raised nothing: the process was lost from outside. Once more, then it is an error.
+                # Its setup raised nothing: the process was lost from outside. Try once more before it is an error.
                 log.warning("%s; starting it again", error)
                 return await self._launch(0)
 
-        self._task = asyncio.create_task(first())
+        self._task = asyncio.create_task(launch_first())
         self._serve(await self._task)
         self._task = asyncio.create_task(self._supervise())
         self._task.add_done_callback(log_failure)
 
     def retire(self) -> None:
-        """Start no further replica; the one that serves continues until `stop`."""
+        """Start no further replica; the serving one continues until `stop`."""
         self.state = "stopped"
         self._changed.set()
 
     async def when_up(self, limit: float) -> Replica | None:
-        """The replica, once there is one that serves; None if there will never be one.
+        """Wait for a replica that serves; None if there will never be one.
 
         Raises:
             TimeoutError: none came up in time.
@@ -103,7 +108,9 @@ class Supervisor:
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
 
     def _serve(self, replica: Replica) -> None:
-        self.replica, self.state, self.since = replica, "up", time.monotonic()
+        self.replica = replica
+        self.state = "up"
+        self.since = time.monotonic()
         self._balancer.join(replica)
         self._changed.set()
 
@@ -116,9 +123,11 @@ class Supervisor:
             if self.state == "stopped":
                 return
             failures = 0 if time.monotonic() - self.since > SOUND_AFTER else failures + 1
-            self.state, self.since, self.error = "restarting", time.monotonic(), died
+            self.state = "restarting"
+            self.since = time.monotonic()
+            self.error = died
             log.warning("%s; calls in flight there: %d", died, lost.in_flight_lost)
-            # Its processes may take seconds to go: the replacement does not wait for that.
+            # Its processes may take seconds to end: the replacement does not wait for that.
             pending = asyncio.ensure_future(lost.stop())
             self._pending_stops.add(pending)
             pending.add_done_callback(self._pending_stops.discard)
@@ -130,7 +139,7 @@ class Supervisor:
                 return
 
     async def _replace(self, failures: int) -> bool:
-        """Start another replica, with retries up to the cap; whether one serves."""
+        """Start another replica, with retries up to the cap; return whether one serves."""
         while failures <= self.options.max_restarts and self.options.max_restarts:
             await asyncio.sleep(0.0 if not failures else min(MAX_BACK_OFF, 0.25 * 2.0**failures))
             started = time.monotonic()
@@ -140,7 +149,8 @@ class Supervisor:
                 self.error = error
                 return False
             except Exception as error:
-                self.error, failures = error, failures + 1
+                self.error = error
+                failures += 1
                 log.warning("%s could not be replaced (%s: %s)", self.name, type(error).__name__, error)
                 continue
             self.restarts += 1

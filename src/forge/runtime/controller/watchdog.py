@@ -1,4 +1,4 @@
-"""Logs who waits for whom when nothing moves, with the stacks of the process that is waited for."""
+"""Watchdog: logs who waits for whom when nothing moves, with the stacks of the process that is waited for."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHECK_EVERY = 1.0
-MOST_WAITS_SHOWN = 5
+MAX_WAITS_SHOWN = 5  # of thousands, the oldest ones tell enough
 
 
 class Watchdog:
-    """Watches every wait of a run. A replica that has answered nothing for `stall_after` seconds while calls are in
-    flight on it is reported, again after twice that time, and so on; so are calls that no replica takes, and replicas
-    that do not come up.
+    """Watches every wait of a run. A replica that has answered no call for `stall_after` seconds while some are in
+    flight is reported, again after twice that time, and so on; so are calls that no replica takes, and replicas that do
+    not come up.
 
     Args:
         services: those of the run by name, as they come and go.
-        starting: replicas that are being started, and since when.
+        starting: replicas that are starting, with the time of their start.
     """
 
     def __init__(self, services: Mapping[str, Service], starting: Mapping[Replica, float]) -> None:
-        self.services, self.starting = services, starting
+        self.services = services
+        self.starting = starting
         self._due: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
 
     async def watch(self) -> None:
-        """Runs until it is cancelled."""
+        """Watch until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY)
+            # Replicas that do not come up.
             for replica, since in list(self.starting.items()):
                 stalled = time.monotonic() - since
                 if self._is_due(replica, stalled, replica.options.stall_after):
@@ -46,17 +48,20 @@ class Watchdog:
                     # A large model loads for minutes: its stacks say nothing before the start takes too long.
                     lines = await _stacks_of(replica) if stalled > limit / 2 else []
                     _report(f"{replica} has been starting for {stalled:.0f} s, of at most {limit:g}", lines)
+            # Replicas that answer none of their calls.
             for service in list(self.services.values()):
                 for supervisor in service._supervisors:
-                    if (busy := supervisor.replica) is None or not busy.requests:
+                    busy = supervisor.replica
+                    if busy is None or not busy.requests:
                         continue
                     requests = list(busy.requests)
                     since = max(busy.last_answer, min(request.sent for request in requests))
                     if self._is_due(busy, time.monotonic() - since, busy.options.stall_after):
                         lines = _waits(requests, str(busy)) + await _stacks_of(busy)
                         _report(f"no answer from {busy} for {time.monotonic() - since:.0f} s", lines)
+                # Calls that no replica takes.
                 queued = service._balancer.queued
-                waited = time.monotonic() - queued[0].made if queued else 0.0
+                waited = time.monotonic() - queued[0].created if queued else 0.0
                 if self._is_due(service, waited, service._options.stall_after):
                     states = ", ".join(f"{supervisor.name} {supervisor.state}" for supervisor in service._supervisors)
                     _report(f"no replica of {service._name} takes a call: {states}", _waits(queued, service._name))
@@ -66,6 +71,7 @@ class Watchdog:
             self._due.pop(key, None)
             return False
         due = stalled >= self._due.setdefault(key, first)
+        # Reports of one stall come at doubling times: a run that hangs overnight must not fill its log.
         if due:
             self._due[key] = 2 * stalled
         return due
@@ -79,13 +85,17 @@ async def _stacks_of(replica: Replica) -> list[str]:
 
 
 def _waits(requests: list[Request], target: str) -> list[str]:
-    now, lines = time.monotonic(), []
-    for r in sorted(requests, key=lambda r: r.made)[:MOST_WAITS_SHOWN]:
-        waited = now - r.made
+    now = time.monotonic()
+    lines = []
+    for request in sorted(requests, key=lambda request: request.created)[:MAX_WAITS_SHOWN]:
+        waited = now - request.created
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
-        lines.append(f"{r.caller} waits for {target}.{r.endpoint} since {since} ({waited:.0f} of {r.limit:g} s)")
-    more = len(requests) - len(lines)
-    return lines + ([f"and {more} calls more"] if more else [])
+        lines.append(
+            f"{request.caller} waits for {target}.{request.endpoint} since {since} "
+            f"({waited:.0f} of {request.limit:g} s)"
+        )
+    hidden = len(requests) - len(lines)
+    return lines + ([f"and {hidden} calls more"] if hidden else [])
 
 
 def _report(title: str, lines: list[str]) -> None:

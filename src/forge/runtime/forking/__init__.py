@@ -1,1 +1,1 @@
-"""Processes that are forked from one that has imported everything: they start in milliseconds."""
+"""Processes that are forked from one that has imported its libraries: they start in milliseconds."""

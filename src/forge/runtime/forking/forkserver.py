@@ -1,10 +1,10 @@
-"""A process that has imported PyTorch and transformers, and forks the processes of a run.
+"""Fork server: a process that has imported PyTorch and transformers, and forks the processes of a run.
 
 Importing them takes 3 to 5 CPU-seconds in each process; a fork of a process that has imported them has them at once,
-and then stands by for its launcher (`standby.py`). It lives on where the server ends.
+and then stands by for its launcher (`standby.py`). A fork outlives the server.
 
-The fork is safe because the server has one thread and opens no accelerator. The server does not fork where it has more
-than one thread, and where a variable of the environment differs that a library may have read when it was imported.
+The fork is safe because the server has one thread and opens no accelerator. The server does not fork when it has more
+than one thread, or when a variable of the environment differs that a library may have read during its import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .standby import HELD, become, read_request, stand_by
 
-# What trainers and generators import, apart from Monarch, which starts threads, and what imports it.
+# The imports of trainers and generators, except Monarch, which starts threads, and modules that import it.
 LIBRARIES = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -43,16 +43,16 @@ LIBRARIES = (
     "forge.data.load",
     "forge.runtime.store",
 )
-# Variables that differ from process to process, and that no library reads when it is imported.
+# Prefixes of variables that differ from process to process, and that no library reads during its import.
 FREE = ("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES")
-LIVES = 3  # servers in a row that end within SOUND_AFTER seconds, as where memory is short
+LIVES = 3  # servers in a row that end within SOUND_AFTER seconds, as when memory is short
 SOUND_AFTER = 60.0
 
 log = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """The fork server of this process, with which it ends. What it forked stays.
+    """The fork server of this process. It ends with the process; its forks do not.
 
     Args:
         folder: a private folder, for its socket.
@@ -60,7 +60,9 @@ class ForkServer:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
-        self.address, self._settings, self._lives = folder / "fork", settings, LIVES
+        self.address = folder / "fork"
+        self._settings = settings
+        self._lives = LIVES
         self._reviving = threading.Lock()
         self._start()
         atexit.register(self.end)
@@ -71,10 +73,11 @@ class ForkServer:
         return self._process.pid
 
     def revive(self, patience: float = 0.0) -> bool:
-        """Start the server again if it ends within so many seconds; whether one is there that has not been asked."""
+        """Start another server if this one ends within `patience` seconds; return whether another one runs."""
         server = self._process
         with self._reviving, suppress(subprocess.TimeoutExpired):
             status = server.wait(patience)
+            # Another thread may have replaced it already, and a server that lived long restores all lives.
             if server is self._process and self._lives:
                 cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
                 self._lives = self._lives - 1 if time.monotonic() - self._began < SOUND_AFTER else LIVES - 1
@@ -98,7 +101,7 @@ class ForkServer:
         self._began = time.monotonic()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
-            listener.listen(1024)  # who asks waits until the server has imported
+            listener.listen(1024)  # requests wait until the server has imported
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "forge.runtime.forking.forkserver", str(listener.fileno())],
                 stdin=subprocess.PIPE,
@@ -119,7 +122,7 @@ class ForkServer:
 
 
 def bound(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that must be the same where the server was started and in a process that it forks."""
+    """Return the variables that must be equal in the server and in a process that it forks."""
     return {name: value for name, value in environment.items() if not name.startswith(FREE) and name != "_"}
 
 
@@ -128,13 +131,13 @@ def main(listener: socket.socket) -> None:
     for number in HELD:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
-        Path("/proc/self/comm").write_text("forge-fork")  # what top and ps show; forks take names of their own
+        Path("/proc/self/comm").write_text("forge-fork")  # for top and ps; forks rename themselves
     expected = json.loads(sys.stdin.buffer.readline())
-    gc.disable()  # there is hardly any garbage, and looking for it takes a sixth of the time
+    gc.disable()  # there is hardly any garbage, and collecting takes a sixth of the time
     for name in LIBRARIES:
-        with suppress(Exception):  # the process that needs it says so
+        with suppress(Exception):  # the process that needs it reports the error
             importlib.import_module(name)
-    gc.freeze()  # a collection in a fork does not write to the memory that it shares with the server
+    gc.freeze()  # collections in a fork do not write to memory shared with the server
     gc.enable()
     if serve(listener, expected):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -142,20 +145,23 @@ def main(listener: socket.socket) -> None:
 
 
 def serve(listener: socket.socket, expected: dict[str, str]) -> bool:
-    """Fork for every connection that asks, until standard input ends; whether this is a fork."""
+    """Fork for every connection, until standard input ends; return whether this is a fork."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that ended
     while True:
         ready, _, _ = select.select([sys.stdin, listener], [], [])
         if sys.stdin in ready:
             return False
-        asking, _ = listener.accept()
-        with asking:
-            request, pid = read_request(asking), -1
+        connection, _ = listener.accept()
+        with connection:
+            request = read_request(connection)
+            pid = -1
             if request is None:
                 continue
-            # Only what libraries cannot have read may differ.
-            same = bound({os.fsdecode(k): os.fsdecode(v) for k, v in request.environment.items()}) == expected
-            if same and len(os.listdir("/proc/self/task")) == 1:
+            # Only variables that libraries cannot have read may differ, and only a process of one thread forks safely.
+            same_environment = (
+                bound({os.fsdecode(k): os.fsdecode(v) for k, v in request.environment.items()}) == expected
+            )
+            if same_environment and len(os.listdir("/proc/self/task")) == 1:
                 with suppress(OSError):  # no memory or no process is left
                     pid = os.fork()
             if pid == 0:
@@ -165,7 +171,7 @@ def serve(listener: socket.socket, expected: dict[str, str]) -> bool:
             for handle in request.handles:
                 os.close(handle)
             with suppress(OSError):  # the controller ended
-                asking.sendall(max(pid, 0).to_bytes(4, "little"))
+                connection.sendall(max(pid, 0).to_bytes(4, "little"))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A process that is up before Monarch starts it.
+"""Standby process: it is up before Monarch starts it.
 
 Monarch 0.7 loses a process that has not called back 30 s after its start: the process comes up, and the wait for it
-never ends. On a busy machine, or where `sitecustomize` is slow, that is too short for Python and its imports.
-So the controller starts the process itself, waits for as long as it takes, and then has Monarch start a launcher of a
-few milliseconds (`forklauncher.py`), whose place the process takes.
+never ends. On a busy machine, or with a slow `sitecustomize`, that is too short for Python and its imports. So the
+controller starts the process itself, waits for as long as it takes, and then has Monarch start a launcher of a few
+milliseconds (`forklauncher.py`), in whose place the process runs.
 
-Nothing outlives its parent: the kernel kills the process once the controller or the launcher has ended.
+The process does not outlive its parents: the kernel kills it once the controller or the launcher has ended.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .forklauncher import receive
 
 PROGRAM = "forge.runtime.controller.child"
 ADDRESS = "FORGE_STANDBY"
-# What the program imports once Monarch waits for it.
+# The program's imports once Monarch waits for it.
 LIBRARIES = (
     "forge.runtime.controller._monarch",
     "forge.runtime.controller.actor_host",
     "monarch._src.actor.bootstrap_main",
 )
-LATER = ("monarch._src.actor.telemetry", "monarch._src.actor.debugger.breakpoint")
+OPTIONAL_LIBRARIES = ("monarch._src.actor.telemetry", "monarch._src.actor.debugger.breakpoint")
 MONARCH = "/monarch/_rust_bindings"
-REQUEST_TIMEOUT = 10.0  # seconds
-# What terminals and schedulers send to every process of a run is for its controller to handle.
+REQUEST_TIMEOUT = 10.0  # seconds; a launcher sends its request at once
+# Signals that terminals and schedulers send to every process of a run: its controller handles them.
 HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
-class Request(NamedTuple):
-    """What a process is to be: its program, resource limits, environment, and handles of standard input, output, error
-    and its folder."""
+class ForkRequest(NamedTuple):
+    """A fork request: program, resource limits, environment, and the handles of standard input, output, error and the
+    working directory."""
 
     program: str
     limits: list[tuple[int, int, int]]
@@ -53,8 +53,8 @@ class Request(NamedTuple):
     handles: list[int]
 
 
-def read_request(launcher: socket.socket) -> Request | None:
-    """A launcher's request; None where it ended."""
+def read_request(launcher: socket.socket) -> ForkRequest | None:
+    """Read a launcher's request; None if it ended."""
     launcher.settimeout(REQUEST_TIMEOUT)
     handles: list[int] = []
     try:
@@ -63,16 +63,17 @@ def read_request(launcher: socket.socket) -> Request | None:
         environment = dict(variable.split(b"=", 1) for variable in variables)
         quantities = [tuple(map(int, limit.split(b":"))) for limit in limits.split(b",")]
         if len(handles) == 4:
-            return Request(program.decode(), quantities, environment, handles)  # type: ignore[arg-type]
+            return ForkRequest(program.decode(), quantities, environment, handles)  # type: ignore[arg-type]
     except (OSError, ValueError):  # the launcher ended
         pass
+    # The request is incomplete: without a process its handles would stay open.
     for handle in handles:
         os.close(handle)
     return None
 
 
-def become(request: Request) -> None:
-    """Make this process what it would be if the launcher had started it."""
+def become(request: ForkRequest) -> None:
+    """Take the launcher's environment, limits, folder and streams, in the child that replaces it."""
     *streams, folder = request.handles
     for number, handle in enumerate(streams):
         os.dup2(handle, number)
@@ -83,16 +84,18 @@ def become(request: Request) -> None:
         resource.setrlimit(limit, (soft, hard))
     os.environ.clear()
     os.environb.update(request.environment)
-    tempfile.tempdir = None
+    tempfile.tempdir = None  # TMPDIR may differ
     if not sys.flags.safe_path:
         with suppress(FileNotFoundError):  # the folder was removed
             sys.path[0] = os.getcwd()
-    if (numpy := sys.modules.get("numpy")) is not None:
+    # Forks of one server would otherwise draw the same numbers.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed()
 
 
 def end_with(connection: socket.socket) -> None:
-    """Have the kernel kill this process when the other side of a connection ends, which never sends anything."""
+    """Have the kernel kill this process when the other side of a connection, which never sends, ends."""
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
@@ -103,19 +106,20 @@ def end_with(connection: socket.socket) -> None:
 
 
 def stand_by() -> None:
-    """Import what the program needs, say so to the controller, and take the place of the first launcher that asks."""
+    """Import the libraries of the program, report to the controller, and run in place of the first launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # A signal that is ignored stays so in programs that a component starts, and SIGTERM is how it ends them.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     # The controller's end of this connection is standard input, which becomes the launcher's.
-    controller, address = socket.socket(fileno=os.dup(0)), os.environ[ADDRESS]
+    controller = socket.socket(fileno=os.dup(0))
+    address = os.environ[ADDRESS]
     end_with(controller)
     for name in LIBRARIES:
         importlib.import_module(name)
-    for name in LATER:
-        with suppress(ImportError):  # another Monarch
+    for name in OPTIONAL_LIBRARIES:
+        with suppress(ImportError):  # another version of Monarch
             importlib.import_module(name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
@@ -130,8 +134,8 @@ def stand_by() -> None:
     launcher.settimeout(None)
     launcher.sendall(os.getpid().to_bytes(4, "little"))
     end_with(launcher)
-    # Monarch would have the kernel end this process with its parent, which may be the fork server; its setting for that
-    # prints a line. What it calls instead returns 0 too, and does nothing.
+    # Monarch would have the kernel end this process with its parent, which may be the fork server; its setting for this
+    # prints a line. The function that it calls instead also returns 0, and does nothing.
     replace(MONARCH, {"prctl": ctypes.CDLL(None).sched_yield}, "this process ends with the fork server")
     sys.argv = [request.program]
     status = 1 << 8

@@ -49,7 +49,7 @@ _store: VersionStore | None = None
 
 
 def default_store() -> VersionStore:
-    """The store of this run: the parent process's, or a new one that is removed with this process.
+    """Return the store of this run: the parent process's, or a new one that is removed with this process.
 
     Raises:
         RuntimeError: this process was started by a controller that had no store.
@@ -57,6 +57,7 @@ def default_store() -> VersionStore:
     global _store
     address = os.environ.get(ADDRESS)
     if _store is not None and str(_store.root) == address and _store.root.is_dir():
+        # A store that this process owns and has closed is replaced; the parent's is opened at its address.
         return _store
     if address and (_store is None or not _store.owned):
         _store = VersionStore(address)
@@ -80,7 +81,7 @@ def use(store: VersionStore) -> None:
 
 async def put(
     key: str,
-    value: Tensor | Mapping[str, Any],
+    value: Tensor | Mapping[str, object],
     version: int | None = None,
     *,
     dtype: torch.dtype | None = None,
@@ -101,15 +102,15 @@ async def exists(key: str, version: int | None = None) -> bool:
 
 
 async def delete(key: str) -> None:
-    """Remove a key with all of its versions. MissingVersion: there is none."""
+    """Remove a key with all of its versions. MissingVersion: the key does not exist."""
     await asyncio.to_thread(default_store().delete, key)
 
 
 async def keys(prefix: str = "") -> list[str]:
-    """The keys that have a version, sorted."""
+    """Return the keys that have a version, sorted."""
     return await asyncio.to_thread(default_store().keys, prefix)
 
 
 async def wait(key: str, min_version: int = 0, *, timeout: float = 300.0) -> int:
-    """Wait for a version of at least `min_version`; returns the newest. TimeoutError: lists the existing ones."""
+    """Wait for a version of at least `min_version`; return the newest. TimeoutError: lists the existing ones."""
     return await asyncio.to_thread(default_store().wait, key, min_version, timeout=timeout)

@@ -1,4 +1,4 @@
-"""An append-only file of records that survives the process which writes it."""
+"""Journals: append-only files of records that survive the process which writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEADER = struct.Struct("<QII")
 
 
 class Journal:
-    """Pickled records in the order they were appended; one process writes.
+    """A file of pickled records in the order they were appended; one process writes.
 
     A record survives the process once `append` returns, in the kernel's page cache. Nothing is fsynced, so a power cut
     may lose the last records. A process killed within `append` leaves a torn record, which the next writer truncates.
@@ -39,7 +39,7 @@ class Journal:
         self._writable()
         return self._end
 
-    def append(self, record: Any) -> None:
+    def append(self, record: object) -> None:
         """Append one record. If that fails (no space), the file is unchanged. NoRoom: the disk is full."""
         file = self._writable()
         try:
@@ -51,7 +51,7 @@ class Journal:
             raise
 
     def replay(self) -> Iterator[Any]:
-        """All complete records. Read-only: several processes may replay a journal.
+        """Yield all complete records. Read-only: several processes may replay a journal.
 
         Raises:
             FileNotFoundError: there is no journal.
@@ -75,25 +75,27 @@ class Journal:
         os.replace(unfinished, self.path)
         if self._file is not None:
             self._file.close()
-        self._file, self._end = file, end
+        self._file = file
+        self._end = end
 
     def _writable(self) -> FileIO:
         if self._file is None:
             file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
-            with self.path.open("rb") as written:
-                self._end = max((end for _, end in self._complete(written)), default=0)
+            with self.path.open("rb") as reader:
+                # The file ends with the last complete record: a torn one is overwritten.
+                self._end = max((end for _, end in self._complete(reader)), default=0)
             file.truncate(self._end)
             file.seek(self._end)
             self._file = file
         return self._file
 
     def _complete(self, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-        """The payload and the end of every complete record."""
+        """Yield the payload and the end of every complete record."""
         start = 0
         # A kill leaves a prefix of the record being written: a short record is torn, a wrong one is damaged.
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
-            length, checksum, own = _HEADER.unpack(header)
-            if crc32(header[: _FIELDS.size]) != own:
+            length, checksum, header_checksum = _HEADER.unpack(header)
+            if crc32(header[: _FIELDS.size]) != header_checksum:
                 raise ValueError(f"journal {self.path} is damaged: the record at byte {start} has no valid header")
             payload = file.read(length)
             if len(payload) < length:
@@ -104,10 +106,11 @@ class Journal:
             yield payload, start
 
 
-def _write(file: FileIO, path: Path, record: Any) -> int:
+def _write(file: FileIO, path: Path, record: object) -> int:
     payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
     fields = _FIELDS.pack(len(payload), crc32(payload))
     data = memoryview(fields + crc32(fields).to_bytes(4, "little") + payload)
+    # An unbuffered write may be short.
     written = 0
     with room_for(path, len(data)):
         while written < len(data):

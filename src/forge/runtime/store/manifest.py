@@ -50,20 +50,20 @@ class Manifest:
 
     @cached_property
     def by_name(self) -> dict[str, list[Shard]]:
-        """Shards of each tensor."""
-        found: dict[str, list[Shard]] = {}
+        """The shards of each tensor."""
+        shards_by_name: dict[str, list[Shard]] = {}
         for shard in self.shards:
-            found.setdefault(shard.name, []).append(shard)
-        return found
+            shards_by_name.setdefault(shard.name, []).append(shard)
+        return shards_by_name
 
     @cached_property
     def checksums(self) -> dict[str, str]:
-        """One checksum a tensor, over its blocks."""
-        described = {
+        """One checksum for each tensor, over its blocks."""
+        descriptions = {
             name: json.dumps(sorted((s.dtype, s.shape, s.box.offset, s.checksum) for s in shards))
             for name, shards in sorted(self.by_name.items())
         }
-        return {name: xxhash.xxh3_64_hexdigest(text.encode()) for name, text in described.items()}
+        return {name: xxhash.xxh3_64_hexdigest(text.encode()) for name, text in descriptions.items()}
 
     @cached_property
     def digest(self) -> str:
@@ -75,14 +75,14 @@ class Manifest:
         """Names of the shared memory segments."""
         return {shard.segment for shard in self.shards if shard.segment}
 
-    def at(self, host: str) -> Manifest:
-        """The same with the host in the names of its segments, of those that have none: name@host."""
+    def on_host(self, host: str) -> Manifest:
+        """Return a copy with the host in the names of its segments, if they have none: name@host."""
         return self.renamed({name: name if "@" in name else f"{name}@{host}" for name in self.segments})
 
     def renamed(self, names: Mapping[str, str]) -> Manifest:
-        """The same with other names of its segments."""
-        moved = (replace(shard, segment=names[shard.segment]) if shard.segment else shard for shard in self.shards)
-        return replace(self, shards=tuple(moved))
+        """Return a copy with other names of its segments."""
+        shards = (replace(shard, segment=names[shard.segment]) if shard.segment else shard for shard in self.shards)
+        return replace(self, shards=tuple(shards))
 
     def extent(self, segment: str) -> int:
         """Bytes of a segment, from its start to the end of its last block."""
@@ -90,14 +90,16 @@ class Manifest:
         return max(shard.start + shard.box.numel * getattr(torch, shard.dtype).itemsize for shard in blocks)
 
     def check(self) -> None:
-        """Raises:
-        ValueError: blocks do not fill every tensor exactly once; names the tensor.
+        """Check that blocks fill every tensor exactly once.
+
+        Raises:
+            ValueError: names the tensor.
         """
         for name, shards in self.by_name.items():
-            kinds = {(shard.dtype, shard.shape) for shard in shards}
+            layouts = {(shard.dtype, shard.shape) for shard in shards}
             problem = (
-                f"ranks disagree about its dtype and shape: {sorted(kinds)}"
-                if len(kinds) > 1
+                f"ranks disagree about its dtype and shape: {sorted(layouts)}"
+                if len(layouts) > 1
                 else overlap_or_gap(shards[0].shape, [shard.box for shard in shards if shard.box.numel])
             )
             if problem:
@@ -105,33 +107,35 @@ class Manifest:
 
     @classmethod
     def join(cls, version: int, parts: Sequence[Manifest]) -> Manifest:
-        """The version of all ranks' parts. Of equal blocks of ranks on different meshes the first is kept."""
-        kept: dict[tuple[str, str, Box, str], Shard] = {}
+        """Merge the parts of all ranks. Of equal blocks of ranks on different meshes the first is used."""
+        shards: dict[tuple[str, str, Box, str], Shard] = {}
         for part in parts:
             for shard in part.shards:
-                kept.setdefault((shard.name, shard.dtype, shard.box, shard.checksum), shard)
-        return cls(parts[0].key, version, parts[0].single, tuple(kept.values()))
+                shards.setdefault((shard.name, shard.dtype, shard.box, shard.checksum), shard)
+        return cls(parts[0].key, version, parts[0].single, tuple(shards.values()))
 
-    def difference(self, other: Manifest) -> str | None:
-        """The first tensor by name that differs; None if there is none, or if other blocks prevent the comparison."""
-        for name in sorted(self.by_name.keys() | other.by_name.keys()):
-            one, two = self.by_name.get(name, []), other.by_name.get(name, [])
-            comparable = {shard.box for shard in one} == {shard.box for shard in two}
-            if not one or not two or (comparable and self.checksums[name] != other.checksums[name]):
+    def first_difference(self, version: Manifest) -> str | None:
+        """Return the first tensor by name that differs; None if there is none, or if other blocks prevent the
+        comparison."""
+        for name in sorted(self.by_name.keys() | version.by_name.keys()):
+            shards = self.by_name.get(name, [])
+            others = version.by_name.get(name, [])
+            comparable = {shard.box for shard in shards} == {shard.box for shard in others}
+            if not shards or not others or (comparable and self.checksums[name] != version.checksums[name]):
                 return name
         return None
 
     def to_json(self) -> str:
-        """Text that begins with its own checksum."""
+        """Return text that begins with its checksum."""
         text = json.dumps([self.key, self.version, self.single, [astuple(shard) for shard in self.shards]])
         return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The inverse of `to_json`. CorruptWeights: the checksum differs."""
+        """Invert `to_json`. CorruptWeights: the checksum differs."""
         digest, _, text = text.partition(" ")
         if digest != xxhash.xxh3_64_hexdigest(text.encode()):
-            raise CorruptWeights("a manifest of the weight store is damaged: its checksum is another")
+            raise CorruptWeights("a manifest of the weight store is damaged: its checksum differs")
         key, version, single, fields = json.loads(text)
         shards = tuple(
             Shard(name, dtype, tuple(shape), Box(tuple(offset), tuple(size)), segment, start, checksum)
@@ -141,7 +145,7 @@ class Manifest:
 
 
 def checksum(values: Tensor) -> str:
-    """Of the bytes of a contiguous tensor on the CPU."""
+    """Checksum of the bytes of a contiguous tensor on the CPU."""
     return xxhash.xxh3_64_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -154,11 +158,13 @@ def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> st
     source = source.resolve_conj().resolve_neg()
     on_cpu = source.device.type == target.device.type == "cpu"
     if not (on_cpu and source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()):
-        # On a device it is cast there: half the bytes to copy, and a CPU casts on one thread.
+        # Cast on the device: half the bytes to copy, and a CPU casts on one thread.
         target.copy_(source if source.device.type == "cpu" else source.to(target.dtype))
         return checksum(source if of_source else target)
+    # Piece by piece, so that the bytes to copy are still in the cache from hashing.
     read, written = (values.reshape(-1).view(torch.uint8) for values in (source, target))
-    state, data = xxhash.xxh3_64(), read.numpy()
+    state = xxhash.xxh3_64()
+    data = read.numpy()
     for start in range(0, len(read), PIECE):
         state.update(data[start : start + PIECE].data)
         written[start : start + PIECE].copy_(read[start : start + PIECE])

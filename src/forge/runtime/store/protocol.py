@@ -12,7 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .manifest import Manifest
-    from .transfer import Snapshot
+    from .transfer import OpenVersion
 
 
 class MissingVersion(KeyError):
@@ -35,13 +35,13 @@ class CorruptWeights(RuntimeError):
 
 
 class Store(ABC):
-    """Versions of tensors by key: `VersionStore` in shared memory of this host, `RemoteStore` on another host. The
-    methods are documented in `VersionStore`.
+    """Versions of tensors by key: `VersionStore` in shared memory of this host, `forge.actors.keeper.HostStore` on
+    another host. `VersionStore` documents the methods.
 
-    In the controller, `publisher(version)` publishes the weights of that number if a trainer has them.
+    In the controller, `publisher(version)` publishes the weights of that number, if a trainer has them.
     """
 
-    publisher: Callable[[int], Awaitable[Any]] | None = None
+    publisher: Callable[[int], Awaitable[object]] | None = None
 
     def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
         """Read a version, the newest by default.
@@ -71,18 +71,18 @@ class Store(ABC):
     def put(
         self,
         key: str,
-        value: Tensor | Mapping[str, Any],
+        value: Tensor | Mapping[str, object],
         version: int | None = None,
         *,
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
     ) -> int:
         """Publish a tensor or a state dict, in each rank its shards; the version is complete with the last rank's.
-        Returns the version. IncompleteVersion: another rank did not write in time."""
+        Return the version. IncompleteVersion: another rank did not write in time."""
 
     @abstractmethod
-    def open(self, key: str, version: int | None = None) -> AbstractContextManager[Snapshot]:
-        """A context in which a version (None: the newest) stays readable. MissingVersion: there is none."""
+    def open(self, key: str, version: int | None = None) -> AbstractContextManager[OpenVersion]:
+        """Open a version (None: the newest), readable within the context. MissingVersion: it does not exist."""
 
     @abstractmethod
     def versions(self, key: str) -> list[int]:
@@ -94,20 +94,20 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove all versions of a key; readers keep what they have open. MissingVersion: there is no such key."""
+        """Remove all versions of a key; readers keep what they have open. MissingVersion: the key does not exist."""
 
     @abstractmethod
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
-        """The newest version, once it is at least `min_version`. TimeoutError: it took longer than `timeout`
+        """Return the newest version, once it is at least `min_version`. TimeoutError: it took longer than `timeout`
         seconds."""
 
     @abstractmethod
     def manifest(self, key: str, version: int) -> Manifest:
-        """Names, shapes and checksums of a version. MissingVersion: it is neither published nor recently dropped."""
+        """Return names, shapes and checksums of a version. MissingVersion: neither published nor recently dropped."""
 
     @abstractmethod
     def identities(self, key: str) -> dict[int, set[str]]:
-        """Identities of each version of a key that were published."""
+        """Return the identities under which each version of a key was published."""
 
     @abstractmethod
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:

@@ -1,4 +1,4 @@
-"""Reusable files of shared memory: allocating fresh memory costs more than copying a version.
+"""Segments: reusable files of shared memory. Allocating fresh memory costs more than copying a version.
 
 A process holds a flock on the segments it uses, which the kernel releases when it ends, even if it is killed. A segment
 without a lock may be reused. Segments are created and removed under the store's lock.
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...system.files import FULL, NoRoom
 
-ALIGNMENT = 64  # bytes
-MAPPED = 16  # segments that a process keeps mapped
+ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+MAX_MAPPED = 16  # segments that a process keeps mapped: more than it reads and writes at a time
 
 
 class Segments:
@@ -36,17 +36,18 @@ class Segments:
     """
 
     def __init__(self, root: Path, changing: Callable[[], AbstractContextManager]) -> None:
-        self.used, self.free = root / "segments", root / "free"
+        self.used = root / "segments"
+        self.free = root / "free"
         self._changing = changing
         self._maps: dict[str, Tensor] = {}
         self._mapping = threading.Lock()
 
     @contextmanager
     def writing(self, size: int) -> Iterator[tuple[str, Tensor]]:
-        """A locked segment of at least `size` bytes: its name and its bytes, uint8 [size].
+        """Yield a locked segment of at least `size` bytes: its name and its bytes, uint8 [size].
 
         Raises:
-            NoRoom: not enough shared memory; says how much is free.
+            NoRoom: not enough shared memory; names the free amount.
         """
         with self._changing():
             name, file = self._claim(size)
@@ -58,25 +59,26 @@ class Segments:
 
     @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-        """The bytes of these segments, which are not reused within the block.
+        """Yield the bytes of these segments, which are not reused within the block.
 
         Raises:
             FileNotFoundError: one of them is no longer in use.
         """
         locks: list[int] = []
         try:
-            found = {}
+            contents = {}
             for name in names:
+                # A writer holds the lock exclusively: a segment that is shared cannot be reused.
                 locks.append(os.open(self.used / name, os.O_RDWR))
                 if not lock(locks[-1], fcntl.LOCK_SH):
                     raise FileNotFoundError(f"segment {name} is being written")
-                found[name] = self._mapped(name)
-            yield found
+                contents[name] = self._mapped(name)
+            yield contents
         finally:
-            for held in locks:
-                os.close(held)
+            for file in locks:
+                os.close(file)
 
-    def held(self, name: str) -> bool:
+    def is_being_written(self, name: str) -> bool:
         """Whether a process writes this segment, this one included."""
         try:
             file = os.open(self.used / name, os.O_RDWR)
@@ -95,9 +97,10 @@ class Segments:
             if lock(file, fcntl.LOCK_EX):
                 if os.fstat(file).st_size:
                     (self.used / name).rename(self.free / name)
-                else:  # its writer was killed before it allocated the memory: nothing would ever reuse it
+                else:  # its writer was killed before it allocated memory
                     (self.used / name).unlink()
             os.close(file)
+        # As many free bytes as used ones let every version be written into old memory.
         spare = sorted(_sizes(self.free), key=lambda entry: entry[2])
         surplus = sum(size for _, size, _ in spare) - sum(size for _, size, _ in _sizes(self.used))
         for path, size, _ in spare:
@@ -115,7 +118,7 @@ class Segments:
                     del self._maps[name]
 
     def _claim(self, size: int) -> tuple[str, int]:
-        """The smallest free segment of up to twice the size, or a new one: its name and locked file."""
+        """Lock the smallest free segment of up to twice the size, or a new one; return its name and file."""
         fits = [(length, path) for path, length, _ in _sizes(self.free) if size <= length <= 2 * size + mmap.PAGESIZE]
         for _, path in sorted(fits):
             file = os.open(path, os.O_RDWR)
@@ -139,6 +142,7 @@ class Segments:
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
+                # The disk is full: the free segments are of the wrong size, and may go.
                 with self._changing():
                     for path, _, _ in _sizes(self.free):
                         path.unlink()
@@ -160,24 +164,24 @@ class Segments:
     def _mapped(self, name: str) -> Tensor:
         self.forget()
         with self._mapping:
-            found = self._maps.pop(name, None)
-            if found is None:
-                # A file of its own, not the locked one: the mapping keeps it open, and would keep the lock.
+            memory = self._maps.pop(name, None)
+            if memory is None:
+                # Opened again: a mapping of the locked file would keep it open, and the lock with it.
                 file = os.open(self.used / name, os.O_RDWR)
                 try:
-                    found = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+                    memory = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
                 finally:
                     os.close(file)
-            self._maps[name] = found
-            while len(self._maps) > MAPPED:
+            self._maps[name] = memory
+            while len(self._maps) > MAX_MAPPED:
                 del self._maps[next(iter(self._maps))]
-            return found
+            return memory
 
 
-def lock(file: int, how: int) -> bool:
-    """Try to lock an open file; whether that succeeded."""
+def lock(file: int, operation: int) -> bool:
+    """Try to lock an open file; return whether it succeeded."""
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -191,10 +195,12 @@ def locked(path: Path, timeout: float) -> Iterator[None]:
         TimeoutError: another process holds it for longer than `timeout` seconds.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    end, pause = time.monotonic() + timeout, 0.0002
+    deadline = time.monotonic() + timeout
+    pause = 0.0002
     try:
+        # The lock of a file has no queue: it is tried again, soon at first.
         while not lock(file, fcntl.LOCK_EX):
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout:g} s for {path}, which another process holds: is one stopped?")
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
@@ -204,7 +210,7 @@ def locked(path: Path, timeout: float) -> Iterator[None]:
 
 
 def _sizes(folder: Path) -> Iterator[tuple[Path, int, float]]:
-    """Path, bytes and time of the last move of every segment in a folder."""
+    """Yield path, bytes and time of the last move of every segment in a folder."""
     for path in folder.iterdir():
         status = path.stat()
         yield path, status.st_size, status.st_ctime

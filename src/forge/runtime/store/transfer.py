@@ -1,4 +1,4 @@
-"""Write values into segments of shared memory (`Part`, `CollectivePut`) and read them (`Snapshot`)."""
+"""Transfer of values: write them into segments (`RankPart`, `CollectivePut`), and read them (`OpenVersion`)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...system.boxes import is_dtensor, local_boxes, whole
+from ...system.boxes import full_box, is_dtensor, local_boxes
 from ...system.files import write_atomic
 from .manifest import Manifest, Shard, checksum, copy_and_hash
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .segments import ALIGNMENT
 
-ABANDONED = 3600.0  # seconds after which no rank still waits for the outcome of a put
+ABANDONED_AFTER = 3600.0  # seconds after which no rank still waits for the outcome of a put
+
+Outcome = int | list[str]  # the published version, or the kind and text of an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,43 +38,46 @@ class Ranks:
     group: str = ""
 
 
-_group: tuple[Any, str] | None = None  # the process group, and the name that its ranks agreed on
+# The process group of the last put, and the name that its ranks agreed on: agreeing costs a collective.
+_group: tuple[object, str] | None = None
 _naming = threading.Lock()
 
 
-def flatten(value: Any) -> tuple[dict[str, Tensor], bool]:
-    """Tensors by (dotted) name, and whether the value is a single tensor.
+def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
+    """Return tensors by (dotted) name, and whether the value is a single tensor.
 
     Raises:
         TypeError: a value is not a tensor; names it.
         ValueError: there is no tensor, or two have the same name.
     """
+    # A single tensor has no name.
     if isinstance(value, Tensor):
         return {"": value}, True
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
-    def visit(at: str, part: Any) -> None:
+    def visit(path: str, part: object) -> None:
         if isinstance(part, Mapping):
-            for name, below in part.items():
-                visit(f"{at}.{name}" if at else str(name), below)
+            for name, child in part.items():
+                visit(f"{path}.{name}" if path else str(name), child)
         elif not isinstance(part, Tensor):
-            raise TypeError(f"only tensors can be stored; {at or 'the value'!r} is a {type(part).__name__}")
-        elif at in found:
-            raise ValueError(f"two tensors have the name {at!r}")
+            raise TypeError(f"only tensors can be stored; {path or 'the value'!r} is a {type(part).__name__}")
+        # {"a.b": x, "a": {"b": y}} would be one name for two tensors.
+        elif path in tensors:
+            raise ValueError(f"two tensors have the name {path!r}")
         else:
-            found[at] = part
+            tensors[path] = part
 
     visit("", value)
-    if not found:
+    if not tensors:
         raise ValueError("the state dict has no tensors")
-    return found, False
+    return tensors, False
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """One rank's part of a version. The first rank writes replicated blocks, rank 0 plain tensors beside DTensors.
 
-    blocks: each with its values, None for an empty tensor.
+    blocks: with their values; None for an empty tensor.
     size: bytes of its segment.
     """
 
@@ -84,15 +89,15 @@ class Part:
     size: int
 
     @classmethod
-    def of(
+    def of_value(
         cls,
         key: str,
-        value: Any,
+        value: object,
         version: int | None = None,
         dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
-    ) -> Part:
-        """This rank's part of a value, floating-point tensors as `dtype`.
+    ) -> RankPart:
+        """Collect this rank's part of a value, floating-point tensors as `dtype`.
 
         With DTensors the default of `ranks` is the process group, in which the first call is a collective.
 
@@ -103,6 +108,7 @@ class Part:
         if version is not None and version < 0:
             raise ValueError(f"a version is a number from 0, got {version}")
         tensors, single = flatten(value)
+        # Only DTensors make a put collective: ranks may put plain tensors independently of one another.
         if ranks is None:
             spread = any(is_dtensor(tensor) for tensor in tensors.values()) and dist.is_initialized()
             ranks = Ranks()
@@ -110,28 +116,31 @@ class Part:
                 global _group
                 with _naming:
                     if _group is None or _group[0] is not dist.group.WORLD:
-                        named = [uuid4().hex]
-                        dist.broadcast_object_list(named, src=0)
-                        _group = dist.group.WORLD, named[0]
+                        names = [uuid4().hex]
+                        dist.broadcast_object_list(names, src=0)
+                        _group = dist.group.WORLD, names[0]
                 ranks = Ranks(dist.get_rank(), dist.get_world_size(), _group[1])
+        # Blocks are laid out one after the other, each at an aligned offset.
         blocks: list[tuple[Shard, Tensor | None]] = []
         size = 0
         for name, tensor in tensors.items():
-            to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            shard = Shard(name, str(to).removeprefix("torch."), tuple(tensor.shape), whole(tensor.shape), "", 0, "")
+            target_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            shard = Shard(
+                name, str(target_dtype).removeprefix("torch."), tuple(tensor.shape), full_box(tensor.shape), "", 0, ""
+            )
             if is_dtensor(tensor) and tensor.numel():
                 # Along each mesh dimension that replicates the tensor, the first rank writes.
                 coordinate = tensor.device_mesh.get_coordinate() or ()
-                places = zip(tensor.placements, coordinate, strict=False)
-                mine = all(rank == 0 or not place.is_replicate() for place, rank in places)
+                axes = zip(tensor.placements, coordinate, strict=False)
+                is_writer = all(rank == 0 or not placement.is_replicate() for placement, rank in axes)
             else:
-                mine = ranks.rank == 0
-            if mine and not tensor.numel():
+                is_writer = ranks.rank == 0
+            if is_writer and not tensor.numel():
                 blocks.append((shard, None))
-            elif mine:
+            elif is_writer:
                 for box, values in local_boxes(tensor):
                     blocks.append((replace(shard, box=box, start=size), values.detach()))
-                    size += -(-values.numel() * to.itemsize // ALIGNMENT) * ALIGNMENT
+                    size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return cls(key, version, single, ranks, tuple(blocks), size)
 
     @torch.no_grad()
@@ -149,78 +158,81 @@ class Part:
 class CollectivePut:
     """A rendezvous on disk for the ranks of one put: each adds its part, the last one publishes the version or error.
 
-    A rank joins the first attempt after its own last one that is still open, or that another rank gave up, whose error
-    it must get; otherwise it opens a new attempt. Constructed, like all writes here, under the store's lock.
+    A rank joins the first attempt after its own last one that is still open, or that another rank aborted, whose error
+    it must get; otherwise it opens a new attempt. Constructed, like all writes of a put, under the store's lock.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._all = folder / "attempts"
-        self._all.mkdir(parents=True, exist_ok=True)
-        attempts = {int(path.name.rpartition("-")[2]): path for path in self._all.glob(f"{ranks.group}-*")}
-        chosen = max(attempts, default=0) + 1
-        for number, path in sorted(attempts.items(), reverse=True):
+        self._attempts = folder / "attempts"
+        self._attempts.mkdir(parents=True, exist_ok=True)
+        attempts = {int(path.name.rpartition("-")[2]): path for path in self._attempts.glob(f"{ranks.group}-*")}
+        # From the newest back to the last one that this rank took part in.
+        number = max(attempts, default=0) + 1
+        for earlier, path in sorted(attempts.items(), reverse=True):
             if any((path / f"{ranks.rank}.{end}").exists() for end in ("part", "gone")):
                 break
             if not (path / "outcome").exists() or any(path.glob("*.gone")):
-                chosen = number
-        self._place = self._all / f"{ranks.group}-{chosen}"
-        if not self._place.exists():
-            self._place.mkdir()
-            (self._place / "begun").write_text(str(time.monotonic()))  # of this boot; the clock may jump
-        self._outcome = self._place / "outcome"
-        self._parts = [self._place / f"{rank}.part" for rank in range(ranks.world)]
-        for other in self._all.iterdir():
+                number = earlier
+        self._attempt = self._attempts / f"{ranks.group}-{number}"
+        if not self._attempt.exists():
+            self._attempt.mkdir()
+            (self._attempt / "begun").write_text(str(time.monotonic()))  # of this boot; the clock may jump
+        self._outcome = self._attempt / "outcome"
+        self._parts = [self._attempt / f"{rank}.part" for rank in range(ranks.world)]
+        for path in self._attempts.iterdir():
             # A killed process leaves a folder without its time or with a part of it: `settle` removes that one.
-            begun = other / "begun"
-            if begun.exists() and time.monotonic() - float(begun.read_text() or "inf") > ABANDONED:
-                shutil.rmtree(other)
+            begun = path / "begun"
+            if begun.exists() and time.monotonic() - float(begun.read_text() or "inf") > ABANDONED_AFTER:
+                shutil.rmtree(path)
 
     def add(self, part: Manifest) -> bool:
-        """Write this rank's part; whether all parts are there now."""
+        """Write this rank's part; return whether all parts are complete now."""
         write_atomic(self._parts[self._ranks.rank], part.to_json())
         return not self.absent() and not self._outcome.exists()
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Fail the put on all ranks, because this one has no part."""
-        (self._place / f"{self._ranks.rank}.gone").touch()
+        (self._attempt / f"{self._ranks.rank}.gone").touch()
         if not self._outcome.exists():
             self.end(["IncompleteVersion", reason])
 
     def settle(self, publish: Callable[[list[Manifest]], int]) -> None:
         """Publish the parts and write the outcome for all ranks."""
         try:
-            outcome: Any = publish([Manifest.from_json(part.read_text()) for part in self._parts])
+            outcome: Outcome = publish([Manifest.from_json(part.read_text()) for part in self._parts])
         except Exception as error:  # any error must reach every rank
             outcome = [type(error).__name__, str(error)]
         self.end(outcome)
-        for earlier in self._all.glob(f"{self._ranks.group}-*"):
-            if earlier != self._place:  # every rank is in this attempt, and has read the earlier outcomes
+        # Every rank is in this attempt, and has read the earlier outcomes.
+        for earlier in self._attempts.glob(f"{self._ranks.group}-*"):
+            if earlier != self._attempt:
                 shutil.rmtree(earlier)
 
-    def end(self, outcome: Any) -> None:
+    def end(self, outcome: Outcome) -> None:
         """Write the outcome: a version, or the kind and text of an error."""
         write_atomic(self._outcome, json.dumps(outcome))
 
     def wait(
         self, locked: Callable[[], AbstractContextManager], publish: Callable[[list[Manifest]], int], timeout: float
     ) -> int:
-        """Wait for the last rank; returns the published version.
+        """Wait for the last rank; return the published version.
 
         Raises:
             IncompleteVersion: a rank did not write within `timeout` seconds, or a tensor is not whole.
             VersionConflict, OSError: see `VersionStore.put`.
         """
-        end, pause = time.monotonic() + timeout, 0.0005
+        deadline = time.monotonic() + timeout
+        pause = 0.0005
         while not self._outcome.exists():
-            late = time.monotonic() > end
+            late = time.monotonic() > deadline
             if late or not self.absent():
                 with locked():
                     # Under the lock: the last rank settles before it releases it, unless it is killed in between.
                     if not self._outcome.exists():
                         if not self.absent():
                             self.settle(publish)
-                        elif late:  # from now on this rank's memory may be reused: the others must not publish it
+                        elif late:  # this rank's memory may be reused from now on: it must not be published
                             names = ", ".join(map(str, self.absent()))
                             text = f"rank {self._ranks.rank} waited {timeout:g} s for what ranks {names} should put"
                             self.end(["IncompleteVersion", text])
@@ -231,8 +243,8 @@ class CollectivePut:
         if isinstance(outcome, int):
             return outcome
         kind, text = outcome
-        known = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
-        raise known.get(kind, IncompleteVersion)(text)
+        errors = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
+        raise errors.get(kind, IncompleteVersion)(text)
 
     def absent(self) -> list[int]:
         """The ranks that have not added their parts."""
@@ -240,7 +252,7 @@ class CollectivePut:
 
 
 @dataclass
-class Snapshot:
+class OpenVersion:
     """A version open for reading into tensors of any layout; verifies the checksum of everything it reads."""
 
     manifest: Manifest
@@ -255,12 +267,12 @@ class Snapshot:
 
     @property
     def digest(self) -> str:
-        """Digest of the checksums of all its shards."""
+        """The identity of the version, see `Manifest.digest`."""
         return self.manifest.digest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every tensor. A tensor in one block is a view of shared memory, valid while the
-        snapshot is open."""
+        """Yield (name, full tensor) of every tensor. A tensor in one block is a view of shared memory, valid while the
+        version is open."""
         for name, shards in self.manifest.by_name.items():
             if len(shards) > 1 or not shards[0].segment:
                 yield name, self._new(name)
@@ -270,7 +282,7 @@ class Snapshot:
             yield name, values
 
     def fill(self, into: Any = None) -> Any:
-        """Fill a tensor, DTensor or (nested) state dict in place; new tensors if it is None. See `Store.get`."""
+        """Fill a tensor, DTensor or (nested) state dict in place; return new tensors if it is None. See `Store.get`."""
         if into is None:
             new = {name: self._new(name) for name in self.manifest.by_name}
             return new[""] if self.manifest.single else new
@@ -291,19 +303,24 @@ class Snapshot:
             ValueError: its shape differs.
             CorruptWeights: its values differ from those that were put.
         """
-        shards, where = self.manifest.by_name.get(name), self._where(name)
+        shards = self.manifest.by_name.get(name)
+        label = self._label(name)
         if shards is None:
-            known = list(self.manifest.by_name)
-            raise KeyError(f"{where} is not there; it has {len(known)} tensors: {known[:3]} ...")
+            names = list(self.manifest.by_name)
+            raise KeyError(f"{label} is not there; it has {len(names)} tensors: {names[:3]} ...")
         if shards[0].shape != tuple(target.shape):
-            raise ValueError(f"{where} has shape {shards[0].shape}, it cannot be read into {tuple(target.shape)}")
+            raise ValueError(f"{label} has shape {shards[0].shape}, it cannot be read into {tuple(target.shape)}")
         if target.is_meta:
-            raise ValueError(f"{where} cannot be read into a tensor on the meta device: it has no memory")
+            raise ValueError(f"{label} cannot be read into a tensor on the meta device: it has no memory")
+        # Each block of the target is filled from all stored blocks that overlap it, whatever the two layouts.
         for box, values in local_boxes(target):
             for shard in shards:
-                if not (overlap := box.meet(shard.box)):
+                overlap = box.meet(shard.box)
+                if not overlap:
                     continue
-                source, into = shard.view(self.memory[shard.segment]), values.detach()[overlap.within(box)]
+                source = shard.view(self.memory[shard.segment])
+                into = values.detach()[overlap.within(box)]
+                # A block that is read as a whole is verified by the pass that copies it.
                 if overlap == shard.box and id(shard) not in self._verified:
                     self._verify(shard, source, copy_and_hash(source, into, of_source=True))
                 else:
@@ -312,20 +329,21 @@ class Snapshot:
 
     def _new(self, name: str) -> Tensor:
         shard = self.manifest.by_name[name][0]
-        made = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype))
-        self.read(name, made)
-        return made
+        tensor = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype))
+        self.read(name, tensor)
+        return tensor
 
-    def _verify(self, shard: Shard, values: Tensor, found: str | None = None) -> None:
-        """Compare the checksum of a block, once per snapshot."""
+    def _verify(self, shard: Shard, values: Tensor, digest: str | None = None) -> None:
+        """Compare the checksum of a block, once for each open version."""
         if id(shard) in self._verified:
             return
-        if (checksum(values) if found is None else found) != shard.checksum:
-            part = "" if shard.box == whole(shard.shape) else f" {shard.box}"
-            where = self._where(shard.name)
-            raise CorruptWeights(f"{where}{part} does not have the checksum that it was published with")
+        if (checksum(values) if digest is None else digest) != shard.checksum:
+            part = "" if shard.box == full_box(shard.shape) else f" {shard.box}"
+            raise CorruptWeights(
+                f"{self._label(shard.name)}{part} does not have the checksum that it was published with"
+            )
         self._verified.add(id(shard))
 
-    def _where(self, name: str) -> str:
-        what = f"tensor {name!r}" if name else "the tensor"
-        return f"{self.manifest.key} version {self.manifest.version}: {what}"
+    def _label(self, name: str) -> str:
+        tensor = f"tensor {name!r}" if name else "the tensor"
+        return f"{self.manifest.key} version {self.manifest.version}: {tensor}"

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
@@ -27,17 +26,18 @@ from ..cluster import STORE as ADDRESS
 from .manifest import Manifest
 from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, VersionConflict
 from .segments import Segments, locked
-from .transfer import CollectivePut, Part, Ranks, Snapshot
+from .transfer import CollectivePut, OpenVersion, RankPart, Ranks
 
+# By this name folders of a killed run are found and removed.
 PREFIX = "forge-weights-"
-PATIENCE = 60.0  # seconds to wait for the store's lock, which is held only briefly
-SETTLING = 5.0  # seconds to wait for a version that replaces one whose memory is gone
-IDENTITIES = 4096  # digests kept
-HISTORY = 16  # manifests of dropped versions kept, to find the tensor in which two versions differ
+LOCK_TIMEOUT = 60.0  # seconds to wait for the store's lock, which is held only briefly
+SETTLE_TIMEOUT = 5.0  # seconds to wait for a version that replaces one whose memory is gone
+MAX_IDENTITIES = 4096  # digests kept
+MAX_HISTORY = 16  # manifests of dropped versions kept, to find the tensor in which two versions differ
 
 
 def memory_folder() -> Path:
-    """Where stores are made: in shared memory, or with temporary files if there is none."""
+    """Return the folder of stores: in shared memory, or with temporary files if there is none."""
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -45,21 +45,22 @@ class VersionStore(Store):
     """Tensors, DTensors and state dicts by key and version. Cheap to construct and to pickle: it is a path.
 
     Args:
-        root: folder made by `create`.
+        root: folder from `create`.
         keep: number of a key's newest versions that are kept.
     """
 
     def __init__(self, root: str | Path, keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        self.root, self.keep = Path(root), keep
+        self.root = Path(root)
+        self.keep = keep
         self.segments = Segments(self.root, self._locked)
-        self._known: dict[tuple[Path, int, int], set[str]] = {}  # segments by manifest
+        self._segments_of: dict[tuple[Path, int, int], set[str]] = {}  # segments by manifest
         self._scratch: Scratch | None = None
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
-        """An empty store that is removed with this process. Also removes stores of dead processes."""
+        """Create an empty store that is removed with this process. Also removes stores of dead processes."""
         sweep()
         scratch = Scratch(PREFIX, memory_folder())
         store = cls(scratch.path, keep)
@@ -68,7 +69,7 @@ class VersionStore(Store):
         return store
 
     def prepare(self) -> None:
-        """Make an empty folder a store; without effect on a store."""
+        """Make an empty folder a store; does nothing to a store."""
         self.segments.free.mkdir(exist_ok=True)
         self.segments.used.mkdir(exist_ok=True)
 
@@ -77,7 +78,7 @@ class VersionStore(Store):
         """Whether this object created the store."""
         return self._scratch is not None
 
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this process is on the store's host."""
         return self.segments.used.is_dir()
 
@@ -87,14 +88,14 @@ class VersionStore(Store):
     def put(
         self,
         key: str,
-        value: Tensor | Mapping[str, Any],
+        value: Tensor | Mapping[str, object],
         version: int | None = None,
         *,
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
         ranks: Ranks | None = None,
     ) -> int:
-        """Publish a tensor or a (nested) state dict; returns its version once all processes can read it.
+        """Publish a tensor or a (nested) state dict; return its version once all processes can read it.
 
         If a value holds DTensors, every rank of the process group must call this; each writes its part, the first of
         replicas theirs, and rank 0 the plain tensors. Otherwise this process puts alone.
@@ -114,21 +115,21 @@ class VersionStore(Store):
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
-        return self.put_part(Part.of(key, value, version, dtype, ranks), timeout)
+        return self.put_part(RankPart.of_value(key, value, version, dtype, ranks), timeout)
 
-    def put_part(self, part: Part, timeout: float) -> int:
-        """Put a part made by `Part.of`."""
+    def put_part(self, part: RankPart, timeout: float) -> int:
+        """Put a part from `RankPart.of_value`."""
         # Locked until the version is published or has failed: no other process may reuse the segment before.
-        with ExitStack() as held:
+        with ExitStack() as locks:
             try:
-                segment, memory = held.enter_context(self.segments.writing(part.size))
+                segment, memory = locks.enter_context(self.segments.writing(part.size))
                 written = part.write(segment, memory)
             except Exception as error:
                 # Fail the other ranks at once; but that needs the lock, which may just have timed out.
                 if part.ranks.world > 1 and not isinstance(error, TimeoutError):
                     with self._locked():
-                        put = CollectivePut(self._folder(part.key), part.ranks)
-                        put.give_up(f"rank {part.ranks.rank} could not put {part.key}: {error}")
+                        collective = CollectivePut(self._folder(part.key), part.ranks)
+                        collective.abort(f"rank {part.ranks.rank} could not put {part.key}: {error}")
                 raise
             return self.publish(written, part.ranks, timeout)
 
@@ -138,39 +139,42 @@ class VersionStore(Store):
             if ranks.world == 1:
                 self._folder(part.key).mkdir(exist_ok=True)
                 return self._publish([part])
-            put = CollectivePut(self._folder(part.key), ranks)
-            if put.add(part):
-                put.settle(self._publish)
-        return put.wait(self._locked, self._publish, timeout)
+            collective = CollectivePut(self._folder(part.key), ranks)
+            if collective.add(part):
+                collective.settle(self._publish)
+        return collective.wait(self._locked, self._publish, timeout)
 
     @contextmanager
-    def open(self, key: str, version: int | None = None) -> Iterator[Snapshot]:
-        """A version, the newest by default, whose memory is not reused within the block.
+    def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
+        """Open a version, the newest by default, whose memory is not reused within the block.
 
         Raises:
             MissingVersion: no such key or version; names the existing ones.
             CorruptWeights: it is published, but its memory is gone.
         """
-        end = time.monotonic() + SETTLING
+        deadline = time.monotonic() + SETTLE_TIMEOUT
         while True:
             versions = self.versions(key) if version is None else [version]
             if not versions:
                 raise self._missing(key, None)
             number = versions[-1]
             path = self._folder(key) / f"v{number}.json"
-            with ExitStack() as held:
+            with ExitStack() as locks:
                 try:
-                    manifest = Manifest.from_json(contents := path.read_text(errors="replace"))
-                    memory = held.enter_context(self.segments.reading(manifest.segments))
+                    contents = path.read_text(errors="replace")
+                    manifest = Manifest.from_json(contents)
+                    memory = locks.enter_context(self.segments.reading(manifest.segments))
                 except FileNotFoundError:
+                    # Its memory is missing: dropped, replaced at this moment by one whose memory exists, or lost.
                     if version is not None and not path.exists():
                         raise self._missing(key, number) from None
-                    if time.monotonic() > end:
+                    if time.monotonic() > deadline:
                         raise CorruptWeights(f"{key} version {number} is published, but its memory is gone") from None
                     time.sleep(0.001)
                     continue
-                if _read(path) == contents:  # otherwise its segments may already belong to another version
-                    yield Snapshot(manifest, memory)
+                # Otherwise its segments may already belong to another version.
+                if _read(path) == contents:
+                    yield OpenVersion(manifest, memory)
                     return
 
     def versions(self, key: str) -> list[int]:
@@ -190,25 +194,26 @@ class VersionStore(Store):
         """Remove a key with all of its versions; open snapshots stay valid.
 
         Raises:
-            MissingVersion: there is no such key.
+            MissingVersion: the key does not exist.
         """
         if not self.exists(key):
             raise self._missing(key, None)
         with self._locked():
             # Renamed first: a half-removed key must not be visible.
-            gone = self._folder(key).rename(self.root / f"deleted-{uuid4().hex}")
-            shutil.rmtree(gone)
+            removed = self._folder(key).rename(self.root / f"deleted-{uuid4().hex}")
+            shutil.rmtree(removed)
             self.segments.reclaim(self._referenced())
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
-        """Wait until the key has a version of at least `min_version`; returns the newest.
+        """Wait until the key has a version of at least `min_version`; return the newest.
 
         Raises:
             TimeoutError: after `timeout` seconds; names the existing ones.
         """
-        end, pause = time.monotonic() + timeout, 0.0005
+        deadline = time.monotonic() + timeout
+        pause = 0.0005
         while not (versions := self.versions(key)) or versions[-1] < min_version:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"waited {timeout:g} s for {key} version {min_version}; the store has {versions or 'none'}"
                 )
@@ -217,7 +222,7 @@ class VersionStore(Store):
         return versions[-1]
 
     def manifest(self, key: str, version: int) -> Manifest:
-        """The manifest of a version, also of a recently dropped one.
+        """Return the manifest of a version, also of a recently dropped one.
 
         Raises:
             MissingVersion: it is neither published nor in the history.
@@ -230,29 +235,29 @@ class VersionStore(Store):
         raise self._missing(key, version)
 
     def published(self, key: str) -> list[int]:
-        """The numbers of versions, ascending, recently dropped ones included."""
+        """Return the numbers of versions, ascending, recently dropped ones included."""
         dropped = self._folder(key) / "dropped"
         names = os.listdir(dropped) if dropped.is_dir() else []
         return sorted({*self.versions(key), *(int(name.removesuffix(".json")) for name in names)})
 
     def identities(self, key: str) -> dict[int, set[str]]:
-        """The digests under which each version was ever published, dropped ones included."""
-        found: dict[int, set[str]] = {}
+        """Return the digests under which each version was ever published, dropped ones included."""
+        identities: dict[int, set[str]] = {}
         for line in (_read(self._folder(key) / "identities") or "").splitlines():
             version, _, digest = line.partition(" ")
             if digest:  # a full disk may have truncated a line
-                found.setdefault(int(version), set()).add(digest)
-        return found
+                identities.setdefault(int(version), set()).add(digest)
+        return identities
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
         """Add an earlier store's digests of published versions."""
         with self._locked():
             self._folder(key).mkdir(exist_ok=True)
-            pairs = [(version, digest) for version, many in identities.items() for digest in sorted(many)]
+            pairs = [(version, digest) for version, digests in identities.items() for digest in sorted(digests)]
             self._record_identities(key, pairs)
 
     def keep_part(self, part: Manifest, name: str) -> None:
-        """Keep segments of a version that is published on another host: what a rank wrote here, or a copy.
+        """Keep segments of a version that is published on another host: a rank's part on this one, or a copy.
 
         Args:
             name: of the writer or the copy; the newest `keep` versions of each are kept.
@@ -266,45 +271,48 @@ class VersionStore(Store):
             self.segments.reclaim(self._referenced())
 
     def part(self, key: str, version: int, name: str) -> Manifest | None:
-        """What `keep_part` has kept, if it still does."""
+        """Return the manifest of `keep_part`, if it is still kept."""
         contents = _read(self._folder(key) / "parts" / name / f"{version}.json")
         return Manifest.from_json(contents) if contents else None
 
     def close(self) -> None:
-        """Remove the store and everything in it."""
+        """Remove the store with all of its versions."""
         if os.environ.get(ADDRESS) == str(self.root):
-            del os.environ[ADDRESS]  # processes started later must not look for it
+            del os.environ[ADDRESS]  # processes started later must not open it
         self.segments.forget(everything=True)
         shutil.rmtree(self.root, ignore_errors=True)
         if self._scratch is not None:
             self._scratch.close()
 
     def _publish(self, parts: list[Manifest]) -> int:
-        """Make the parts of all ranks a version; the store is locked."""
+        """Publish the parts of all ranks as a version; the caller holds the lock."""
         key = parts[0].key
-        folder, versions = self._folder(key), self.versions(key)
-        asked = {part.version for part in parts}
-        if len(asked) > 1:
-            raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, asked))}")
+        folder = self._folder(key)
+        versions = self.versions(key)
+        numbers = {part.version for part in parts}
+        if len(numbers) > 1:
+            raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, numbers))}")
         newest = versions[-1] if versions else 0
-        number = newest + 1 if (wanted := asked.pop()) is None else wanted
+        requested = numbers.pop()
+        number = newest + 1 if requested is None else requested
         manifest = Manifest.join(number, parts)
         try:
             manifest.check()
         except ValueError as error:
             raise IncompleteVersion(str(error)) from None
+        # A restarted trainer puts its last version again: with equal values that is no conflict.
         if number in versions:
-            before = self.manifest(key, number)
-            if manifest.digest == before.digest:
-                if any("@" in name for name in before.segments):  # its host may be lost since
+            published = self.manifest(key, number)
+            if manifest.digest == published.digest:
+                if any("@" in name for name in published.segments):  # its host may be lost since
                     write_atomic(folder / f"v{number}.json", manifest.to_json())
                 return number
-            tensor = before.difference(manifest)
-            how = "in another layout" if tensor is None else f"with other values: tensor {tensor!r} was different"
-            raise VersionConflict(f"{key} version {number} was published before {how}")
+            tensor = published.first_difference(manifest)
+            conflict = "in another layout" if tensor is None else f"with other values: tensor {tensor!r} was different"
+            raise VersionConflict(f"{key} version {number} was published before {conflict}")
         for rank, part in enumerate(parts):
-            # Segments of other hosts are held by those that wait for this call.
-            if not all(self.segments.held(name) for name in part.segments if "@" not in name):
+            # The processes that wait for this call hold the segments of other hosts.
+            if not all(self.segments.is_being_written(name) for name in part.segments if "@" not in name):
                 raise IncompleteVersion(f"{key} version {number}: rank {rank} was lost before it was published")
         if number < newest:
             raise VersionConflict(f"{key} version {number} is older than the newest, {newest}")
@@ -315,26 +323,29 @@ class VersionStore(Store):
         history.mkdir(exist_ok=True)
         for version in [*versions, number][: -self.keep]:
             (folder / f"v{version}.json").rename(history / f"{version}.json")
-        for old in sorted(history.iterdir(), key=lambda path: int(path.stem))[:-HISTORY]:
+        for old in sorted(history.iterdir(), key=lambda path: int(path.stem))[:-MAX_HISTORY]:
             old.unlink()
         self.segments.reclaim(self._referenced())
         return number
 
     def _referenced(self) -> set[str]:
-        """The segments of published versions; those in writing are locked instead."""
-        found: set[str] = set()
-        known, self._known = self._known, {}
+        """The segments of published versions; those being written are locked instead."""
+        segments: set[str] = set()
+        # Manifests do not change: only new files are read.
+        previous = self._segments_of
+        self._segments_of = {}
         for path in [*self.root.glob("key-*/v*.json"), *self.root.glob("key-*/parts/*/*.json")]:
             status = path.stat()
             file = path, status.st_ino, status.st_mtime_ns
-            self._known[file] = known.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
-            found |= self._known[file]
-        return found
+            read = previous.get(file) or Manifest.from_json(path.read_text(errors="replace")).segments
+            self._segments_of[file] = read
+            segments |= read
+        return segments
 
     def _record_identities(self, key: str, identities: list[tuple[int, str]]) -> None:
         path = self._folder(key) / "identities"
         lines = (_read(path) or "").splitlines() + [f"{version} {digest}" for version, digest in identities]
-        write_atomic(path, "".join(f"{line}\n" for line in lines[-IDENTITIES:]))
+        write_atomic(path, "".join(f"{line}\n" for line in lines[-MAX_IDENTITIES:]))
 
     def _missing(self, key: str, version: int | None) -> MissingVersion:
         if not self.exists(key):
@@ -345,7 +356,7 @@ class VersionStore(Store):
         return self.root / f"key-{quote(key, safe='')}"
 
     def _locked(self) -> AbstractContextManager[None]:
-        return locked(self.root / "lock", PATIENCE)
+        return locked(self.root / "lock", LOCK_TIMEOUT)
 
 
 def _read(path: Path) -> str | None:

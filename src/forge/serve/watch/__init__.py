@@ -1,8 +1,8 @@
-"""`forge watch`: a page over the folders that runs leave."""
+"""`forge watch`: a page over the folders of runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .server import Watch
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["Watch"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[Watch]:
     # Imported on first use: runs write their report, which needs no server.
     if name == "Watch":
         from .server import Watch

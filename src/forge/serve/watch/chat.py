@@ -1,57 +1,62 @@
-"""Ask the model of a run, the one that it started from, or the policy that is in training."""
+"""Chat with the model of a run, with the model that it started from, or with the policy in training."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...observability.runs import settings
-from .live import NoModel, as_text, ask
+from ..text import Tokenizer
+from .live import Body, NoModel, as_text, ask
 
 if TYPE_CHECKING:
     from ...engines.interface import Engine
 
-PATIENCE = 120.0  # seconds for an answer
-MOST_TOKENS = 2048
+TIMEOUT = 120.0  # seconds for an answer: a model on the CPU is slow
+MAX_TOKENS = 2048
+# Fields that the page may set; others, such as n, would need more time and memory.
 FIELDS = {"messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed"}
 
 
 class Chat:
-    """Answers with one engine at a time for each of the two models.
+    """Chat with one engine at a time for each of the two models.
 
     Args:
-        root: models are below this folder.
-        base: a folder or hub id that takes the place of what a run started from, wherever it is.
+        root: the folder that contains the models.
+        base: a folder or hub id to use in place of the model that a run started from, wherever it is.
     """
 
     def __init__(self, root: Path, base: str | None) -> None:
-        self.root, self.base = root, base
-        self._loaded: dict[str, tuple[str, Engine, Any]] = {}  # which: its model
+        self.root = root
+        self.base = base
+        # By choice of the model: its path, engine and tokenizer.
+        self._loaded: dict[str, tuple[str, Engine, Tokenizer]] = {}
         self._lock = asyncio.Lock()
 
-    async def answer(self, run: Path, asked: dict[str, Any]) -> dict[str, Any]:
-        """The text of `which` ("run", "base" or "live") after the messages.
+    async def answer(self, run: Path, body: Body) -> Body:
+        """Return the text that the model `which` ("run", "base" or "live") generates after the messages.
 
         Args:
-            asked: as the body of `/v1/chat/completions` or `/v1/completions`: messages or prompt, max_tokens,
+            body: that of `/v1/chat/completions` or `/v1/completions`: messages or prompt, max_tokens,
                 temperature, seed; and `which`.
 
         Raises:
-            NoModel: the run has not been exported, is not served, or started from a model that is elsewhere.
+            NoModel: the run has not been exported, is not served, or started from a model outside of `root`.
             ValueError: an invalid request.
         """
-        which = asked.pop("which", "run")
+        which = body.pop("which", "run")
         if which not in ("run", "base", "live"):
             raise ValueError("which must be run, base or live")
-        asked = checked(asked)
+        body = check_body(body)
         if which == "live":
-            return await ask(run, asked, PATIENCE)
+            return await ask(run, body, TIMEOUT)
+        # One request at a time: the page is for a person, and two would share the same cores.
         async with self._lock:
             model = await asyncio.to_thread(self._model, run, which)
             _, engine, tokenizer = await asyncio.to_thread(self._load, which, model)
-            return await asyncio.to_thread(self._generate, engine, tokenizer, asked)
+            return await asyncio.to_thread(self._generate, engine, tokenizer, body)
 
     def close(self) -> None:
         """Close the engines of all loaded models."""
@@ -63,21 +68,22 @@ class Chat:
         if which == "base" and self.base is not None:
             return self.base
         if which == "base":
-            known = settings(run)
+            config = settings(run)
             initial = run.parent / f"{run.name}-initial"
-            path = Path(known["model"]).absolute() if known.get("model") else initial
+            path = Path(config["model"]).absolute() if config.get("model") else initial
         else:
             path = run / "model"
-        found = path.resolve()
-        if not (found / "config.json").is_file():
-            why = "it is exported at the end of a run" if which == "run" else "name it with --base"
-            raise NoModel(f"there is no model in {path}: {why}")
-        for part in (found, *found.iterdir()):
+        folder = path.resolve()
+        if not (folder / "config.json").is_file():
+            remedy = "it is exported at the end of a run" if which == "run" else "name it with --base"
+            raise NoModel(f"there is no model in {path}: {remedy}")
+        # A page of this user must not be made to load a model, or a link to one, from elsewhere on the machine.
+        for part in (folder, *folder.iterdir()):
             if not part.resolve().is_relative_to(self.root):
                 raise NoModel(f"{path} is not below {self.root}: name it with --base")
-        return str(found)
+        return str(folder)
 
-    def _load(self, which: str, model: str) -> tuple[str, Engine, Any]:
+    def _load(self, which: str, model: str) -> tuple[str, Engine, Tokenizer]:
         from ...engines import load_engine
         from ...models.find import resolve_model
         from ...models.tokenizer import open_tokenizer
@@ -90,42 +96,47 @@ class Chat:
             self._loaded[which] = model, load_engine("embedded", path), open_tokenizer(path)
         return self._loaded[which]
 
-    def _generate(self, engine: Engine, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    def _generate(self, engine: Engine, tokenizer: Tokenizer, body: Body) -> Body:
         from ..requests import BadRequest, parse
 
-        if "messages" in asked and not tokenizer.chat_template:
-            asked = as_text(asked)
+        # A base model has no chat template: it continues the text.
+        if "messages" in body and not tokenizer.chat_template:
+            body = as_text(body)
         try:
-            job = parse({**asked, "model": "m"}, tokenizer, "m", chat="messages" in asked)
+            job = parse({**body, "model": "m"}, tokenizer, "m", chat="messages" in body)
         except BadRequest as error:
             raise ValueError(str(error)) from None
-        answer = engine.submit(job.prompts[0], job.sampling)
+        request = engine.submit(job.prompts[0], job.sampling)
         try:
-            (completion,) = answer.result(PATIENCE)
+            (completion,) = request.result(TIMEOUT)
+        # Also after a timeout: the engine would go on for nobody.
         finally:
-            answer.cancel()
+            request.cancel()
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         return {"text": text, "finish": completion.finish, "tokens": len(completion.token_ids)}
 
 
-def checked(asked: dict[str, Any]) -> dict[str, Any]:
-    """The body of a request, with no more tokens than a page should ask for.
+def check_body(body: Body) -> Body:
+    """Check the body of a request, and limit its tokens to what a page should ask for.
 
     Raises:
         ValueError: names the field at fault.
     """
-    if unknown := sorted(asked.keys() - FIELDS):
+    unknown = sorted(body.keys() - FIELDS)
+    if unknown:
         raise ValueError(f"unknown field {unknown[0][:60]!r}")
-    tokens = 256 if asked.get("max_tokens") is None else asked["max_tokens"]
+    # A page that is left open should not occupy the machine for long.
+    tokens = 256 if body.get("max_tokens") is None else body["max_tokens"]
     if type(tokens) is not int or tokens < 1:
         raise ValueError("max_tokens must be a whole number of at least 1")
-    messages = asked.get("messages")
-    if messages is None and not isinstance(asked.get("prompt"), str):
+    messages = body.get("messages")
+    if messages is None and not isinstance(body.get("prompt"), str):
         raise ValueError("ask with messages, or with a text as prompt")
+    # Contents of other kinds, such as images, are no texts that the models here read.
     if messages is not None and not (
         isinstance(messages, list)
         and messages
-        and all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in messages)
+        and all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
     ):
         raise ValueError("messages must be a list of at least one message, each an object with a text as content")
-    return asked | {"max_tokens": min(tokens, MOST_TOKENS)}
+    return body | {"max_tokens": min(tokens, MAX_TOKENS)}

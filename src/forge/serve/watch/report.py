@@ -1,4 +1,4 @@
-"""A run as one HTML file: the page of `forge watch` with its scripts, its styles and the data of the run in it."""
+"""A run as one HTML file: the page of `forge watch` with its scripts, its styles and the data of the run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from ...system.files import write_atomic
-from .views import RunView, plain
+from .views import Fields, RunView, plain
 
+# The page is the one of `forge watch`.
 PAGE = Path(__file__).with_name("page")
-# In the order in which they use one another.
+# In the order of their imports.
 SCRIPTS = (
     "parts.js",
     "data.js",
@@ -25,10 +25,14 @@ SCRIPTS = (
     "main.js",
 )
 STYLES = ("uPlot.min.css", "style.css")
+# Not a module, unlike the other scripts.
 CHARTS = "uPlot.iife.min.js"
-MOST_ROWS, MOST_EVENTS, MOST_ROLLOUTS = 1000, 20_000, 60
-LONGEST = 20_000  # tokens of a rollout and characters of a text, in a report
-# Nothing is fetched.
+# Limits of a report, which stays below about 20 MB and opens in a second.
+MAX_ROWS = 1000
+MAX_EVENTS = 20_000
+MAX_ROLLOUTS = 60
+MAX_LENGTH = 20_000  # tokens of a rollout and characters of a text
+# The page may load no other file.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -36,23 +40,24 @@ def write_report(folder: Path, state: str | None = None) -> None:
     """Write report.html from the files of a run.
 
     Args:
-        state: of the run, where its lock is still held by the caller; None: what its folder says.
+        state: of the run, if the caller still holds its lock; None reads it from the folder.
     """
     view = RunView(folder)
     view.read_all()
     data = {
         "name": folder.name,
         "about": view.about() | ({} if state is None else {"state": state}),
-        "curves": view.curves(most=MOST_ROWS),
-        "lanes": view.lanes(most=MOST_EVENTS),
+        "curves": view.curves(max_rows=MAX_ROWS),
+        "lanes": view.lanes(max_events=MAX_EVENTS),
         "rollouts": _sample(view),
         "held_out": _held_out(view),
     }
-    scripts = "\n".join(_inlined(name) for name in SCRIPTS)
+    # One file without requests: it can be sent, and opened without a server.
+    scripts = "\n".join(_inline(name) for name in SCRIPTS)
     styles = "\n".join((PAGE / name).read_text() for name in STYLES)
     page = (PAGE / "index.html").read_text()
     body = page[page.index("<body>") : page.index("</body>")]
-    # "<" is written as an escape: no text of a rollout ends the element.
+    # "<" is written as an escape: no text of a rollout can end the element.
     inlined = json.dumps(plain(data), separators=(",", ":")).replace("<", "\\u003c")
     write_atomic(
         folder / "report.html",
@@ -67,27 +72,27 @@ def write_report(folder: Path, state: str | None = None) -> None:
     )
 
 
-def _sample(view: RunView) -> list[dict[str, Any]]:
-    """Rollouts from the whole run, those of a group together."""
-    found = view.rollouts({"page": "0"})["all"]
-    rows: dict[int, dict[str, Any]] = {}
-    starts = range(0, found, max(1, found // 12)) if found else ()
+def _sample(view: RunView) -> list[Fields]:
+    """Return rollouts from the whole run, those of a group together."""
+    count = view.rollouts({"page": "0"})["all"]
+    rows: dict[int, Fields] = {}
+    starts = range(0, count, max(1, count // 12)) if count else ()
     for start in starts:
         group = view.group(start)
-        if len(rows) + len(group) > MOST_ROLLOUTS and rows:
+        if len(rows) + len(group) > MAX_ROLLOUTS and rows:
             break
         for row in group:
-            rows[row["row"]] = {k: v[:LONGEST] if isinstance(v, str | list) else v for k, v in row.items()}
+            rows[row["row"]] = {k: v[:MAX_LENGTH] if isinstance(v, str | list) else v for k, v in row.items()}
     return [rows[number] for number in sorted(rows)]
 
 
-def _held_out(view: RunView) -> list[dict[str, Any]]:
-    """Answers of the first and of the last evaluation."""
+def _held_out(view: RunView) -> list[Fields]:
+    """Return the answers of the first and of the last evaluation."""
     steps = view.held_out({})["steps"]
     return [view.held_out({"step": str(step)}) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
 
 
-def _inlined(name: str) -> str:
-    """A script without its imports and exports: all of them become one."""
+def _inline(name: str) -> str:
+    """Return a script without its imports and exports: all of them become one."""
     text = (PAGE / name).read_text()
     return re.sub(r"^import .*\n|^export (?=(?:async )?(?:function|const|let) )", "", text, flags=re.MULTILINE)

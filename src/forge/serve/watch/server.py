@@ -1,4 +1,4 @@
-"""The server of the page: files below one folder, read as they grow. Nothing is written."""
+"""The server of the page: files below one folder, read as they grow. It writes nothing."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from ...observability.runs import SERVED, differences, state
 from ...observability.summaries import signature, summary
 from ...observability.trace import TRACE
 from ...system.files import is_plain
-from ...system.web import guard, json_of, listen, web
+from ...system.web import Json, guard, json_of, listen, web
 from .chat import Chat
 from .live import NoModel
 from .report import CHARTS, PAGE, SCRIPTS, STYLES
-from .views import RunView, plain
+from .views import Fields, RunView, plain
 
-READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, SERVED, "lock")  # of a run's folder
-DEPTH = 3  # levels of folders that runs are looked for in
-ENTRIES = 100_000  # of these folders that are looked at
-VIEWS = 16  # runs whose numbers are kept
-PATIENCE = 1.0  # seconds for a list of runs; those that were not read in it follow with the next one
-SHOWN, LONGEST = 100, 500  # characters of a name, and of an error
+READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, SERVED, "lock")  # files of a run's folder
+DEPTH = 3  # levels of folders that are searched for runs
+MAX_ENTRIES = 100_000  # of these folders that are visited, within seconds
+MAX_VIEWS = 16  # runs whose numbers are kept in memory
+LIST_TIMEOUT = 1.0  # seconds for a list of runs; those that were not read in it follow with the next one
+MAX_NAME = 100  # characters of a name in an error
+MAX_ERROR = 500  # characters of an error
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+# Texts of rollouts are shown in the page: it may load and send nothing but to this server.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,32 +47,36 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
+Query = Any  # aiohttp's multi-dict of the parameters
+
 
 class Watch:
     """Shows the runs below `root`.
 
     Args:
-        base: the model beside which a run's is asked; None: the one that the run started from, if it is below `root`.
-        key: what clients must send, see `forge.system.web`.
+        base: the model to compare a run's with in the chat; None: the one that the run started from, if below `root`.
+        key: the API key that clients must send, see `forge.system.web`.
     """
 
     def __init__(self, root: Path, base: str | None = None, key: str | None = None) -> None:
-        self.root, self.key = root.resolve(), key
+        self.root = root.resolve()
+        self.key = key
         self.chat = Chat(self.root, base)
-        self._views: dict[Path, RunView] = {}  # those that were asked for last at the end
-        self._summaries: dict[Path, tuple[Any, dict[str, Any]]] = {}
+        self._views: dict[Path, RunView] = {}  # the most recently used ones at the end
+        self._summaries: dict[Path, tuple[object, Fields]] = {}
         # One thread: views are not shared, and the event loop stays free.
         self._thread = ThreadPoolExecutor(1, "forge-watch")
 
     @asynccontextmanager
-    async def listen(self, at: socket.socket) -> AsyncIterator[str]:
+    async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
         """Serve on a socket of `forge.system.web.bind` within the block; yields the address."""
-        app = web.Application(middlewares=[_explained, guard(at.getsockname()[0], self.key)])
+        app = web.Application(middlewares=[_errors_as_json, guard(listener.getsockname()[0], self.key)])
+        # The files are read once: they are part of the program, and no path of a request reaches the disk.
         for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):
             kind = KINDS[Path(name).suffix]
             body = (PAGE / name).read_bytes()
             app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_file, body, kind))
-        for path, answer in {
+        for path, method in {
             "/api/runs": self._runs,
             "/api/run": lambda q: self.view(q["run"]).about(),
             "/api/rows": lambda q: self.view(q["run"]).curves(int(q.get("after", 0))),
@@ -81,98 +87,102 @@ class Watch:
             "/api/group": lambda q: self.view(q["run"]).group(int(q["row"])),
             "/api/differences": lambda q: plain(differences([self.folder(name) for name in q.getall("run")])),
         }.items():
-            app.router.add_get(path, partial(self._answer, answer))
+            app.router.add_get(path, partial(self._answer, method))
         app.router.add_post("/api/chat", self._chat)
         try:
-            async with listen(app, at) as url:
+            async with listen(app, listener) as url:
                 yield url
         finally:
             await asyncio.to_thread(self.chat.close)
             self._thread.shutdown(wait=False)
 
     def folder(self, name: str) -> Path:
-        """The folder of a run by its path below `root`.
+        """Return the folder of a run by its path below `root`.
 
         Raises:
-            FileNotFoundError: there is no such run, or it is elsewhere, also by a link.
+            FileNotFoundError: there is no such run, or it is outside of `root`, also by a link.
         """
         try:
             path = (self.root / name).resolve()
         except (ValueError, OSError, RuntimeError):  # a name that no file can have, or a link to itself
-            raise FileNotFoundError(f"there is no run {name[:SHOWN]!r}") from None
-        if not path.is_relative_to(self.root) or not is_plain(path / CONFIG) or not inside(path, self.root):
-            raise FileNotFoundError(f"there is no run {name[:SHOWN]!r}")
+            raise FileNotFoundError(f"there is no run {name[:MAX_NAME]!r}") from None
+        if not path.is_relative_to(self.root) or not is_plain(path / CONFIG) or not is_inside(path, self.root):
+            raise FileNotFoundError(f"there is no run {name[:MAX_NAME]!r}")
         return path
 
     def view(self, name: str) -> RunView:
-        """A run with all that was added since the last request."""
+        """Return a run with all data that was added since the last request."""
         folder = self.folder(name)
-        if (view := self._views.pop(folder, None)) is None:
+        view = self._views.pop(folder, None)
+        if view is None:
             view = RunView(folder)
         else:
             view.refresh()
         self._views[folder] = view
-        while len(self._views) > VIEWS:
+        while len(self._views) > MAX_VIEWS:
             self._views.pop(next(iter(self._views)))
         return view
 
-    def _runs(self, _: Any) -> list[dict[str, Any]]:
-        runs, paths, deadline = [], sorted(self._find()), time.monotonic() + PATIENCE
+    def _runs(self, _: Query) -> list[Fields]:
+        runs = []
+        paths = sorted(self._find())
+        deadline = time.monotonic() + LIST_TIMEOUT
         for path in paths:
             name = str(path.relative_to(self.root))
-            about = {"run": name, "name": path.name if name == "." else name}
-            runs.append({**about, **self._summary(path, deadline)})
+            runs.append({"run": name, "name": path.name if name == "." else name, **self._summary(path, deadline)})
         self._summaries = {path: self._summaries[path] for path in paths if path in self._summaries}
         return runs
 
-    def _summary(self, path: Path, deadline: float) -> dict[str, Any]:
-        """Of a list. One that is damaged does not hide the others, nor hold them up for longer than the others do."""
-        now = signature(path)
-        known, found = self._summaries.get(path, (None, {"step": 0}))
-        if known != now and time.monotonic() > deadline:
-            return {"state": "not read yet", **found}
+    def _summary(self, path: Path, deadline: float) -> Fields:
+        """Return a run's entry in the list. A damaged run does not hide or delay the others."""
+        version = signature(path)
+        known_version, entry = self._summaries.get(path, (None, {"step": 0}))
+        if known_version != version and time.monotonic() > deadline:
+            return {"state": "not read yet", **entry}
         try:
-            if known != now:
-                found = summary(path)
-                json.dumps(found, allow_nan=False)
-            elif found["state"] != "damaged":
-                found = {**found, "state": state(path)}
-        except Exception as error:  # whatever a folder of others leads to
-            found = {"state": "damaged", "step": 0, "error": line(error)}
-        self._summaries[path] = now, found
-        return found
+            if known_version != version:
+                entry = summary(path)
+                json.dumps(entry, allow_nan=False)
+            elif entry["state"] != "damaged":
+                entry = {**entry, "state": state(path)}
+        except Exception as error:  # a folder of another user may cause any
+            entry = {"state": "damaged", "step": 0, "error": line(error)}
+        self._summaries[path] = version, entry
+        return entry
 
     def _find(self) -> list[Path]:
-        """The folders of runs, no link among them."""
-        runs, folders, left = list[Path](), [(self.root, DEPTH)], ENTRIES
-        while folders and left > 0:
+        """Return the folders of runs, without links."""
+        runs: list[Path] = []
+        folders = [(self.root, DEPTH)]
+        remaining = MAX_ENTRIES
+        while folders and remaining > 0:
             folder, depth = folders.pop()
             if is_plain(folder / CONFIG):
-                if inside(folder, self.root):
+                if is_inside(folder, self.root):
                     runs.append(folder)
                 continue
             if not depth:
                 continue
-            with suppress(OSError), os.scandir(folder) as entries:  # it may be closed to this user, or gone
-                for entry in islice(entries, left):
-                    left -= 1
+            with suppress(OSError), os.scandir(folder) as entries:  # it may be closed to this user, or removed
+                for entry in islice(entries, remaining):
+                    remaining -= 1
                     if entry.is_dir(follow_symlinks=False):
                         folders.append((folder / entry.name, depth - 1))
         return runs
 
-    async def _answer(self, answer: Callable[[Any], Any], request: web.Request) -> web.Response:
+    async def _answer(self, method: Callable[[Query], Json], request: web.Request) -> web.Response:
         query = request.query
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: json.dumps(answer(query), allow_nan=False).encode()
+        body = await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: json.dumps(method(query), allow_nan=False).encode()
         )
-        return web.Response(body=found, content_type="application/json", headers=HEADERS)
+        return web.Response(body=body, content_type="application/json", headers=HEADERS)
 
     async def _chat(self, request: web.Request) -> web.Response:
-        asked = await json_of(request)
-        if not isinstance(asked, dict) or not isinstance(asked.get("run"), str):
+        body = await json_of(request)
+        if not isinstance(body, dict) or not isinstance(body.get("run"), str):
             raise ValueError("the body must be a JSON object with the name of a run")
-        found = await self.chat.answer(self.folder(asked.pop("run")), asked)
-        return web.json_response(found, headers=HEADERS)
+        answer = await self.chat.answer(self.folder(body.pop("run")), body)
+        return web.json_response(answer, headers=HEADERS)
 
 
 async def _file(body: bytes, kind: str, _: web.Request) -> web.Response:
@@ -180,10 +190,10 @@ async def _file(body: bytes, kind: str, _: web.Request) -> web.Response:
 
 
 @web.middleware
-async def _explained(
+async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Errors as JSON, with the reason."""
+    """Return errors as JSON, with the reason."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -197,11 +207,11 @@ async def _explained(
 
 
 def line(error: Exception) -> str:
-    """An error as one line of bounded length."""
-    return " ".join(str(error).split())[:LONGEST]
+    """Format an error as one line of bounded length."""
+    return " ".join(str(error).split())[:MAX_ERROR]
 
 
-def inside(folder: Path, root: Path) -> bool:
+def is_inside(folder: Path, root: Path) -> bool:
     """Whether no file of a run that is read is a link out of `root`; other links are not followed either."""
     links = [folder / name for name in READ if os.path.islink(folder / name)]
     try:

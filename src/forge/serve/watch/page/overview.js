@@ -69,7 +69,7 @@ export function overview(context) {
     }))));
     draw();
     fill(alerts, known.map((one) => [one.run, one.about.alerts]), () => known.flatMap((one) => one.about.alerts.map((alert) => el("div", { className: "alert" },
-      el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.found}` : alert.found)), el("span", {}, visible(alert.advice))))));
+      el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.finding}` : alert.finding)), el("span", {}, visible(alert.advice))))));
     if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
     else grid.querySelector(":scope > p")?.remove();
     const differ = runs.length > 1 ? await ask("differences", { run: runs }) : null;

@@ -1,0 +1,85 @@
+"""The controller's process: the private folder of its sockets, and the server that forks its children."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...system.scratch import Scratch, sweep
+from ..cluster.inventory import VISIBLE
+from ..cluster.process import Process
+from ..forking.forkserver import ForkServer
+from . import private, processes
+from .errors import Unrecoverable
+
+_scratch: Scratch | None = None
+_server: ForkServer | None = None
+
+
+def private_folder() -> Path:
+    """Return the folder of this process's sockets, created on first use."""
+    global _scratch
+    if _scratch is None:
+        # Monarch's processes leave their sockets in the folder for temporary files: let that be a folder that is
+        # removed with this process. Python's temporary files of this process stay where they were.
+        tempfile.tempdir = tempfile.gettempdir()
+        sweep()
+        _scratch = private.socket_folder()
+        os.environ["TMPDIR"] = str(_scratch.path)
+        private.sockets_in(_scratch.path)
+    return _scratch.path
+
+
+def check_private_folder() -> None:
+    """Raise Unrecoverable if the folder of the sockets was removed, as by a cleaner of temporary files."""
+    if _scratch is not None and not _scratch.path.is_dir():
+        raise Unrecoverable(
+            f"{_scratch.path}, which holds this run's sockets, was removed: no process can be started any more. "
+            "Exclude forge-run-* where temporary files are cleaned up"
+        )
+
+
+@contextmanager
+def forked_processes() -> Iterator[None]:
+    """Within this context, fork processes from a server that starts now and imports PyTorch and transformers.
+
+    A process that needs both then starts in a fraction of a second. The variable FORGE_FORK_SERVER=0 turns it off.
+    """
+    global _server
+    if _server is not None or os.environ.get("FORGE_FORK_SERVER") == "0":
+        yield
+        return
+    _server = ForkServer(private_folder(), {**processes.environment(), VISIBLE[0]: ""})
+    try:
+        yield
+    finally:
+        server = _server
+        _server = None
+        server.end()
+
+
+class WatchedForkServer:
+    """The fork server of this process, if there is one: replaced as soon as it ends, so that the next process need not
+    wait for its imports."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+
+    def current(self) -> ForkServer | None:
+        """Return the server, and watch it from now on."""
+        if _server is not None and (self._process is None or self._process.pid != _server.pid):
+            self.close()
+            self._process = Process(_server.pid, self._on_end)
+        return _server
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._process is not None:
+            self._process.close()
+
+    def _on_end(self) -> None:
+        if _server is not None and _server.revive():
+            self.current()
