@@ -13,7 +13,7 @@ import io
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +129,54 @@ class Measures:
         return 100 * self.sums["comments"] / self.sums["code"]
 
 
+def imported(file: Path, name: str, modules: Collection[str]) -> set[str]:
+    """The modules that a module imports anywhere: at its top, in functions, and for type checkers alone."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    targets: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            targets |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            inner = {f"{source}.{alias.name}" for alias in node.names}
+            targets |= {target if target in modules else source for target in inner}
+    return targets & set(modules) - {name}
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Groups of modules that import one another in a circle, by Tarjan (1972)."""
+    files = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in sorted(root.rglob("*.py"))
+    }
+    graph = {name: imported(file, name, files.keys()) for name, file in files.items()}
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for target in graph[module]:
+            if target not in order:
+                visit(target)
+                lowest[module] = min(lowest[module], lowest[target])
+            elif target in stack:
+                lowest[module] = min(lowest[module], order[target])
+        if lowest[module] == order[module]:
+            group = stack[stack.index(module) :]
+            del stack[-len(group) :]
+            if len(group) > 1:
+                groups.append(sorted(group))
+
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return groups
+
+
 def python_files(folders: list[Path]) -> list[Path]:
     """The modules of some packages."""
     return sorted(file for folder in folders for file in folder.rglob("*.py"))
@@ -154,6 +202,7 @@ def main() -> None:
         ("functions named check*", every.sums["checks"], None),
         ("lines a function", every.sums["function lines"] / every.sums["functions"], None),
         ("entries of src/forge", len(entries), 19),
+        ("circles of imports, type checkers' included", len(circles(ROOT / "src")), 3),
         ("loose files of src/forge", sum(path.is_file() for path in entries), 4),
         ("lines of src/forge", forge.sums["lines"], None),
         ("lines of src", every.sums["lines"], None),

@@ -342,9 +342,10 @@ def restored(state: Json) -> Aggregator:
 
 def kind(name: str) -> type[Aggregator]:
     """The aggregator class of this name."""
-    import forge_weaver
-
-    aggregator_class = getattr(forge_weaver, name, None)
-    if not (isinstance(aggregator_class, type) and issubclass(aggregator_class, Aggregator)):
-        raise ValueError(f"there is no aggregator {name!r}")
-    return aggregator_class
+    # Importing this module has imported the package, and with it every aggregator.
+    classes = [Aggregator]
+    for aggregator_class in classes:
+        if aggregator_class.__name__ == name and aggregator_class is not Aggregator:
+            return aggregator_class
+        classes += aggregator_class.__subclasses__()
+    raise ValueError(f"there is no aggregator {name!r}")

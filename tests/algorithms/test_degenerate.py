@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from apps.real.constraints import FollowsConstraints
 from forge.envs import read_action, schema_of
 from forge.rewards import AnswerFrequency, MathVerifier, Rule
-from forge.rewards.config import ProcessRewardModelSettings
 from forge.rewards.rules import CharacterMatch, ExactMatch, JsonMatch, MathReward, ThinkingReward, final_answer
+from forge.rewards.settings import ProcessRewardModelSettings
 from forge.serve.text import TextStream
 from forge_sandbox.code_verifier import code_block
 from forge_sandbox.literals import literal

@@ -53,7 +53,7 @@ class ReferenceModel(ForgeActor):
         """Load the frozen model; ranks of a replica join one process group."""
         import torch
 
-        from ..runtime.cluster.rendezvous import process_store
+        from ..runtime.cluster.process_groups import process_store
         from ..training.build import build, resolve_dtype, round_products
         from ..training.distributed import join
 

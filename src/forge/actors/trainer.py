@@ -126,7 +126,7 @@ class Trainer(ForgeActor):
         """Join the ranks, and load model, optimiser and loss."""
         import torch
 
-        from ..runtime.cluster.rendezvous import process_store
+        from ..runtime.cluster.process_groups import process_store
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
 

@@ -69,7 +69,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     table.add_to(commands)
     runs.add_to(commands)
     watch.add_to(commands)
-    completion.add_to(commands)
+    completion.add_to(commands, make_parser)
     # A set: an environment that was installed under the former name, torchforge, has each entry point twice.
     is_own = bool(words) and words[0] in commands.choices and words[0] != completion.NAME
     points = () if is_own else entry_points(group=GROUP)

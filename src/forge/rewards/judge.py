@@ -14,7 +14,7 @@ from typing import Any
 
 from ..data.special_tokens import inert_anywhere
 from ..system.bounded_http import bounded_transport
-from .config import JudgeSettings
+from .settings import JudgeSettings
 from .threads import within
 from .verdicts import read_verdict
 from .verifier import Scores, Unscored, collect

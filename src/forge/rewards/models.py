@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import PromptFormat
 from ..data.special_tokens import SpecialTokens
-from .config import ModelSettings
+from .settings import ModelSettings
 from .verifier import Unscored
 
 A = TypeVar("A")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from .config import ProcessRewardModelSettings
 from .models import BatchedModel, Inputs, TokenRow, row_or_error
+from .settings import ProcessRewardModelSettings
 from .threads import Batcher
 from .verifier import Scores, Unscored
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from ..data.supervised import closed
-from .config import TRUNCATE, RewardModelSettings
 from .models import BatchedModel, Inputs, TokenRow, row_or_error
+from .settings import TRUNCATE, RewardModelSettings
 from .threads import Batcher
 from .verifier import Scores
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import ProcessRewardModelSettings
+from .settings import ProcessRewardModelSettings
 from .verifier import Scores
 
 

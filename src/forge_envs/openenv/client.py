@@ -333,7 +333,7 @@ class OpenEnvClient:
                     continue  # ended by the server while it was idle
                 if loop.time() + pause > deadline:
                     raise
-            # At random, so that clients that were refused together do not return together.
+            # At random, so that clients that were rejected together do not return together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, MAX_PAUSE)
 
@@ -397,5 +397,5 @@ class OpenEnvClient:
 
 
 async def _refuse_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-    """Refuse a redirect: it would carry the client's headers, and any key in them, to another server."""
+    """Reject a redirect: it would carry the client's headers, and any key in them, to another server."""
     raise aiohttp.ClientError(f"it redirects to {params.response.headers.get('Location', 'elsewhere')[:200]}: use that")

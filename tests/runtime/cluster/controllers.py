@@ -31,7 +31,7 @@ class Rank(Place):
         """The sum over ranks of their numbers from 1, also in a group of its own and by an object."""
         import torch.distributed as dist
 
-        from forge.runtime.cluster.rendezvous import process_store
+        from forge.runtime.cluster.process_groups import process_store
         from forge.training.distributed import join, leave
 
         store = process_store(self.context.rendezvous, self.context.world_size)

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .wire import Json, Message, receive, send
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 SCHEME = "board://"  # of the address of a board: board://HOST:PORT/NAME
 
@@ -77,25 +70,3 @@ class Boards:
                     return {"error": f"unknown request {unknown!r}"}
             self._changed.notify_all()
             return {"ok": values[key]}
-
-
-def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
-    """Return the store of a process group, whose ranks then accept only connections of this user.
-
-    Args:
-        rendezvous: name of a file in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks on
-            several machines; None for a single process, which needs no store.
-    """
-    if rendezvous is None:
-        return None
-    import torch.distributed as dist
-
-    from .peers import accept_own_user_only
-
-    accept_own_user_only()
-    if rendezvous.startswith(SCHEME):
-        from .ranks import board_store
-
-        return board_store(rendezvous)
-    # In the run's private folder: a TCPStore obeys every local user.
-    return dist.FileStore(str(Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous), world_size)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ...observability.metrics import PROCESS_NAME
+from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .journal import Journal
-from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, VersionConflict
+from .protocol import Store
 from .transfer import Ranks
 from .versions import ADDRESS, VersionStore
 

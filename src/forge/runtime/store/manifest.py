@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from ...system.boxes import Box, overlap_or_gap
-from .protocol import CorruptWeights
+from .errors import CorruptWeights
 
 PIECE = 1 << 20  # bytes copied and hashed at a time: they stay in the CPU's cache between the two
 

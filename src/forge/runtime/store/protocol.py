@@ -1,4 +1,4 @@
-"""The interface of a weight store, and its errors."""
+"""The interface of a weight store."""
 
 from __future__ import annotations
 
@@ -15,27 +15,8 @@ if TYPE_CHECKING:
     from .transfer import OpenVersion
 
 
-class MissingVersion(KeyError):
-    """The store does not have this key or version."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class IncompleteVersion(RuntimeError):
-    """A rank did not write its part, or a tensor is incomplete; the version was not published."""
-
-
-class VersionConflict(RuntimeError):
-    """The version was published before with other values: a published version never changes."""
-
-
-class CorruptWeights(RuntimeError):
-    """Values differ from those that were published."""
-
-
 class Store(ABC):
-    """Versions of tensors by key: `VersionStore` in shared memory of this host, `forge.actors.keeper.HostStore` on
+    """Versions of tensors by key: `VersionStore` in shared memory of this host, `forge.actors.store_ref.HostStore` on
     another host. `VersionStore` documents the methods.
 
     In the controller, `publisher(version)` publishes the weights of that number, if a trainer has them.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...system.boxes import full_box, is_dtensor, local_boxes
 from ...system.files import write_atomic
+from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest, Shard, checksum, copy_and_hash
-from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .segments import ALIGNMENT
 
 ABANDONED_AFTER = 3600.0  # seconds after which no rank still waits for the outcome of a put

@@ -23,8 +23,9 @@ from torch import Tensor
 from ...system.files import write_atomic
 from ...system.scratch import Scratch, sweep
 from ..cluster import STORE as ADDRESS
+from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
-from .protocol import CorruptWeights, IncompleteVersion, MissingVersion, Store, VersionConflict
+from .protocol import Store
 from .segments import Segments, locked
 from .transfer import CollectivePut, OpenVersion, RankPart, Ranks
 

@@ -1,0 +1,35 @@
+"""The store in which the ranks of a process group find one another, on one machine or on several."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .rendezvous import SCHEME
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
+    """Return the store of a process group, whose ranks then accept only connections of this user.
+
+    Args:
+        rendezvous: name of a file in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks on
+            several machines; None for a single process, which needs no store.
+    """
+    if rendezvous is None:
+        return None
+    import torch.distributed as dist
+
+    from .peers import accept_own_user_only
+
+    accept_own_user_only()
+    if rendezvous.startswith(SCHEME):
+        from .ranks import board_store
+
+        return board_store(rendezvous)
+    # In the run's private folder: a TCPStore obeys every local user.
+    return dist.FileStore(str(Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous), world_size)
