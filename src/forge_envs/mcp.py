@@ -329,7 +329,7 @@ class StdioTools(MCPTools):
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
-                # An end that nobody asked for is described while its log still exists.
+                # An unexpected end is described while its log still exists.
                 if not self._stop.is_set():
                     await program.wait(1.0)
                     self._end = f"; {program.describe_end()}"

@@ -145,7 +145,7 @@ class Program:
             return
         lifeline = self._lifeline
         self._lifeline = -1
-        # A closed stdin is how many servers are told to end.
+        # Many servers end when their stdin is closed.
         try:
             if self.stdin is not None:
                 self.stdin.close()

@@ -333,7 +333,7 @@ class OpenEnvClient:
                     continue  # ended by the server while it was idle
                 if loop.time() + pause > deadline:
                     raise
-            # At random, so that clients that were refused together do not return together.
+            # At random, so that clients that were rejected together do not return together.
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, MAX_PAUSE)
 
@@ -383,7 +383,7 @@ class OpenEnvClient:
         if self._connection is None:
             headers = {"Accept-Encoding": "identity"} | self._headers  # no small answer that becomes a large one
             trace = aiohttp.TraceConfig()
-            trace.on_request_redirect.append(_refuse_redirect)
+            trace.on_request_redirect.append(_reject_redirect)
             http = aiohttp.ClientSession(
                 headers=headers,
                 auto_decompress=False,
@@ -396,6 +396,6 @@ class OpenEnvClient:
         return self._connection
 
 
-async def _refuse_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-    """Refuse a redirect: it would carry the client's headers, and any key in them, to another server."""
+async def _reject_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+    """Reject a redirect: it would carry the client's headers, and any key in them, to another server."""
     raise aiohttp.ClientError(f"it redirects to {params.response.headers.get('Location', 'elsewhere')[:200]}: use that")

@@ -153,7 +153,7 @@ class ServedSession:
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
         except TimeoutError as error:
-            # The environment's own TimeoutError is an error like others, after which the session goes on.
+            # The environment's own TimeoutError is an error like others, after which the session continues.
             if limit.expired():
                 message = f"{name} gave no answer within {self._timeout:g} s"
                 raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None

@@ -179,7 +179,7 @@ class KubernetesJob:
                 "letters, digits and dashes, the first a letter and the last no dash"
             )
         quantity = r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?"
-        # Each of these is a value in a manifest: a wrong one would be refused much later, by a message without its
+        # Each of these is a value in a manifest: a wrong one would be rejected much later, by a message without its
         # option.
         for option, value, pattern, limit in (
             ("namespace", self.namespace, LABEL, 63),

@@ -109,7 +109,7 @@ class Chat:
         request = engine.submit(job.prompts[0], job.sampling)
         try:
             (completion,) = request.result(TIMEOUT)
-        # Also after a timeout: the engine would go on for nobody.
+        # Also after a timeout: the engine would continue without a reader.
         finally:
             request.cancel()
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
