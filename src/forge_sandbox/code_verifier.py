@@ -308,7 +308,7 @@ class _Check:
     in_process: bool = False
 
 
-# Stands for the result of a program that no literal can express: no comparison with it holds.
+# Stands for the result of a program without a literal form: no comparison with it holds.
 _NO_LITERAL = object()
 _OPERATORS: dict[type[ast.cmpop], Callable[[Value, Value], Value]] = {
     ast.Eq: operator.eq,

@@ -63,7 +63,7 @@ def list_runs(args: argparse.Namespace) -> None:
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         reached = f"{numbers[-1]['step']:g}" if numbers else "0"
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
-        # A run in progress or complete needs no reason.
+        # A run that continues or is complete needs no reason.
         reason = ending(folder)[:MAX_REASON] if state(folder) in ("failed", "stopped") else ""
         cells = [
             printable(folder.name),

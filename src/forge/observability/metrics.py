@@ -41,7 +41,7 @@ class Moments:
     high: float = -math.inf
 
     def merge(self, moments: Moments) -> None:
-        """Add other values, by Chan et al. (1979): exact under any split of the values."""
+        """Add other values, by the method of Chan et al. (1979): exact under any split of the values."""
         if not moments.count:
             return
         if self.count:

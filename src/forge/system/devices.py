@@ -33,7 +33,7 @@ def accelerator() -> torch.device | None:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     granted = os.environ.get(GRANTED)
-    # Without this error the run would continue on the CPU, slow and without a reason.
+    # Without this error a run would continue on the CPU, slowly and without a reason in its log.
     if device is None and granted:
         built = torch.version.cuda or torch.version.hip
         reason = "check the driver with nvidia-smi" if built else "it is built for CPUs: install a build for this GPU"

@@ -383,7 +383,7 @@ class OpenEnvClient:
         if self._connection is None:
             headers = {"Accept-Encoding": "identity"} | self._headers  # no small answer that becomes a large one
             trace = aiohttp.TraceConfig()
-            trace.on_request_redirect.append(_refuse_redirect)
+            trace.on_request_redirect.append(_reject_redirect)
             http = aiohttp.ClientSession(
                 headers=headers,
                 auto_decompress=False,
@@ -396,6 +396,6 @@ class OpenEnvClient:
         return self._connection
 
 
-async def _refuse_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+async def _reject_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
     """Reject a redirect: it would carry the client's headers, and any key in them, to another server."""
     raise aiohttp.ClientError(f"it redirects to {params.response.headers.get('Location', 'elsewhere')[:200]}: use that")

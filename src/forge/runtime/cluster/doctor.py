@@ -108,7 +108,7 @@ async def examine(hosts: Sequence[str], credentials: Credentials, folder: Path |
 async def _check_folder(
     folder: Path, hosts: dict[str, Inventory], credentials: Credentials, diagnosis: Diagnosis
 ) -> None:
-    # A random token: a file of another run must not count.
+    # A token that no other process can guess: a file of another run must not count.
     token = secrets.token_hex(8)
     path = folder / f".forge-doctor-{os.getpid()}"
     path.write_text(token)

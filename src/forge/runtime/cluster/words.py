@@ -39,7 +39,7 @@ def documents(values: Iterable[object]) -> str:
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Raise ValueError for a word that no argument can be: it has a NUL, or half a character."""
+    """Raise ValueError for a word that is not valid as an argument: it has a NUL, or half a character."""
     for word in words:
         if "\0" in word or (not word.isascii() and not _encodes(word)):
             raise ValueError(f"{word[:80]!a} cannot be a word of a command: it has a NUL or half a character")

@@ -235,7 +235,7 @@ class RunView:
         """Return which rows contain a text, ignoring case."""
         import pyarrow.compute as pc
 
-        # A run in progress gets new rows: the number of batches is part of the key.
+        # A run that continues has new rows: the number of batches is part of the key.
         key = text.lower(), len(self._ends)
         if key not in self._searched:
             parts = []
