@@ -27,7 +27,9 @@ def literals() -> str:
     found = []
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Rule":  # of forge.recipes.preflight
+            if (
+                isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConfigRule"
+            ):  # of forge.recipes.preflight
                 found.append(": ".join(text_of(part) for part in node.args[1:]))
             elif isinstance(node, ast.expr):
                 found.append(text_of(node))

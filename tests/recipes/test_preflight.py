@@ -296,13 +296,13 @@ def test_a_broken_rule_is_one_line(recipe: type[TrainingRecipe], settings: dict[
 
 def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch):
     broken = set()
-    message = preflight.Rule.message
+    message = preflight.ConfigRule.message
 
-    def recorded(rule: preflight.Rule, config: object) -> str:
+    def recorded(rule: preflight.ConfigRule, config: object) -> str:
         broken.add(rule)
         return message(rule, config)
 
-    monkeypatch.setattr(preflight.Rule, "message", recorded)
+    monkeypatch.setattr(preflight.ConfigRule, "message", recorded)
     for recipe, settings, _ in CASES:
         error_of(recipe, settings)
     assert len(RULES) > 45

@@ -198,7 +198,7 @@ def background(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
     restored = make_trainer(model, ranks)
     extra = checkpoint.load(restored, paths[0])
     again = [restored.train_step(example(seed), LOSS)["loss"] for seed in (1, 2, 3)]
-    content = checkpoint.Snapshot.of(trainer, folder, None)
+    content = checkpoint.CheckpointPart.of(trainer, folder, None)
     if ranks.rank == 1:
         content.files = {"no/such/folder": b""}
     try:

@@ -30,7 +30,7 @@ class DistillSettings(Section):
     """Upper bound of the importance ratio, 1 + high."""
 
 
-class Services(SamplingServices):
+class DistillServices(SamplingServices):
     """Placement of each component; `ref_model` is the teacher."""
 
     ref_model: Options = Options()
@@ -41,7 +41,7 @@ class DistillConfig(RecipeConfig):
 
     dataset: DatasetConfig
     distill: DistillSettings
-    services: Services = Services()
+    services: DistillServices = DistillServices()
 
     def others(self) -> dict[str, str]:
         """The teacher."""

@@ -19,7 +19,7 @@ class DPOSettings(Section):
     """The share of preferences that are assumed to be wrong."""
 
 
-class Services(TrainingServices):
+class DPOServices(TrainingServices):
     """Placement of each component."""
 
     ref_model: Options = Options()
@@ -30,7 +30,7 @@ class DPOConfig(TrainingRecipe):
 
     dataset: PreferencesConfig
     dpo: DPOSettings = DPOSettings()
-    services: Services = Services()
+    services: DPOServices = DPOServices()
 
     def _check(self) -> None:
         super()._check()

@@ -24,7 +24,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Rule(Generic[C]):
+class ConfigRule(Generic[C]):
     """One rule. `fault` and `remedy` are made only where it is broken."""
 
     is_broken: Callable[[C], object]
@@ -38,7 +38,7 @@ class Rule(Generic[C]):
         return f"{fault}: {remedy}" if remedy else fault
 
 
-def check(rules: Iterable[Rule[C]], config: C) -> None:
+def check(rules: Iterable[ConfigRule[C]], config: C) -> None:
     """ConfigError: the message of the first rule that is broken."""
     for rule in rules:
         if rule.is_broken(config):
@@ -50,33 +50,33 @@ def is_set(section: Section | None) -> bool:
     return section is None or section != type(section)()
 
 
-RECIPE_RULES: list[Rule[TrainingRecipe]] = [
-    Rule(
+RECIPE_RULES: list[ConfigRule[TrainingRecipe]] = [
+    ConfigRule(
         lambda cfg: (cfg.model is None) == (cfg.from_scratch is None),
         "set either model (a folder or hub id) or from_scratch (a small model made from the seed)",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: unknown_profiles(cfg),
         lambda cfg: f"metrics.profile.services: {unknown_profiles(cfg)[0]!r} is none of {', '.join(cfg.configured())}",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.run.save_before is not None and not cfg.checkpoint.every,
         "run.save_before needs checkpoints",
         "set checkpoint.every",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: (
             cfg.trainer.backend == "titan" and (cfg.lora is not None or cfg.training.weights_dtype != "float32")
         ),
         "trainer.backend titan trains all weights, in float32",
         "omit lora and training.weights_dtype, or set trainer.backend to fsdp",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.trainer.backend == "fsdp" and cfg.parallelism.expert_parallel_degree != 1,
         "parallelism.expert_parallel_degree does nothing with trainer.backend fsdp",
         "set titan",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.training.optimizer == "adamw8bit" and cfg.parallelism.tensor_parallel_degree > 1,
         "training.optimizer adamw8bit does not support parallelism.tensor_parallel_degree, as its state cannot be "
         "divided by columns",
@@ -114,22 +114,22 @@ class PlacedService(NamedTuple):
         return [key for key in keys if self.options[key] != self.trainer[key]]
 
 
-SERVICE_RULES: list[Rule[PlacedService]] = [
-    Rule(
+SERVICE_RULES: list[ConfigRule[PlacedService]] = [
+    ConfigRule(
         lambda service: (
             service.options.procs != 1 and not service.trains and service.name not in ("generator", "ref_model")
         ),
         lambda service: f"services.{service.name}.procs must be 1",
         "scale it with num_replicas",
     ),
-    Rule(
+    ConfigRule(
         lambda service: (
             service.options.num_replicas != 1 and (service.trains or service.name in ("replay_buffer", "dataset"))
         ),
         lambda service: f"services.{service.name}.num_replicas must be 1",
         "its state cannot be split",
     ),
-    Rule(
+    ConfigRule(
         lambda service: (
             service.trains
             and service.name not in service.cfg.idle
@@ -142,8 +142,8 @@ SERVICE_RULES: list[Rule[PlacedService]] = [
 ]
 
 # `colocated`: services that live in the trainer's processes and take turns on its devices.
-COLOCATED_SERVICE_RULES: list[Rule[PlacedService]] = [
-    Rule(
+COLOCATED_SERVICE_RULES: list[ConfigRule[PlacedService]] = [
+    ConfigRule(
         lambda service: service.unlike_trainer(),
         lambda service: (
             f"services.{service.name}.{service.unlike_trainer()[0]} = "
@@ -151,12 +151,12 @@ COLOCATED_SERVICE_RULES: list[Rule[PlacedService]] = [
             f"{service.trainer[service.unlike_trainer()[0]]!r}"
         ),
     ),
-    Rule(
+    ConfigRule(
         lambda service: service.name == "generator" and service.options.procs != 1,
         "a generator has one process",
         "set services.generator.procs to 1",
     ),
-    Rule(
+    ConfigRule(
         lambda service: (service.options.share, service.options.hosts, service.options.per_process) != (None, None, 1),
         lambda service: f"services.{service.name} lives in the trainer's processes",
         "omit share, hosts and per_process",
@@ -164,28 +164,28 @@ COLOCATED_SERVICE_RULES: list[Rule[PlacedService]] = [
 ]
 
 # Recipes that learn from fixed data: settings that concern sampling do nothing there.
-OFFLINE_RULES: list[Rule[TrainingRecipe]] = [
-    Rule(
+OFFLINE_RULES: list[ConfigRule[TrainingRecipe]] = [
+    ConfigRule(
         lambda cfg: cfg.training.sync_interval != 1 or cfg.training.entropy_coef,
         "training.sync_interval and training.entropy_coef do nothing in this recipe",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.training.aggregation == "fixed_horizon",
         "training.aggregation fixed_horizon is for sampled completions",
         "use one of the means",
     ),
 ]
 
-SAMPLING_RULES: list[Rule[RecipeConfig]] = [
-    Rule(
+SAMPLING_RULES: list[ConfigRule[RecipeConfig]] = [
+    ConfigRule(
         lambda cfg: cfg.eval.problems and not cfg.reward.decides,
         "nothing decides which answers of an evaluation are right",
         "set reward.accuracy, or eval.problems to 0",
     ),
 ]
 
-COLOCATED_RULES: list[Rule[RecipeConfig]] = [
-    Rule(
+COLOCATED_RULES: list[ConfigRule[RecipeConfig]] = [
+    ConfigRule(
         lambda cfg: cfg.services.generator.num_replicas > cfg.services.trainer.procs,
         lambda cfg: (
             f"services.generator.num_replicas = {cfg.services.generator.num_replicas} is more than the trainer's procs "
@@ -193,22 +193,22 @@ COLOCATED_RULES: list[Rule[RecipeConfig]] = [
         ),
         "a device has room for one generator",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.shares_device("ref_model") and cfg.services["ref_model"].procs > 1,
         "a reference model has one process",
         "set services.ref_model.procs to 1",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.shares_device("critic") and cfg.services.trainer.procs > 1,
         "a critic of several ranks cannot live in the trainer's processes",
         "set services.trainer.procs to 1",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.training.cpu_offload,
         "between steps everything is in host memory already",
         "omit training.cpu_offload",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.generator.engine == "vllm" and cfg.services.trainer.procs > 1,
         "generator.engine vllm takes one device",
         "set services.trainer.procs to 1, or choose embedded",
@@ -250,8 +250,8 @@ class RLFacts(NamedTuple):
         return regularised and self.cfg.services.ref_model is None
 
 
-RL_RULES: list[Rule[RLFacts]] = [
-    Rule(
+RL_RULES: list[ConfigRule[RLFacts]] = [
+    ConfigRule(
         lambda rl: rl.cfg.grpo.n_samples < 2 and rl.algorithm.within_group,
         "grpo.n_samples must be at least 2",
         lambda rl: (
@@ -259,32 +259,32 @@ RL_RULES: list[Rule[RLFacts]] = [
             "compared with"
         ),
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.cfg.colocated and rl.age != 0,
         "colocated",
         "trainer and generator take turns, so async.max_policy_age must be 0",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.cfg.grpo.max_tokens >= rl.cfg.training.seq_len,
         "training.seq_len must exceed grpo.max_tokens",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.age < rl.interval - 1,
         lambda rl: (
             f"training.sync_interval = {rl.interval} makes weights older than async.max_policy_age = {rl.age} allows"
         ),
         lambda rl: f"raise it to at least {rl.interval - 1}",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.cfg.grpo.horizon is not None and rl.aggregation != "fixed_horizon",
         "grpo.horizon does something under aggregation fixed_horizon only",
         lambda rl: f"this is {rl.aggregation}",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.algorithm.fixed_aggregation and rl.aggregation != rl.algorithm.aggregation,
         lambda rl: f"{rl.cfg.algorithm} means something under training.aggregation {rl.algorithm.aggregation} only",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.algorithm.on_policy and rl.updates > 1,
         lambda rl: (
             f"{rl.cfg.algorithm} takes every sample as the policy's own, which holds for the first update of a step "
@@ -292,96 +292,96 @@ RL_RULES: list[Rule[RLFacts]] = [
         ),
         "set grpo.clip_ratio or grpo.correction, or make one update",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: not rl.algorithm.beta and {"kl", "kl_in"} & rl.cfg.grpo.settings().keys(),
         "grpo.kl and grpo.kl_in do nothing",
         "grpo.beta is 0",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: not rl.algorithm.uses_rewards and rl.cfg.grpo.overlong_buffer > 0,
         "grpo.overlong_buffer does nothing",
         lambda rl: f"{rl.cfg.algorithm} does not look at rewards",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.cfg.reward.gives_steps and not rl.algorithm.needs_critic,
         lambda rl: f"reward.functions rewards steps, and {rl.cfg.algorithm} sees only their sum",
         "use algorithm ppo, whose critic assigns them",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.cfg.grpo.overlong_buffer >= rl.cfg.grpo.max_tokens,
         "grpo.overlong_buffer must be below grpo.max_tokens",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: not rl.algorithm.needs_reference and rl.cfg.grpo.reference is not None,
         "grpo.reference is set and nothing uses it",
         "grpo.beta is 0",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: not rl.algorithm.needs_reference and rl.cfg.services.ref_model is not None,
         "services.ref_model is set and nothing uses it",
         "grpo.beta is 0",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.kl_to_sampler and (rl.algorithm.kl_in == "reward" or (rl.age == 0 and rl.updates == 1)),
         "grpo.beta does nothing",
         "without services.ref_model the KL is to the weights that sampled, which are those in training; set "
         "services.ref_model to {} for a frozen reference, on the CPU unless it has GPUs",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.algorithm.needs_teacher and rl.cfg.grpo.reference is None,
         lambda rl: f"algorithm {rl.cfg.algorithm} needs grpo.reference",
         "the teacher's folder or hub id",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: not rl.algorithm.needs_critic and (is_set(rl.cfg.critic) or is_set(rl.cfg.services.critic)),
         "critic or services.critic is set and nothing uses it",
         lambda rl: f"{rl.cfg.algorithm} has no critic",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.correction != "mask" and rl.cfg.grpo.differs("correction_low"),
         "grpo.correction_low does something only if grpo.correction is mask",
     ),
-    Rule(
+    ConfigRule(
         lambda rl: rl.correction == "none" and rl.cfg.grpo.differs("correction_high", "correction_level"),
         "grpo.correction_high and grpo.correction_level do nothing",
         "grpo.correction is not set",
     ),
 ]
 
-SINGLE_TURN_RULES: list[Rule[RLConfig]] = [
-    Rule(lambda cfg: is_set(cfg.episode), "episode does nothing", "environment is not set"),
+SINGLE_TURN_RULES: list[ConfigRule[RLConfig]] = [
+    ConfigRule(lambda cfg: is_set(cfg.episode), "episode does nothing", "environment is not set"),
 ]
 
-MULTI_TURN_RULES: list[Rule[RLConfig]] = [
-    Rule(
+MULTI_TURN_RULES: list[ConfigRule[RLConfig]] = [
+    ConfigRule(
         lambda cfg: (cfg.episode.max_tokens or 0) > cfg.training.seq_len,
         lambda cfg: f"episode.max_tokens must be at most training.seq_len = {cfg.training.seq_len}",
     ),
-    Rule(lambda cfg: is_set(cfg.reward), "reward does nothing", "the environment scores"),
-    Rule(
+    ConfigRule(lambda cfg: is_set(cfg.reward), "reward does nothing", "the environment scores"),
+    ConfigRule(
         lambda cfg: cfg.services.reward != Options(),
         "services.reward does nothing",
         "the environment scores",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.grpo.overlong_buffer != 0,
         "grpo.overlong_buffer does nothing",
         "an episode's length is not that of an answer",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.dataset.chat_template,
         "dataset.chat_template must be false",
         "episode.template makes the tokens",
     ),
 ]
 
-SFT_RULES: list[Rule[SFTConfig]] = [
-    Rule(
+SFT_RULES: list[ConfigRule[SFTConfig]] = [
+    ConfigRule(
         lambda cfg: cfg.colocated,
         "colocated does nothing in this recipe",
         "evaluation is the only time that it generates",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: (
             not cfg.generates
             and any(map(is_set, (cfg.reward, cfg.generator, cfg.serve, cfg.services.reward, cfg.services.generator)))
@@ -389,34 +389,34 @@ SFT_RULES: list[Rule[SFTConfig]] = [
         "reward, generator and serve do nothing",
         "eval.accuracy is false, or eval.problems 0",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: not cfg.generates and cfg.eval.differs("stop_at", "max_tokens"),
         "eval.stop_at and eval.max_tokens do nothing",
         "eval.accuracy is false, or eval.problems 0",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.generates and cfg.reward.beyond_accuracy,
         "reward.functions beyond the first and reward.verifiers do nothing here",
         "answers are right by one function",
     ),
 ]
 
-DISTILL_RULES: list[Rule[DistillConfig]] = [
-    Rule(
+DISTILL_RULES: list[ConfigRule[DistillConfig]] = [
+    ConfigRule(
         lambda cfg: cfg.training.seq_len <= cfg.distill.max_tokens,
         "training.seq_len must exceed distill.max_tokens",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.training.sync_interval != 1,
         "training.sync_interval does nothing in this recipe",
         "the student samples with its newest weights",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: not cfg.eval.problems and (is_set(cfg.reward) or is_set(cfg.services.reward)),
         "reward and services.reward do nothing",
         "eval.problems is 0, and the student learns from its teacher",
     ),
-    Rule(
+    ConfigRule(
         lambda cfg: cfg.reward.beyond_accuracy,
         "reward.functions beyond the first and reward.verifiers do nothing here",
         "answers are right by one function",

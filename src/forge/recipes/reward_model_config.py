@@ -23,7 +23,7 @@ class ScoredPairsConfig(PreferencesConfig):
         yield "as_scores"
 
 
-class RewardModelSettings(Section):
+class RewardModelLossSettings(Section):
     """Settings of `forge.losses.BradleyTerryLoss`."""
 
     center: NonNegativeFloat = 0.0
@@ -34,7 +34,7 @@ class RewardModelConfig(TrainingRecipe):
     """Training of a reward model."""
 
     dataset: ScoredPairsConfig
-    reward_model: RewardModelSettings = RewardModelSettings()
+    reward_model: RewardModelLossSettings = RewardModelLossSettings()
 
     def scalar(self, model: str) -> list[str]:
         """The trained model itself."""

@@ -90,7 +90,7 @@ class AsyncConfig(Section):
     """Of the replay buffer."""
 
 
-class Services(SamplingServices):
+class RLServices(SamplingServices):
     """Placement of each component."""
 
     reward: Options | None = Options()
@@ -126,7 +126,7 @@ class RLConfig(RecipeConfig):
     """What the policy acts in, in place of `reward`: `package.module:Name`, called without arguments for each episode
     ([agents.md](agents.md)); from Python also the callable itself."""
     episode: EpisodeConfig = EpisodeConfig()
-    services: Services = Services()
+    services: RLServices = RLServices()
     metrics: RolloutMetrics = RolloutMetrics()
 
     @classmethod

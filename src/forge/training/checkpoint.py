@@ -62,7 +62,7 @@ def save(
         CheckpointFailed: on every rank, with the reason.
         UnsafeCheckpoint: `extra` holds an object of another type.
     """
-    final = Snapshot.of(trainer, folder, extra).write()
+    final = CheckpointPart.of(trainer, folder, extra).write()
     if keep is not None and trainer.ranks.rank == 0:
         prune(folder, keep, final)
     if trainer.ranks.mesh is not None:
@@ -71,7 +71,7 @@ def save(
 
 
 @dataclass
-class Snapshot:
+class CheckpointPart:
     """One rank's part of a checkpoint. `shards` are the trainer's own tensors, not copies."""
 
     ranks: Ranks
@@ -80,7 +80,7 @@ class Snapshot:
     files: dict[str, bytes]
 
     @classmethod
-    def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> Snapshot:
+    def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> CheckpointPart:
         """The trainer's current state; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
         state: dict[str, Any] = {"step": trainer.step, "rng": torch.get_rng_state(), "optimizer": _optimizer(trainer)}
@@ -214,7 +214,7 @@ class Background:
             CheckpointFailed: the previous one failed, which `wait` has not raised yet.
         """
         self.wait()
-        snapshot = Snapshot.of(self._trainer, folder, extra)
+        snapshot = CheckpointPart.of(self._trainer, folder, extra)
         snapshot.shards = BlockingAsyncStager().stage(snapshot.shards)
 
         def write() -> None:

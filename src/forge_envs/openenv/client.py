@@ -175,7 +175,7 @@ class Session:
         return OpenEnvError(code, message + details, self._url)
 
 
-class Connection(NamedTuple):
+class EventLoopConnection(NamedTuple):
     """A client's state in its event loop."""
 
     loop: asyncio.AbstractEventLoop
@@ -222,7 +222,7 @@ class OpenEnvClient:
         self._patience = patience
         self._connect_timeout = connect_timeout
         self._headers = dict(headers or {})
-        self._connection: Connection | None = None
+        self._connection: EventLoopConnection | None = None
         self._idle: list[Session] = []
         self._used: set[Session] = set()
 
@@ -378,7 +378,7 @@ class OpenEnvClient:
             raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")
         return document
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> EventLoopConnection:
         loop = asyncio.get_running_loop()
         if self._connection is None:
             headers = {"Accept-Encoding": "identity"} | self._headers  # no small answer that becomes a large one
@@ -390,7 +390,7 @@ class OpenEnvClient:
                 connector=aiohttp.TCPConnector(limit=0),
                 trace_configs=[trace],
             )
-            self._connection = Connection(loop, http, asyncio.Semaphore(self._max_sessions))
+            self._connection = EventLoopConnection(loop, http, asyncio.Semaphore(self._max_sessions))
         if self._connection.loop is not loop:
             raise RuntimeError("an OpenEnvClient belongs to the event loop in which it was first used: make another")
         return self._connection
