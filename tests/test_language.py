@@ -22,6 +22,9 @@ BANNED = {
     r"will not do|that cannot be(?! \w+ed)": "invalid, unsupported",
     r"what is (?:wrong|missing|left|read|asked|known|made)": "name the thing: the error, the missing columns",
     r"in vain|as ever": "timed out, as before",
+    r"of (?:its|their) own(?! (?:router|tokens|files|request|classes|words))": "separate, its own",
+    r"(?<!there )(?<!There )is no (?!longer|such|more|worse|better|faster|slower)\w+": "is not a",
+    r"leaves? (?:it|them|\w+) out": "omit",
 }
 PATTERN = re.compile("|".join(rf"\b(?:{words})\b" for words in BANNED), re.IGNORECASE)
 FILES = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "apps").rglob("*.py"))
@@ -38,6 +41,21 @@ def prose(source: str) -> list[tuple[int, str]]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
             found.append((node.lineno, node.value))
     return found
+
+
+# What a docstring begins with must be understood without the name and the code below it.
+FRAGMENT = re.compile(r"(?:Of|As|In the|Those|These|So that|Whose|What a|What is)\b")
+
+
+def test_a_docstring_begins_with_its_object():
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    fragments = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, owners) else None
+            if text and FRAGMENT.match(text):
+                fragments.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not fragments, "\n".join(fragments)
 
 
 def test_the_code_speaks_the_language_of_the_field():

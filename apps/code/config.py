@@ -32,7 +32,7 @@ class CodeConfig(RLConfig):
         return construct(Sandbox, self.sandbox, "sandbox")
 
     def verifier(self, sandbox: Sandbox) -> CodeVerifier:
-        """Of whole responses as programs. ValueError as `open`."""
+        """The verifier of whole responses as programs. ValueError as `open`."""
         fixed = {"sandbox": sandbox, "program": str}
         if own := sorted(fixed.keys() & self.tests.keys()):
             raise ConfigError(f"tests.{own[0]} cannot be set here")

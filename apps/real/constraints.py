@@ -49,7 +49,7 @@ class Constraints(ProceduralTask):
 @dataclass(frozen=True, slots=True)
 class FollowsConstraints:
     """The share of a target's constraints that a response meets; 1 means all. A response of fewer than three words, or
-    in which one word is half of all, meets none: it is no sentence."""
+    in which one word is half of all, meets none: it is not a sentence."""
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
         rules, text = json.loads(target), response.strip()

@@ -15,7 +15,7 @@ from apps.toys.tasks import ProceduralTask, Row
 
 
 class Operation(NamedTuple):
-    """What a word stands for, the line of Python that does it, and one that looks like it and does not."""
+    """A word, the line of Python that does it, and one that looks like it and does not."""
 
     apply: Callable[[list[int]], list[int]]
     right: str

@@ -5,7 +5,7 @@ The prompt is a word with ">" behind it, and the response should be that word sp
 
 
 def right_length(prompt: str, response: str, target: str | None = None) -> float:
-    """As long as the word?"""
+    """1 if the response is as long as the word."""
     return float(len(response) == len(prompt) - 1)
 
 

@@ -113,7 +113,7 @@ class MCPTools(ABC):
         try:
             json.dumps(dict(arguments), ensure_ascii=False).encode()
         except UnicodeEncodeError:  # it would end the connection
-            raise ToolError("the arguments hold a lone surrogate, which is no character") from None
+            raise ToolError("the arguments hold a lone surrogate, which is not a character") from None
         session = self._session
         if session is None:
             loss = self._loss
@@ -386,7 +386,7 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         self._name = name
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        # GET opens a stream of notifications, whose failure is no call's.
+        # GET opens a stream of notifications, whose failure is not a call's.
         if request.method != "POST":
             return await super().handle_async_request(request)
         number = json.loads(request.content).get("id")

@@ -39,7 +39,7 @@ class ReasoningGymEnvironment(Environment):
     Answers are scored by the family's scorer, with guards: "nan" and "inf" score 0 unless they are right, and so do
     answers that are far longer than the right one; an answer that breaks the scorer scores 0 if the right answer does
     not. If that breaks it too, or the scorer accepts nonsense, leaves [0, 1] or takes more than 10 s, the episode has
-    no reward and `info["unscored"]` has the reason. A turn that was cut at its limit of tokens is no answer: the
+    no reward and `info["unscored"]` has the reason. A turn that was cut at its limit of tokens is not an answer: the
     episode is truncated, with reward 0.
 
     Args:

@@ -22,7 +22,7 @@ Opponent = Callable[[str], str | Awaitable[str]]
 class TextArenaEnvironment(Environment):
     """An observation is the messages since the player's last turn; the reward comes at the end of the game.
 
-    Games use Python's global random generator. Each game swaps in a generator state of its own during its calls, so a
+    Games use Python's global random generator. Each game swaps in a separate generator state during its calls, so a
     seed determines a game and concurrent games do not interfere; other threads that draw meanwhile do. Games run in
     the calling thread without a timeout: serve those that may hang (`forge_envs.openenv`).
 

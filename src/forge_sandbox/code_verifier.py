@@ -368,7 +368,7 @@ def _runs_separately(test: str) -> bool:
 def _assert_checks(number: int, test: ast.expr) -> list[_Check]:
     """Return checks of an asserted expression that keep constants on one side of a comparison out of the sandbox."""
     match test:
-        # Each part of a conjunction is a check of its own, so that its constants stay outside too.
+        # Each part of a conjunction is a separate check, so that its constants stay outside too.
         case ast.BoolOp(op=ast.And(), values=values):
             return [check for value in values for check in _assert_checks(number, value)]
         case ast.UnaryOp(op=ast.Not(), operand=operand):

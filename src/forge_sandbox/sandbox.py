@@ -126,7 +126,7 @@ class Sandbox:
         paths = {given: os.path.realpath(given) for given in (*path, *readable)}
         hidden = [given for given, real in paths.items() if os.path.commonpath([real, "/tmp"]) == real]
         if hidden:
-            raise ValueError(f"{', '.join(hidden)}: programs have a /tmp of their own, name single paths in it")
+            raise ValueError(f"{', '.join(hidden)}: programs have their own /tmp, name single paths in it")
         self.level = level
         self._levels = (*AUTO, *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
         self._settings: Settings = limits | {

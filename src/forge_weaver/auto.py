@@ -69,7 +69,7 @@ class Auto(Aggregator):
     def learn(self, data: Data) -> None:
         """Select a method for the table, and fit it."""
         if self.one_right and self.class_balance is not None:
-            raise ValueError("one_right gives the class balance itself: leave class_balance out")
+            raise ValueError("one_right gives the class balance itself: omit class_balance")
         is_labelled = ~np.isnan(data.labels)
         labelled = len(np.unique(data.problem[is_labelled]))
         enough = labelled >= self.labelled
@@ -225,17 +225,17 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}: take one of {', '.join(METHODS)}")
     if labelled and method not in USE_LABELS:
-        raise ValueError(f"method {method} does not look at labels: leave labelled out")
+        raise ValueError(f"method {method} does not look at labels: omit labelled")
     check_balance(class_balance)
     if class_balance is not None and one_right:
-        raise ValueError("one_right implies the class balance: leave class_balance out")
+        raise ValueError("one_right implies the class balance: omit class_balance")
     settings: dict[str, Any] = {"one_right": True} if one_right else {}
     if class_balance is not None:
         settings["class_balance"] = class_balance
     # A method that lacks the setting would ignore it silently.
     fields = {field.name for field in dataclasses.fields(METHODS[method])}  # type: ignore[arg-type]
     if unused := settings.keys() - fields:
-        raise ValueError(f"method {method} does not use {min(unused)}: leave it out")
+        raise ValueError(f"method {method} does not use {min(unused)}: omit it")
     return METHODS[method](**settings)
 
 

@@ -87,7 +87,7 @@ async def score_table(
         raise ValueError(f"there must be problems and a concurrency of at least 1: {len(problems)}, {concurrency}")
     with_answers = all(problem.answers is not None for problem in problems)
     if not with_answers and any(problem.answers is not None for problem in problems):
-        raise ValueError("some problems have answers and others none: give all or leave all out")
+        raise ValueError("some problems have answers and others none: give all or omit all")
     scores_of: dict[int, Scores] = {}
     waiting = iter(enumerate(problems))
 

@@ -53,7 +53,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     """
     file = Path(folder) / VERIFIERS
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is no ensemble: it has no {VERIFIERS}")
+        raise FileNotFoundError(f"{folder} is not an ensemble: it has no {VERIFIERS}")
     values = read_yaml(file) or {}
     warn_of_code(file, values)
     if isinstance(values, dict):  # migrate keys of earlier versions

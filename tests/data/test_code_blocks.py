@@ -30,7 +30,7 @@ DOC = "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"
         ("```bash\nls\n```", None),
         ("`print(2)`", None),
         ("print(2)", None),
-        ("```python\nprint(1)```\nprint(2)\n```", "print(1)```\nprint(2)\n"),  # a fence closes on a line of its own
+        ("```python\nprint(1)```\nprint(2)\n```", "print(1)```\nprint(2)\n"),  # a fence closes on a separate line
     ],
 )
 def test_the_program_is_the_last_block_in_python(response, program):

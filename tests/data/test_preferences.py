@@ -246,7 +246,7 @@ def test_resumes_exactly_at_every_position(jsonl, settings):
         ([TEXTS, {"chosen": "b", "rejected": "a"}], {}, "row 2: no field 'question': it has chosen, rejected"),
         ([TEXTS, {**TEXTS, "chosen": None}], {}, "row 2: field 'chosen' must be text or a number, not NoneType"),
         ([{"ask": "hi", **WHOLE}, {"ask": "ho", **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
-         "row 2: chosen does not begin with what field 'ask' holds: leave prompt_field out"),
+         "row 2: chosen does not begin with what field 'ask' holds: omit prompt_field"),
         ([{"ask": said("hi", "so", "a"), **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
          "row 1: chosen does not begin with what field 'ask'"),
         ([{"ask": "hi", **WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK, "prompt_field": "ask"},

@@ -1,4 +1,4 @@
-"""Conversations that keep the thoughts that their template would leave out, and tool calls in its form."""
+"""Conversations that keep the thoughts that their template would omit, and tool calls in its form."""
 
 from __future__ import annotations
 

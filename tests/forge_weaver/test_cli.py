@@ -94,7 +94,7 @@ def test_names_are_checked_before_anything_is_scored(tmp_path, monkeypatch):
 def test_labels_for_a_method_that_does_not_look_at_them(tmp_path, table):
     scores = tmp_path / "scores.npz"
     table.save(scores)
-    with pytest.raises(SystemExit, match="method binned does not look at labels: leave labelled out"):
+    with pytest.raises(SystemExit, match="method binned does not look at labels: omit labelled"):
         forge(["weaver", "fit", str(scores), "--method", "binned", "--labelled", "5", "--out", str(tmp_path / "x.npz")])
 
 

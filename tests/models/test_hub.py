@@ -47,7 +47,7 @@ except ValueError as error: print(error)
     v1, family, missing = found.stdout.strip().splitlines()
     assert v1.endswith(f"snapshots/{'v1':0>40}")
     assert "model_type 'gpt2'" in family
-    assert "somebody/small@v2 is no local folder and could not be fetched from the hub" in missing
+    assert "somebody/small@v2 is not a local folder and could not be fetched from the hub" in missing
 
 
 @pytest.mark.parametrize(

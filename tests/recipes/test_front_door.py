@@ -1,4 +1,4 @@
-"""The Python front door as a user meets it: complete examples of at most 15 lines, each in a process of its own."""
+"""The Python front door as a user meets it: complete examples of at most 15 lines, each in a separate process."""
 
 from __future__ import annotations
 

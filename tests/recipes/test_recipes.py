@@ -135,7 +135,7 @@ def test_grpo_leaves_a_whole_run(tmp_path, overrides):
 @pytest.mark.full
 @pytest.mark.processes
 def test_colocated_trainer_and_generators_take_turns(tmp_path):
-    """Two ranks, each with a generator in its process; the same run with processes of their own gives the same."""
+    """Two ranks, each with a generator in its process; the same run with separate processes gives the same."""
     turns = ["--async.max_policy_age", "0", "--trainer.procs", "2", "--checkpoint.every", "2"]
     histories = {}
     for name, placement in (("together", ["--colocated", "true"]), ("apart", [])):

@@ -209,7 +209,7 @@ def test_what_would_be_another_run_is_refused_by_name(left):
         ([*run, "--from_scratch", "null", "--model", "other"], "model was None and is 'other'"),
         ([*run, "--training.steps", "3"], "it is at step 4 already, and training.steps is 3"),
         ([*run, "--training.lerning_rate", "1"], "did you mean 'learning_rate'"),
-        ([*run, "--run.name", "y"], "leave out run.name and run.root"),
+        ([*run, "--run.name", "y"], "omit run.name and run.root"),
         ([*auto, "--checkpoint.every", "0"], "--resume auto needs checkpoint.every"),
         (["--resume", f"{left.folder}s"], "there is no such run"),
         (["--resume", str(left.root)], "not a run folder"),

@@ -50,7 +50,7 @@ def test_what_is_no_number_is_no_score_and_says_why(function):
         "it gave nan",
         "it gave inf",
     ]
-    assert reasons[5] == "it gave '0.7', which is no number"
+    assert reasons[5] == "it gave '0.7', which is not a number"
     assert len(found.reasons) == 6
 
 

@@ -82,8 +82,8 @@ def test_a_model_that_cannot_be_divided(model: Path):
     Parallelism(tensor_parallel_degree=2, context_parallel_degree=2).check(SimpleNamespace(**four))
     Parallelism(context_parallel_degree=4).check(SimpleNamespace(**four))
     for degrees, message in (
-        ({"tensor_parallel_degree": 4}, "num_key_value_heads = 2 is no multiple of tensor_parallel_degree = 4"),
-        ({"context_parallel_degree": 3}, r"num_attention_heads = 4 is no multiple of .* \* .* = 3"),
+        ({"tensor_parallel_degree": 4}, "num_key_value_heads = 2 is not a multiple of tensor_parallel_degree = 4"),
+        ({"context_parallel_degree": 3}, r"num_attention_heads = 4 is not a multiple of .* \* .* = 3"),
     ):
         cfg = SimpleNamespace(
             trainer=TrainerConfig(), training=TrainingConfig(), parallelism=Parallelism(**degrees), engine=None
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_divided(model: Path):
     ("degrees", "ranks", "changes", "message"),
     [
         ({"expert_parallel_degree": 2}, 2, {"model_type": "qwen3"}, "needs a mixture of experts, this is qwen3"),
-        ({"expert_parallel_degree": 4}, 4, {}, "num_experts = 6 is no multiple of expert_parallel_degree = 4"),
+        ({"expert_parallel_degree": 4}, 4, {}, "num_experts = 6 is not a multiple of expert_parallel_degree = 4"),
         ({"expert_parallel_degree": 2}, 8, {}, "6 experts cannot be divided over 8 ranks: raise data_parallel_replic"),
         ({}, 8, {}, "6 experts cannot be divided over 8 ranks: set expert_parallel_degree"),
         ({"data_parallel_replicate_degree": 2}, 8, {}, "6 experts cannot be divided over 8 ranks: set expert_paralle"),

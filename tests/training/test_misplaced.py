@@ -41,7 +41,7 @@ def left_behind(module: Any, name: str) -> Place:
 
 
 def moved(state: Callable[[torch.device], bool], buffers: str | None = None) -> Place:
-    """Moves of a trainer that leave out the state of its optimiser, or take its buffers to another device."""
+    """Moves of a trainer that omit the state of its optimiser, or take its buffers to another device."""
 
     def make(move: Any) -> Any:
         def part(model: Any, optimizer: Any, to: torch.device, **_: Any) -> None:

@@ -21,7 +21,7 @@ class DatasetActor(ForgeActor):
     """Hands out samples, episodes or pairs in a fixed, resumable order.
 
     It lives in the controller (`as_local`), where its plain endpoints run in a thread so that tokenising does not block
-    the event loop, or in a process of its own (`as_actor`), whose loss ends the run.
+    the event loop, or in a separate process (`as_actor`), whose loss ends the run.
 
     Args:
         tokenizer: Hugging Face folder or hub id whose tokenizer makes the tokens.

@@ -1,4 +1,4 @@
-"""Environments as a service of replicas: each holds the episodes of many callers, in processes of its own."""
+"""Environments as a service of replicas: each holds the episodes of many callers, in separate processes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class ReplayBuffer(ForgeActor):
     version `i // batch_size - max_policy_age` is served (`advance`). What is dropped is admitted again. This is what
     makes one rollout loop synchronous or asynchronous.
 
-    It lives in the controller (`as_local`) or in a process of its own (`as_actor`), whose loss ends the run.
+    It lives in the controller (`as_local`) or in a separate process (`as_actor`), whose loss ends the run.
 
     Args:
         capacity: most items held.

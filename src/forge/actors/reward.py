@@ -14,7 +14,7 @@ from ..types import Completion
 
 
 class RewardActor(ForgeActor):
-    """A `forge.rewards.reward.Reward` in processes of its own.
+    """A `forge.rewards.reward.Reward` in separate processes.
 
     Args:
         functions: functions, verifiers, or objects with `score_group`; names that `load_reward` resolves; mappings

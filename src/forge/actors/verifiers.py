@@ -10,7 +10,7 @@ from ..runtime.controller import ForgeActor, Service, endpoint
 
 
 class VerifierActor(ForgeActor):
-    """A panel in a process of its own; several replicas share the calls.
+    """A panel in a separate process; several replicas share the calls.
 
     Args:
         verifiers: which ones.

@@ -22,7 +22,7 @@ class CISPO(GroupRelative):
     gradient, which a clipped surrogate removes.
 
     Args:
-        clip_low: the weight is at least 1 - clip_low; 1 is no lower bound, as in the paper.
+        clip_low: the weight is at least 1 - clip_low; 1 means no lower bound, as in the paper.
         clip_high: the weight is at most 1 + clip_high.
         normalize, std, std_epsilon: as in `GRPO`.
     """

@@ -33,4 +33,4 @@ class DecoupledPPO(Clipped, GroupRelative):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.correction is None:
-            raise ValueError("decoupled PPO is its correction: choose another algorithm, or leave correction out")
+            raise ValueError("decoupled PPO is its correction: choose another algorithm, or omit correction")

@@ -71,7 +71,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
         settings = {}
     if isinstance(target, Algorithm):
         if settings:
-            raise ValueError(f"{subject} is an object and has its settings: leave out {', '.join(settings)}")
+            raise ValueError(f"{subject} is an object and has its settings: omit {', '.join(settings)}")
         return target
     # A function: parameters that are not tensors of a batch are its settings.
     call = getattr(target, "forward", target)
@@ -111,4 +111,4 @@ def _hint(name: str, settable: list[str]) -> str:
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
     if not owners:
         return nearest(name, settable)
-    return f": it is one of {', '.join(owners)}; leave it out, or set grpo.{name} to null where a file sets it"
+    return f": it is one of {', '.join(owners)}; omit it, or set grpo.{name} to null where a file sets it"

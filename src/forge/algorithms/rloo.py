@@ -47,7 +47,7 @@ class RLOO(Clipped):
         super().__post_init__()
         if self.kl_in == "reward":
             # The KL of a whole sequence would have to be known before the leave-one-out.
-            raise ValueError("RLOO has its KL in the loss: leave kl_in out")
+            raise ValueError("RLOO has its KL in the loss: omit kl_in")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """A_i = r_i - mean of the other rewards of the group."""

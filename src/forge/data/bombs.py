@@ -67,7 +67,7 @@ def check_arrow(folder: Path) -> None:
     # Headers only: no column is read.
     for path in sorted(folder.rglob("*.arrow")):
         if not path.is_file():
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError(f"{path} is not a regular file")
         rows = 0
         with pa.memory_map(str(path)) as source:
             try:

@@ -234,7 +234,7 @@ class ChatFormat:
 
     def _answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
         if turn == 0:
-            raise ValueError("message 1 is an assistant's, with nothing to answer: leave it out, or set train_on: last")
+            raise ValueError("message 1 is an assistant's, with nothing to answer: omit it, or set train_on: last")
         context = self._context(conversation, turn, text)
         upto = text if turn == len(conversation) - 1 else self.render(conversation[: turn + 1])
         if not text.startswith(upto) or not upto.startswith(context):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
-# Blocks alone. A tag such as <answer> on a line of its own would begin a block of HTML and hide the fence after it.
+# Blocks alone. A tag such as <answer> on a separate line would begin a block of HTML and hide the fence after it.
 _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "reference"])
 _MARKDOWN.core.ruler.enableOnly(["normalize", "block"])
 PYTHON = frozenset(["python", "py", "python3", "py3", "ipython"])

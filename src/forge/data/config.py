@@ -43,7 +43,7 @@ class RowsConfig(Section):
     the question. `{choices}` in the template stands for them, one a line, lettered from A; the target is the letter. A
     list's target is a letter, a position from 0 or an option, that of columns an option."""
     chat_template: bool | str = False
-    """True renders through the tokenizer's chat template; a text with braces, or a file, is a template of its own."""
+    """True renders through the tokenizer's chat template; a text with braces, or a file, is a separate template."""
     system_prompt: str | None = None
     """The system message before the prompt."""
     chat_options: dict[str, Any] | None = None
@@ -125,7 +125,7 @@ class SupervisedConfig(RowsConfig):
     train_on: Literal["assistant", "last"] = "assistant"
     """The trained turns of a conversation: all of the assistant, or the last."""
     thoughts: Literal["keep", "template"] = "keep"
-    """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
+    """Of earlier turns of a conversation, where the chat template omits them: `keep` trains each turn as it was
     when it was the last; with `template` such a conversation is an error, except with `train_on: last`."""
     weight_field: str | None = None
     """A number of each row that multiplies its share of the loss; rows of weight 0 are skipped and counted."""
@@ -154,7 +154,7 @@ class PreferencesConfig(RowsConfig):
     rejected_field: str = "rejected"
     """Column of the rejected answer."""
     thoughts: Literal["keep", "template"] = "keep"
-    """Of earlier turns of a conversation, where the chat template leaves them out: `keep` trains each turn as it was
+    """Of earlier turns of a conversation, where the chat template omits them: `keep` trains each turn as it was
     when it was the last; with `template` such a conversation is an error."""
     epochs: PositiveInt | None = None
     """Passes over the data, after which the run ends, if `training.steps` is more; the last batch has the remaining

@@ -140,7 +140,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         start = 0 if prompt[0]["role"] in _SYSTEM else first
         beginning = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
         if beginning != [(m["role"], m["content"].strip()) for m in prompt]:
-            raise ValueError(f"{name} does not begin with what field {field!r} holds: leave prompt_field out")
+            raise ValueError(f"{name} does not begin with what field {field!r} holds: omit prompt_field")
         return conversation
 
 

@@ -132,7 +132,7 @@ def differing(settings: RowsConfig) -> dict[str, Any]:
 def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str) -> None:
     """ValueError: a setting has no effect on rows of this form."""
     if idle := [name for name in settings if name not in used]:
-        raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: leave it out")
+        raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: omit it")
 
 
 def as_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:

@@ -36,7 +36,7 @@ def without_thoughts(text: str, prompt: object = "") -> str:
 def possible_answers(text: str, prompt: object = "") -> Iterator[str]:
     """`without_thoughts`, and then what else may be the answer, for formats that say by themselves where it ends.
 
-    A marker within an answer, such as a key of a JSON object, is no thought's: so also the text after each earlier
+    A marker within an answer, such as a key of a JSON object, is not a thought's: so also the text after each earlier
     marker and, unless the prompt has opened a thought, all of it.
     """
     yield without_thoughts(text, prompt)

@@ -121,7 +121,7 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str) and not as_text:
-        with suppress(ValueError):  # what is no JSON stays the text that it is
+        with suppress(ValueError):  # what is not JSON stays the text that it is
             arguments = json.loads(arguments)
     elif as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -203,7 +203,7 @@ class Turns:
         if match is None:
             return None
         first, run = match
-        # Calls may end in special tokens of their own, before the one that ends the turn.
+        # Calls may end in their own special tokens, before the one that ends the turn.
         if self.closer not in run:
             return first.span()
         start = first.start() + run.index(self.closer)

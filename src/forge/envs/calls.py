@@ -49,7 +49,7 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
     """
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
     if syntax == "harmony":
-        content, calls, errors = _read(text, syntax, schemas)  # its thoughts have a form of their own
+        content, calls, errors = _read(text, syntax, schemas)  # its thoughts have another form
         calls, errors = (calls, errors) if tools else ([], [])
     elif not tools:
         return Action(text, text.strip(), truncated=truncated)
@@ -172,7 +172,7 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
         # Literals only: nothing is evaluated.
         call = ast.parse(f"f({text})", "<model output>", mode="eval").body
         if not isinstance(call, ast.Call):
-            raise ValueError("it is no list of arguments")
+            raise ValueError("it is not a list of arguments")
         values = {names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)}
         for keyword in call.keywords:
             if keyword.arg is None or keyword.arg in values:

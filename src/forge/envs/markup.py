@@ -206,7 +206,7 @@ def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
     if text.startswith(tags.closing, past.end()) and tags.follows.match(text, past.end() + len(tags.closing)):
         return past.end()
     first, open_tags, scanned = -1, 0, 0
-    # An opening tag is on a line of its own or after another tag, as templates write it, or it is only spoken of.
+    # An opening tag is on a separate line or after another tag, as templates write it, or it is only spoken of.
     for tag in re.compile(f"(?<=[\n>]){tags.opening}|{tags.closing}").finditer(text, start, limit):
         if tag[0] == tags.opening:
             open_tags += 1

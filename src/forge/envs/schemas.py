@@ -82,7 +82,7 @@ class Parameters:
         """
         schema = self.properties.get(name, True)
         try:
-            # Text that is no JSON is the value itself.
+            # Text that is not JSON is the value itself.
             value = _read(text, python)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text

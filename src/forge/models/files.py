@@ -41,7 +41,7 @@ tokenizer = Tokenizer.from_file(sys.argv[1])
 for text in ("a" * 64 + "!", "Hello, world! 12 \\u00e9\\n", " ", ""):
     try:
         tokenizer.decode(tokenizer.encode(text).ids)
-    except Exception:  # a text that it has no tokens for; a panic is no Exception
+    except Exception:  # a text that it has no tokens for; a panic is not an Exception
         continue
 """
 
@@ -58,7 +58,7 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
         raise ValueError(f"{path.name} is nested too deeply") from None
     except ValueError as error:
         text = " ".join(str(error).split())
-        raise ValueError(text if text.startswith(path.name) else f"{path.name} is no JSON: {text}") from None
+        raise ValueError(text if text.startswith(path.name) else f"{path.name} is not JSON: {text}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} must be a mapping, not {type(values).__name__}")
     _check_values(values, path.name)
@@ -104,7 +104,7 @@ def check_gguf(file: Path) -> None:
     with file.open("rb") as opened:
         start = opened.read(24)
     if start[:4] != b"GGUF":
-        raise ValueError(f"{file} is no GGUF file: it does not begin with GGUF")
+        raise ValueError(f"{file} is not GGUF file: it does not begin with GGUF")
     if len(start) < 24:
         raise ValueError(f"{file} could not be opened as GGUF: it is cut off")
     version, tensors, keys = struct.unpack("<IQQ", start[4:])
@@ -125,7 +125,7 @@ def _content(path: Path, max_bytes: int, read: bool = True) -> bytes:
 
 def _reject(handle: int, path: Path) -> NoReturn:
     os.close(handle)
-    raise ValueError(f"{path.name} is no regular file")
+    raise ValueError(f"{path.name} is not a regular file")
 
 
 def _check_values(values: dict[str, Any], name: str) -> None:
@@ -140,7 +140,7 @@ def _check_values(values: dict[str, Any], name: str) -> None:
             pending += [(depth + 1, item) for item in (value.values() if isinstance(value, dict) else value)]
             _check_implementations(value, name)
         elif isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{name} has NaN, which is no number")
+            raise ValueError(f"{name} has NaN, which is not a number")
         elif isinstance(value, int) and abs(value) >= (NO_LIMIT if name.startswith("tokenizer") else MAX_NUMBER):
             raise ValueError(f"{name} has a number of {len(str(abs(value)))} digits")
     layers = values.get("num_hidden_layers")
@@ -186,7 +186,7 @@ def _check_index(path: Path) -> None:
         raise ValueError(f"{path.name} has no weight_map")
     for file in files.values():
         if not isinstance(file, str) or re.fullmatch(r"[\w.][\w. -]*", file) is None:
-            raise ValueError(f"{path.name} names {str(file)[:80]!a}, which is no file of this folder")
+            raise ValueError(f"{path.name} names {str(file)[:80]!a}, which is not a file of this folder")
 
 
 def _check_weights(path: Path) -> None:

@@ -57,7 +57,7 @@ def check_family(name: str) -> None:
         raise ValueError(f"model {name} has model_type {family!r:.80}, which is unsupported: use {_families()}")
     try:
         config = model_config(path.parent)
-    except Exception as error:  # its validation raises classes of its own
+    except Exception as error:  # its validation raises its own classes
         raise ValueError(f"model {name}: its config.json is invalid: {' '.join(str(error).split())}") from error
     config.name_or_path = f"model {name}"
     check_config(config)
@@ -101,7 +101,7 @@ def resolve_model(name: str) -> str:
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
         except Exception as error:
             raise ValueError(
-                f"model {name} is no local folder and could not be fetched from the hub ({type(error).__name__}); "
+                f"model {name} is not a local folder and could not be fetched from the hub ({type(error).__name__}); "
                 "download it first and give the folder"
             ) from error
         check_model_files(folder)

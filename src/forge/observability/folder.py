@@ -35,7 +35,7 @@ def digest(path: Path, size: int | None = None) -> xxhash.xxh3_128:
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if the folder holds an earlier run that made a step; one that failed before is no loss."""
+    """Raise FileExistsError if the folder holds an earlier run that made a step; others are not a loss."""
     if (folder / MARK).exists() and not overwrite and not made_no_step(folder):
         raise FileExistsError(
             f"{folder} holds an earlier run: resume it with --resume {folder}, choose another run.name, or set "

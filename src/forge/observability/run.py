@@ -101,7 +101,7 @@ class Run:
         if resume:
             self.sync()  # the checksums may cover rows that were removed
         self._trackers: TrackerProcess | None = None
-        # Trackers are programs of others, and may hang: they run in a process of their own.
+        # Trackers are programs of others, and may hang: they run in a separate process.
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
             from .trackers.process import TrackerProcess
 

@@ -259,7 +259,7 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
     if key in sections or (key == "rollout" and "grpo" in sections):  # see RLConfig.canonical
         return {key: value}
     inner = {name: section_in(field.annotation) for name, field in sections.items()}
-    # Sections of their own matter, such as `episode` or `critic`, are given whole.
+    # Sections about one matter, such as `episode` or `critic`, are given whole.
     inner_keys = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}
     owners = [name for name, keys in inner_keys.items() if key in keys]
     everything = [*sections, *(inner for keys in inner_keys.values() for inner in keys)]
@@ -302,7 +302,7 @@ def _count(rows: Any, problems: int | None, limit: int | None = None) -> int:
 
 
 def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable[[Any], Any]) -> Any:
-    """`await work(policy)` with a generator of this model, in a run of its own."""
+    """`await work(policy)` with a generator of this model, in a separate run."""
     from ..actors import Generator
     from ..engines import EngineSettings
     from ..engines.weights import load_config

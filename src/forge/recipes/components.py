@@ -234,7 +234,7 @@ async def trainer(
     cfg: TrainingRecipe, job: Job, loss: Callable[..., Any], *, service: str = "trainer", **overrides: Any
 ) -> Handle:
     """A trainer under `services.<service>`; further settings are those of `forge.actors.Trainer`. A second trainer of
-    a run, such as a critic, keeps its checkpoints in a folder of its own."""
+    a run, such as a critic, keeps its checkpoints in a separate folder."""
     folder = job.record.checkpoints if service == "trainer" else f"{job.record.checkpoints}/{service}"
     settings = {
         "optimizer": cfg.training.optimizer_settings(),

@@ -134,7 +134,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
     preemption = Preemption(deadline_of(cfg.run.save_before))
     with ExitStack() as signals, ExitStack() as closing:
         if cfg.checkpoint.every and threading.current_thread() is threading.main_thread():
-            # Until the run has handlers of its own: the default action would end it without its exit code.
+            # Until the run has its own handlers: the default action would end it without its exit code.
             before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
             closing.callback(signal.signal, signal.SIGUSR1, before)
         try:
@@ -175,7 +175,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
                 if error.code:
                     raise
                 raise RuntimeError(f"code of the run raised {error!r} before its end") from error
-            finally:  # `run` had handlers of its own, and leaves the default ones
+            finally:  # `run` had its own handlers, and leaves the default ones
                 signals.enter_context(finishing("the run has ended and is being closed"))
         except BaseException as error:
             # Errors about files that are gone say little; that the folder was removed says all.

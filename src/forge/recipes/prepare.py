@@ -249,8 +249,8 @@ def check_data(
     streams = training.sources if isinstance(training, Mixture) else [training]
     if any(stream.epochs is not None and stream.size is None for stream in streams):
         raise ValueError(
-            "dataset.epochs needs data of a known length, which streamed rows do not have: leave it out, and set "
-            "training.steps, or leave out streaming"
+            "dataset.epochs needs data of a known length, which streamed rows do not have: omit it, and set "
+            "training.steps, or omit streaming"
         )
     if not evaluation.problems:
         return training.size, []
@@ -277,7 +277,7 @@ def check_data(
     if shared:
         log.warning(
             "%d of the %d held-out %ss are also in the training data, so their results say little about others: give "
-            "eval.path rows of its own",
+            "eval.path other rows",
             *(shared, len(held_out), NOUNS[dataset.kind]),
         )
     return training.size, held_out

@@ -87,7 +87,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     elif (Path(cfg.run.root) / cfg.run.name).resolve() != folder.resolve():
         raise ConfigError(
             f"--resume {folder}, but the configuration is that of {Path(cfg.run.root) / cfg.run.name}: "
-            "leave out run.name and run.root"
+            "omit run.name and run.root"
         )
     return cfg
 

@@ -70,7 +70,7 @@ class AlgorithmConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic of `ppo`, with weights of its own."""
+    """The critic of `ppo`, with separate weights."""
 
     model: str | None = None
     """Null: the policy's start, with a new head."""
@@ -185,7 +185,7 @@ class RLConfig(RecipeConfig):
         return [self.critic.model or model] if self.load_algorithm().needs_critic else []
 
     def starts_reference(self, algorithm: Algorithm) -> bool:
-        """Whether the run has a reference model of its own."""
+        """Whether the run has a separate reference model."""
         return algorithm.needs_reference and self.services.ref_model is not None
 
     @property

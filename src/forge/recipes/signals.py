@@ -69,5 +69,5 @@ class _Handler:
 
 
 def _say(number: int, message: str) -> None:
-    # A write of its own: a signal may come while another line is being printed.
+    # A separate write: a signal may come while another line is being printed.
     os.write(2, f"forge: {signal.Signals(number).name}: {message}\n".encode())

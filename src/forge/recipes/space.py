@@ -42,7 +42,7 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
             f"{folder} needs {needed:,} bytes for checkpoints and the trained model, and its disk has {free:,} free: "
             "set run.root to another disk, or checkpoint.every to 0"
         )
-    # Supervised training publishes weights for evaluations alone; other hosts have a memory of their own.
+    # Supervised training publishes weights for evaluations alone; other hosts have their own memory.
     samples = getattr(cfg.services, "generator", None) is not None and not hasattr(cfg.eval, "stop_at")
     if not samples or cfg.lora is not None or cfg.cluster.configured_hosts:
         return

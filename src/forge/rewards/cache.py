@@ -92,7 +92,7 @@ class Cache:
         self._entries: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._lock = Lock()
         if self.path is not None:
-            # A path that is no cache is an error before the first score.
+            # A path that is not a cache is an error before the first score.
             if not self.path.parent.is_dir():
                 raise ValueError(f"the folder of the cache {self.path} does not exist: make it first")
             try:

@@ -168,7 +168,7 @@ class LMJudge:
     def _text(self, choice: Json) -> str:
         text = choice["message"].get("content") if self._chat else choice["text"]
         if not isinstance(text, str | None):
-            raise TypeError("the answer is no text")
+            raise TypeError("the answer is not text")
         return text or ""
 
     async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:

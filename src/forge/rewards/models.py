@@ -156,7 +156,7 @@ class BatchedModel:
                 yield from zip(indices, read_halving(indices), strict=True)
 
     def pad(self, indices: list[int], rows: Sequence[TokenRow] | Mapping[int, TokenRow]) -> Inputs:
-        """These rows as one batch."""
+        """A batch of rows."""
         width = max(len(rows[index].ids) for index in indices)
         ids, mask, types = [], [], []
         for row in (rows[index] for index in indices):

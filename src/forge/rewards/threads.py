@@ -85,7 +85,7 @@ _SEMAPHORES: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Thre
     WeakKeyDictionary()
 )
 
-in_thread = ThreadLimiter()  # shared by callers that have none of their own
+in_thread = ThreadLimiter()  # shared by callers without one
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:

@@ -52,7 +52,7 @@ class Scores:
                     raise Unscored("it gave no score (None)")
                 # Strings would be converted to numbers by numpy.
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
-                    raise Unscored(f"it gave {outcome!r:.80}, which is no number")
+                    raise Unscored(f"it gave {outcome!r:.80}, which is not a number")
                 if np.size(outcome) != names:
                     raise Unscored(f"it gave {np.size(outcome)} numbers for {names}")
                 scores.values[i] = outcome

@@ -1,1 +1,1 @@
-"""What a run runs on: actors and services, machines and their processes, stored weights. Knows nothing of learning."""
+"""The runtime: actors and services, machines and their processes, stored weights. It knows nothing of learning."""

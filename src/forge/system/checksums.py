@@ -55,7 +55,7 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
             raise DamagedFile(f"{folder / file} is damaged: it has {size} bytes, and {expected_size} were written")
         if digest != expected_digest:
             raise DamagedFile(f"{folder / file} is damaged: its checksum is not that of what was written")
-    # A list of checksums may itself be on the list: checkpoints contain folders with lists of their own.
+    # A list of checksums may itself be on the list: checkpoints contain folders with their own lists.
     for file in expected:
         if file.endswith(CHECKSUMS):
             check_files(folder, file)

@@ -242,7 +242,8 @@ class Parallelism(Section):
         ):
             if degree > 1 and getattr(config, name) % degree:
                 raise ValueError(
-                    f"parallelism: the model's {name} = {getattr(config, name)} is no multiple of {product} = {degree}"
+                    f"parallelism: the model's {name} = {getattr(config, name)} is not a multiple of "
+                    f"{product} = {degree}"
                 )
 
     def check_experts(self, config: PreTrainedConfig) -> None:
@@ -258,7 +259,8 @@ class Parallelism(Section):
         experts = config.num_experts
         if experts % degree:
             raise ValueError(
-                f"parallelism: the model's num_experts = {experts} is no multiple of expert_parallel_degree = {degree}"
+                f"parallelism: the model's num_experts = {experts} is not a multiple of "
+                f"expert_parallel_degree = {degree}"
             )
         ranks = self.data_parallel_shard_degree * self.context_parallel_degree
         if degree == 1:  # TorchTitan counts the copies as well, and would divide within experts

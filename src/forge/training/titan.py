@@ -325,7 +325,7 @@ def build_titan(
     No rank ever holds the whole model: it is sharded before it is read.
 
     Raises:
-        ValueError: TorchTitan lacks the model, a size is no multiple of a degree, or the folder lacks a tensor.
+        ValueError: TorchTitan lacks the model, a size is not a multiple of a degree, or the folder lacks a tensor.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     sizes = titan_config(config, seq_len)

@@ -34,10 +34,10 @@ class OpenEnvEnvironment(Environment):
     a call ends the episode, unless `to_action` is given.
 
     Args:
-        server: a client, whose sessions are shared with other environments; or a url, for a client of its own.
+        server: a client, whose sessions are shared with other environments; or a url, for a separate client.
         to_action: JSON of an action. By default the turn's text is the only required (or only) field of the server's
             schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
-            Thoughts are no part of it, and a turn that was cut at its limit of tokens is no action.
+            Thoughts are not part of it, and a turn that was cut at its limit of tokens is not an action.
         to_messages: messages for the policy. By default a single text of the observation, else its JSON.
         to_reset: the reset's parameters from task and seed. By default the seed, and `question` and `answer` of a
             sample, the items of a mapping, or `task`.

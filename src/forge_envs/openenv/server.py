@@ -362,7 +362,7 @@ class OpenEnvServer:
     def _reap(self, name: str, is_second_half: bool) -> None:
         """End a session after the second half of its limit, before which a process that was stopped reads messages."""
         session = self._named[name]
-        # A call that runs longer than the limit is no idle session.
+        # A call that runs longer than the limit is not an idle session.
         if session.busy:
             self._named_session(name)
             return

@@ -18,7 +18,7 @@ _MACHINE_FILES = ("/proc/cmdline", "/proc/version", "/proc/keys", "/proc/key-use
 def execute(settings: Settings, modules: dict[str, str], source: bytes, cells: int | None, setup: int) -> None:
     """Execute bwrap with a program, or with a session on the socket `cells`."""
     try:
-        # A group of its own, which is killed as one.
+        # A separate group, which is killed as one.
         os.setsid()
         paths = readable_paths(settings)
         # Root would be root inside too; bwrap maps the user that calls it.

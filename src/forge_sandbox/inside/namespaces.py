@@ -34,7 +34,7 @@ _ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
 
 
 def enter() -> None:
-    """Enter new namespaces; the next forked process is the first of its own. OSError: not permitted here."""
+    """Enter new namespaces; the next forked process is the first there. OSError: not permitted here."""
     uid = os.geteuid()
     gid = os.getegid()
     if uid:

@@ -82,5 +82,5 @@ def test_true_is_not_one():
 def test_wrong_settings_and_targets_are_errors():
     with pytest.raises(ValueError, match=r"form must be in \[0, 1\)"):
         JsonMatch(form=1.0)
-    with pytest.raises(ValueError, match="is no JSON object"):
+    with pytest.raises(ValueError, match="is not JSON object"):
         JsonMatch()("", "{}", "thirty")

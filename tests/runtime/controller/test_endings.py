@@ -34,7 +34,7 @@ SCRIPT = """
 
 
 def start(body: str) -> tuple[subprocess.Popen, list[int]]:
-    """A controller in a process of its own; returns once its components serve."""
+    """A controller in a separate process; returns once its components serve."""
     script = textwrap.dedent(SCRIPT).replace("{body}", body)
     process = subprocess.Popen(
         [sys.executable, "-c", script],

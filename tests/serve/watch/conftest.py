@@ -1,4 +1,4 @@
-"""Debian's chromium, driven by selenium, and the server of the page as a process of its own."""
+"""Debian's chromium, driven by selenium, and the server of the page as a separate process."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class Parser:
         if text in _ACCENTS:
             text += self._spelled(several=text in (r"\angle", r"\triangle"))
         elif token.kind != "letter" and text not in _NAMES and text not in _CONSTANTS:
-            raise Unreadable(f"{text!r} is no name")
+            raise Unreadable(f"{text!r} is not a name")
         # An index or a prime belongs to the name.
         plain = True
         while self._peek() in ("_", "'"):

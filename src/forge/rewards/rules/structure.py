@@ -103,7 +103,7 @@ def _list(parts: tuple[Token, ...]) -> Value | None:
     pieces, separators = split(parts, (",", ";", r"\vee"), ("and", "or"))
     if not separators:
         return None
-    # A comma before "or" is no separator by itself.
+    # A comma before "or" is not a separator by itself.
     words = [separator for separator in separators if separator.isalpha() or separator == r"\vee"]
     for index in range(len(separators) - 1, 0, -1):
         if separators[index] in words and separators[index - 1] == "," and not pieces[index]:  # ", or"

@@ -32,7 +32,7 @@ class JsonMatch:
         objects = map(_object, possible_answers(response, prompt))
         answer = next((candidate for candidate in objects if candidate is not None), None)
         if expected is None:
-            raise ValueError(f"the target {target[:60]!r} is no JSON object")
+            raise ValueError(f"the target {target[:60]!r} is not JSON object")
         if answer is None:
             return 0.0
         keys = expected.keys() | answer.keys()
@@ -50,7 +50,7 @@ def _object(text: str) -> dict[str, object] | None:
         return members
 
     def no_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         # Stricter than Python's reader, which keeps the last of two equal keys and reads NaN.

@@ -134,7 +134,7 @@ def _equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
 
 def _agree(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
     """Whether values agree at all points, or by one factor at all of them."""
-    # A function without a definition has a value of its own for each of its arguments.
+    # A function without a definition has a separate value for each of its arguments.
     calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
     names = {call: sympy.Symbol(f"value of {call}") for call in calls}
     answer, target = answer.subs(names), target.subs(names)

@@ -87,7 +87,7 @@ class Listener:
     def _log_failure(self, host: str, port: int, error: OSError) -> None:
         """Log why a connection was not accepted, with one warning for each address, which may retry without end."""
         level = logging.DEBUG
-        # A port scan or a probe closes the connection, which is no error of TLS.
+        # A port scan or a probe closes the connection, which is not an error of TLS.
         if isinstance(error, ssl.SSLError) and host not in self._warned and len(self._warned) < MAX_WARNED:
             self._warned.add(host)
             level = logging.WARNING

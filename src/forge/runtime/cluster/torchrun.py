@@ -25,7 +25,7 @@ from .words import check_words
 
 MEETING_TIMEOUT = timedelta(minutes=10)  # machines of one job may boot minutes apart
 _HOST = re.compile(r"[\w.:%][\w.:%-]{0,254}", re.ASCII)
-# Variables of the launcher, which the run must not see: it has ranks of its own.
+# Variables of the launcher, which the run must not see: it has its own ranks.
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -158,7 +158,7 @@ class LoadBalancer:
         free = [replica for replica in self.up if self._has_room(replica)]
         if request.deaths:
             free = self._isolated_choices(request, free)
-        # A replica that died with this request may have died of its own: another one is the better try.
+        # A replica that died with this request may have died by itself: another one is the better try.
         free = [replica for replica in free if replica.index not in request.avoid] or free
         if not free:
             return None

@@ -20,18 +20,18 @@ class Options(Section):
     num_replicas: PositiveInt = 1
     """Independent copies that calls are balanced over."""
     hosts: int | None = Field(None, ge=1)
-    """Hosts of its own for each replica, its processes divided over them; replicas of one process are spread over this
+    """Separate hosts for each replica, its processes divided over them; replicas of one process are spread over this
     many hosts instead. Null: the controller's own host."""
     host: str | None = None
     """HOST:PORT of the machine of `cluster.hosts` that it is placed on; null: any."""
     with_gpus: bool = False
-    """Give each process GPUs of its own."""
+    """Give each process its own GPUs."""
     gpus_per_proc: PositiveInt = 1
     """How many, with `with_gpus`."""
     mesh_name: str | None = None
     """What the component is called in errors, metrics and status; null: its class."""
     share: str | None = None
-    """Name of processes that several components live in together; null: processes of its own."""
+    """Name of processes that several components live in together; null: separate processes."""
     share_procs: PositiveInt = 1
     """How many processes have that name. A component of as many has a rank in each of them; replicas of one process
     live in one each, in turn. With GPUs there is one for each of them."""
@@ -80,7 +80,7 @@ class Options(Section):
         if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts or self.per_process != 1):
             raise ValueError(
                 f"a component that shares the process {self.share!r} has one process, or all {self.share_procs} of "
-                "that name (share_procs), and no host of its own; set share to null to give it its own"
+                "that name (share_procs), and no separate host; set share to null to give it its own"
             )
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus):
             raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")

@@ -301,7 +301,7 @@ class VersionStore(Store):
             manifest.check()
         except ValueError as error:
             raise IncompleteVersion(str(error)) from None
-        # A restarted trainer puts its last version again: with equal values that is no conflict.
+        # A restarted trainer puts its last version again: with equal values that is not a conflict.
         if number in versions:
             published = self.manifest(key, number)
             if manifest.digest == published.digest:
