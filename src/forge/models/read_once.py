@@ -1,6 +1,7 @@
 """A model folder's configuration and tokenizer, each read once a process: many checks of a start need them.
 
-A configuration is a copy, which its reader may change. A tokenizer is shared: it is large, and no reader changes it.
+A configuration is a copy, which its reader may change. A tokenizer is shared by the checks, which one thread makes;
+what encodes in other threads opens another one.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from ..algorithms import Algorithm, ValueLoss
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.read_once import model_tokenizer
+from ..models.tokenizer import open_tokenizer
 from ..observability import Run
 from ..observability.console import log
 from ..observability.runs import SERVED
@@ -132,7 +133,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     )
     env: GroupEnv
     if single_turn:
-        env = SingleTurnEnv(reward_service, model_tokenizer(job.model) if cfg.reward.gives_steps else None)
+        env = SingleTurnEnv(reward_service, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
     else:
         env = await (make_env or multi_turn_env)(cfg, job)
     state = RunState(policy_trainer, samples, buffer, critic_trainer, reward_service if cfg.reward.learns else None)
@@ -221,7 +222,8 @@ async def generator(cfg: RecipeConfig, job: Job, **sampling: Any) -> Handle:
         from ..serve import Server  # its import was checked with the configuration
         from ..system.web import required_key
 
-        tokenizer = model_tokenizer(job.model)
+        # Its threads encode at once, and the Rust library lets one thread change a tokenizer that no other reads.
+        tokenizer = open_tokenizer(job.model)
         run_key = secrets.token_urlsafe(32)
         server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), run_key)
         url = await server.listen_in_background(listening)

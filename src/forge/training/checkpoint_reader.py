@@ -2,6 +2,9 @@
 
 torch.distributed.checkpoint unpickles its metadata, and values that are not tensors, without restrictions, and a pickle
 may call anything. A checkpoint may come from another person.
+
+torch's own writer of safetensors, which needs no pickle, is not used: it holds what a rank writes in memory once more
+(602 MB for a state of 600 MB, against 1 MB of the writer that is used; torch 2.13).
 """
 
 from __future__ import annotations
