@@ -43,7 +43,13 @@ def test_overrides_win_by_either_name(tmp_path: Path, form: dict[str, Any]):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rollout": {"clip_high": 0.3}}, "rollout.clip_high is a key of algorithm: write it there"),
+        ({"rollout": {"clip_high": 0.3}}, "unknown key 'rollout.clip_high'"),
+        (
+            {"rollout": {"n_sample": 3}},
+            "unknown key 'rollout.n_sample'; did you mean 'n_samples'?; settings of the loss",
+        ),
+        ({"rollout": [3]}, "rollout must be a mapping of keys to values, got [3]"),
+        ({"rollout": {"n_samples": 3}, "grpo": 3}, "grpo must be a mapping of keys to values, got 3"),
         ({"algorithm": {"n_samples": 3}}, "algorithm.n_samples is a key of rollout: write it there"),
         (
             {"rollout": {"n_samples": 3}, "grpo": {"n_samples": 4}},
@@ -53,10 +59,24 @@ def test_overrides_win_by_either_name(tmp_path: Path, form: dict[str, Any]):
             {"algorithm": {"name": "dapo", "clip": 0.3}, "rollout": {}},
             "dapo has no setting 'clip'",
         ),
-        ({"rollout": 3}, "unknown key 'rollout'"),
+        ({"rollout": 3}, "rollout must be a mapping of keys to values, got 3"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, values: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as error:
         read(tmp_path / "run.yaml", values)
     assert message in str(error.value)
+
+
+def test_a_section_that_is_overridden_as_a_whole_overrides_its_keys(tmp_path: Path):
+    words = ["--rollout", "{n_samples: 6}", "--algorithm", "{name: cispo, clip_high: 0.4}"]
+    for form in (ONE, TWO):
+        changed = read(tmp_path / "run.yaml", form, *words)
+        assert (changed["grpo"]["n_samples"], changed["grpo"]["max_tokens"]) == (6, 64)
+        assert (changed["grpo"]["clip_high"], changed["algorithm"]) == (0.4, "cispo")
+
+
+def test_a_section_that_is_null_is_empty(tmp_path: Path):
+    plain = read(tmp_path / "run.yaml", {})
+    assert read(tmp_path / "run.yaml", {"rollout": None}) == plain
+    assert read(tmp_path / "run.yaml", {"algorithm": {"name": None}}) == plain

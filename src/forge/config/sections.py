@@ -316,14 +316,24 @@ def _set(values: dict[str, Json], cls: type, name: str, text: str) -> None:
         path = cls.canonical_path(path)
     if _hint(cls, path) is None and _hint(cls, ["services", *path]) is not None:
         path = ["services", *path]
+    hint = _hint(cls, path)
+    value = _parse_override(text, Any if hint is None else hint)
+    # A section by another name, such as `--rollout '{n_samples: 4}'`, overrides its keys one by one.
+    if isinstance(value, dict) and issubclass(cls, Section) and cls.canonical_path([*path, "_"]) != [*path, "_"]:
+        for key, item in value.items():
+            _put(values, cls.canonical_path([*path, str(key)]), item, name)
+    else:
+        _put(values, path, value, name)
+
+
+def _put(values: dict[str, Json], path: list[str], value: Json, name: str) -> None:
     for key in path[:-1]:
         if values.get(key) is None:  # a section that the file omits, or sets to null
             values[key] = {}
         values = values[key]
         if not isinstance(values, dict):
             raise ConfigError(f"--{name}: {key!r} is a value, not a section")
-    hint = _hint(cls, path)
-    values[path[-1]] = _parse_override(text, Any if hint is None else hint)
+    values[path[-1]] = value
 
 
 def _hint(cls: Type, path: list[str]) -> Type:

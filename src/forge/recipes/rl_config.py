@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..algorithms import Algorithm, Correction, load_algorithm
-from ..config.plugin import resolve
+from ..config.plugin import nearest, resolve
 from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, RowsConfig
 from ..engines.interface import check_length
@@ -136,23 +136,28 @@ class RLConfig(RecipeConfig):
         Raises:
             ConfigError: a key that belongs to the other of them, or one that is also set in `grpo`.
         """
-        rollout = values.get("rollout")
         algorithm = values.get("algorithm")
-        if not isinstance(rollout, dict) and not isinstance(algorithm, dict):
+        if "rollout" not in values and not isinstance(algorithm, dict):
             return values
+        sections = {"grpo": values.get("grpo") or {}, "rollout": values.get("rollout") or {}}
+        for name, section in sections.items():
+            if not isinstance(section, dict):
+                raise ConfigError(f"{name} must be a mapping of keys to values, got {section!r:.80}")
+        settings = {**sections["grpo"]}
+        parts = {"rollout": sections["rollout"]}
         values = {key: value for key, value in values.items() if key != "rollout"}
-        settings = dict(values.get("grpo") or {})
-        parts = {"rollout": dict(rollout or {})}
         if isinstance(algorithm, dict):
             parts["algorithm"] = {key: value for key, value in algorithm.items() if key != "name"}
-            values["algorithm"] = algorithm.get("name", "grpo")
-        for section, part in parts.items():
+            values["algorithm"] = algorithm.get("name") or "grpo"
+        for name, part in parts.items():
             for key, value in part.items():
-                if (key in ROLLOUT_KEYS) != (section == "rollout"):
-                    owner = "rollout" if key in ROLLOUT_KEYS else "algorithm"
-                    raise ConfigError(f"{section}.{key} is a key of {owner}: write it there")
+                if name == "rollout" and key not in ROLLOUT_KEYS:
+                    hint = nearest(key, sorted(ROLLOUT_KEYS))
+                    raise ConfigError(f"unknown key 'rollout.{key}'{hint}; settings of the loss are keys of algorithm")
+                if name == "algorithm" and key in ROLLOUT_KEYS:
+                    raise ConfigError(f"algorithm.{key} is a key of rollout: write it there")
                 if key in settings:
-                    raise ConfigError(f"grpo.{key} and {section}.{key} are the same setting: keep one")
+                    raise ConfigError(f"grpo.{key} and {name}.{key} are the same setting: keep one")
                 settings[key] = value
         return {**values, "grpo": settings}
 
