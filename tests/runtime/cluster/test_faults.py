@@ -13,7 +13,7 @@ from forge.runtime.controller.supervisor import SOUND_AFTER
 from tests.runtime.cluster.machines import ROOT, Controller, environment, inside, listens, trained, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
-OURS = "[b]ootstrap_main|[f]orge.controller.child"
+OURS = "[b]ootstrap_main|[f]orge.runtime.controller.child"
 
 
 def test_a_machine_that_is_lost_is_replaced_and_taken_up_again(lab):
@@ -81,7 +81,7 @@ def test_a_lost_controller_leaves_no_process(lab):
 def test_a_daemon_or_a_worker_that_is_killed_takes_its_processes_along(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
-    lab[1].run(["pkill", "-9", "-f", "[f]orge.cluster.worker"])
+    lab[1].run(["pkill", "-9", "-f", "[f]orge.runtime.cluster.worker"])
     wait_until(lambda: controller.ask("states") == ["up", "up"], 30, "another worker is started")
     assert [host for _, host, _ in controller.ask("where")] == ["m2", "m3"]
     lab[1].run(["pkill", "-9", "-f", "[f]orge worker"])
@@ -96,7 +96,7 @@ def test_a_replacement_that_is_sent_to_a_dead_worker_costs_seconds(lab):
     controller = Controller(lab[0], "replicas", "1", "1", hosts="m2")
     controller.read("ready")
     time.sleep(SOUND_AFTER + 1.0)
-    lab[1].run(["pkill", "-9", "-f", "[f]orge.cluster.worker"])
+    lab[1].run(["pkill", "-9", "-f", "[f]orge.runtime.cluster.worker"])
     wait_until(lambda: controller.ask("states") != ["up"], 10, "the loss is noticed")
     wait_until(lambda: controller.ask("states") == ["up"], 40, "another worker has its replacement")
     controller.end()

@@ -114,7 +114,7 @@ def test_a_run_by_ssh(machines_missing, tmp_path):
         started = lab[0].start(
             [*command, "--run.name", "second", "--training.steps", "50"], str(ROOT), env=environment()
         )
-        wait_until(lambda: lab[1].processes("[f]orge.controller.child") > 0, 120, "it runs")
+        wait_until(lambda: lab[1].processes("[f]orge.runtime.controller.child") > 0, 120, "it runs")
         lab[0].run(["pkill", "-9", "-f", "[l]aunch ssh"])
         started.wait(20)
         for machine in lab[1:]:
