@@ -159,7 +159,7 @@ def test_an_ensemble_is_checked_before_anything_is_started(ensemble, tmp_path, s
     checked(ensemble)
     with pytest.raises(ConfigError, match=message):
         checked(ensemble, **settings)
-    with pytest.raises(ConfigError, match="is no ensemble"):
+    with pytest.raises(ConfigError, match="is not an ensemble"):
         checked(tmp_path)
     (tmp_path / "verifiers.yaml").write_text("rules: [a, ")
     with pytest.raises(ConfigError, match="is not valid YAML"):
