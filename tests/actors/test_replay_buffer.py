@@ -134,3 +134,25 @@ def test_a_batch_that_cannot_be_is_an_error():
         asyncio.run(ReplayBuffer(3).sample(0, 4))
     with pytest.raises(ValueError, match="order must be"):
         ReplayBuffer(3, order="lifo")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("age", [0, 1, 3])
+def test_rollouts_are_admitted_as_far_ahead_as_they_may_be_old(age: int):
+    async def main():
+        buffer = await ReplayBuffer.as_local(batch_size=2, max_policy_age=age, steps=age + 3)
+        rollouts = [asyncio.create_task(buffer.admit.route()) for _ in range(2 * (age + 5))]
+
+        async def admitted() -> int:
+            for _ in range(200):  # turns of the event loop: no admission depends on time
+                await asyncio.sleep(0)
+            return sum(rollout.done() for rollout in rollouts)
+
+        assert await admitted() == 2 * (age + 1)
+        await buffer.advance.route(1)
+        assert await admitted() == 2 * (age + 2)
+        await buffer.advance.route(9)
+        assert await admitted() == 2 * (age + 3)  # those of all steps, and no more
+        for rollout in rollouts:
+            rollout.cancel()
+
+    asyncio.run(main())
