@@ -156,3 +156,15 @@ def test_rollouts_are_admitted_as_far_ahead_as_they_may_be_old(age: int):
             rollout.cancel()
 
     asyncio.run(main())
+
+
+def test_what_is_dropped_counts_as_handled_and_is_not_taken_again():
+    async def main():
+        buffer = ReplayBuffer(100, max_policy_age=0)
+        unscored = Group([episode(0, reward=None), episode(1, reward=None)], 3)
+        assert not await buffer.add(unscored)
+        assert 3 in await buffer.handled()
+        assert not await buffer.add(Group([episode(0), episode(1)], 3))
+        assert (await buffer.counts())["repeated"] == 1
+
+    asyncio.run(main())

@@ -66,6 +66,24 @@ def test_round_robin_takes_turns_whatever_the_load():
     assert router(places[2:], request()).index == 2
 
 
+def test_a_request_avoids_the_replicas_that_died_with_it_while_there_are_others():
+    async def main():
+        balancer = LoadBalancer(least_loaded, 4)
+        places = loads(0, 2)
+        for place in places:
+            balancer.join(place)
+        again = request()
+        again.avoid = {0}
+        assert (await balancer.acquire(again)).index == 1
+        assert (await balancer.acquire(request())).index == 0
+        balancer.leave(places[1])
+        last = request()
+        last.avoid = {0}
+        assert (await balancer.acquire(last)).index == 0
+
+    asyncio.run(main())
+
+
 @given(st.lists(st.text(min_size=1), min_size=20, max_size=40, unique=True), st.integers(2, 8))
 def test_prefixes_stay_together_and_only_those_of_a_lost_replica_move(prompts, replicas):
     router = PrefixAffine(length=1000)
