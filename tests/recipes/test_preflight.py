@@ -138,8 +138,8 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     (RLConfig, {"grpo": {"max_tokens": 4096}}, "training.seq_len must exceed grpo.max_tokens"),
     (
         RLConfig,
-        {"training": {"sync_interval": 4}, "async": {"max_policy_age": 0}},
-        "training.sync_interval = 4 makes weights older than async.max_policy_age = 0 allows: raise it to at least 3",
+        {"training": {"sync_interval": 2}, "async": {"max_policy_age": 0}},
+        "training.sync_interval = 2 makes weights older than async.max_policy_age = 0 allows: raise it to at least 1",
     ),
     (
         RLConfig,

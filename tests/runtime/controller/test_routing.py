@@ -66,6 +66,23 @@ def test_round_robin_takes_turns_whatever_the_load():
     assert router(places[2:], request()).index == 2
 
 
+def test_two_deaths_are_attributed_to_the_request_that_was_as_old_both_times():
+    """The timeline in forge.runtime.controller.request: A kills 3 s after work on it began, B is beside it twice."""
+    killer = request()
+    innocent = request()
+    for r, first, second in ((killer, 0.0, 3.1), (innocent, 2.0, 4.1)):
+        r.send()
+        r.began = first
+        r.record_death(3.0, 2)
+        assert (r.deaths, r.fatal_age) == (1, 3.0 - first)
+        r.send()
+        assert not r.is_accused(6.1)  # work on it has not begun
+        r.began = second
+        assert r.is_accused(6.1) is (r is killer)
+        r.record_death(6.1, 1)
+    assert (killer.deaths, innocent.deaths) == (2, 1)
+
+
 def test_a_request_avoids_the_replicas_that_died_with_it_while_there_are_others():
     async def main():
         balancer = LoadBalancer(least_loaded, 4)
