@@ -18,6 +18,7 @@ from forge.engines import EmbeddedEngine
 from forge.engines.interface import EngineFailed
 from forge.types import Sampling
 
+from .conformance.conftest import Hold
 from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
 
 
@@ -62,6 +63,18 @@ def test_freed_slots_are_reused_at_once_and_in_order(make: Make) -> None:
         ends.append(start + length)
     assert steps == max(ends)
     assert [ends[i] for i in order] == sorted(ends)
+
+
+def test_a_cancelled_request_leaves_its_rows_at_once(make: Make) -> None:
+    folder, _ = make("llama", max_position_embeddings=1024)
+    hold = Hold()
+    with EmbeddedEngine(folder, slots=2) as engine:
+        running = engine.submit([1, 2, 3], Sampling(n=2, max_tokens=1000, seed=0), listener=hold)
+        assert hold.holds.wait(60)
+        assert running.cancel()
+        hold.release()
+        wait_for(lambda: engine.stats()["running"] == 0)
+        assert engine.stats()["decode_steps"] < 100
 
 
 def test_update_in_mid_generation(make: Make) -> None:
