@@ -46,7 +46,7 @@ class Identities:
         """The versions that tokens which have yet to train may state, for a checkpoint at `version`."""
         published = self._store.identities(POLICY)
         oldest = version - max(RECENT, max_policy_age or 0)
-        return {known: digests for known, digests in published.items() if known >= oldest}
+        return {number: digests for number, digests in published.items() if number >= oldest}
 
     def adopt(self, published: dict[int, set[str]]) -> None:
         """Add identities that were published before this run was resumed."""

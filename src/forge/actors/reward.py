@@ -33,8 +33,10 @@ class RewardActor(ForgeActor):
         self.verifiers = verifiers
         self.scorers = list[Any]()
         for number, item in enumerate(functions or ()):
-            made = load_reward(item) if isinstance(item, str) else item
-            self.scorers.append(load_plugin(made, f"reward.functions[{number}]") if isinstance(made, Mapping) else made)
+            scorer = load_reward(item) if isinstance(item, str) else item
+            if isinstance(scorer, Mapping):
+                scorer = load_plugin(scorer, f"reward.functions[{number}]")
+            self.scorers.append(scorer)
         self.accuracy = load_reward(accuracy) if isinstance(accuracy, str) else accuracy
         if not self.scorers and verifiers is None:
             raise ValueError("a reward needs at least one function, or verifiers")

@@ -56,7 +56,7 @@ class Streams:
 
     def _look_at(self, number: int) -> None:
         if stream := self.open_ones.get(number):
-            remaining = stream.asked + FORGOTTEN - time.monotonic()
+            remaining = stream.last_read + FORGOTTEN - time.monotonic()
             if remaining > 0:
                 stream.loop.call_later(remaining, self._look_at, number)
             else:
@@ -70,7 +70,7 @@ class _Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.asked = time.monotonic()
+        self.last_read = time.monotonic()
         self.pieces: dict[int, Completion] = {}  # by sample
         self.something = asyncio.Event()
         self.done = False
@@ -85,7 +85,7 @@ class _Stream:
             self.loop.call_soon_threadsafe(self._end)
 
     async def next(self) -> list[tuple[int, Completion]]:
-        self.asked = time.monotonic()
+        self.last_read = time.monotonic()
         try:
             async with asyncio.timeout(WAIT):
                 await self.something.wait()

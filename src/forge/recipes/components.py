@@ -55,7 +55,7 @@ class Job(NamedTuple):
         """Evaluate, log and write a checkpoint, whichever is due after this step; step 0 is before the first.
 
         Args:
-            done: whether training ends here although steps are left; asked once the step is logged.
+            is_done: whether training ends here although steps are left; asked once the step is logged.
 
         Raises:
             Preempted: the run has to end before its last step; its checkpoint is written.
@@ -77,8 +77,8 @@ class Job(NamedTuple):
             if self.preemption is not None:
                 self.preemption.saved(time.monotonic() - started_at)
         if reason:
-            ending_state = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
-            raise Preempted(f"{reason}: the run ended {ending_state}")
+            progress = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
+            raise Preempted(f"{reason}: the run ended {progress}")
 
 
 @dataclass

@@ -162,13 +162,13 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
         use(store)
         closing.callback(store.close)
         try:
-            preemption_of_run = preemption if cfg.checkpoint.every else None
+            run_preemption = preemption if cfg.checkpoint.every else None
             try:
                 run(
-                    recipe(cfg, Job(model, held_out, record, store, preemption_of_run)),
+                    recipe(cfg, Job(model, held_out, record, store, run_preemption)),
                     cfg.cluster.configured_hosts,
                     cfg.cluster.wait,
-                    on_preemption=None if preemption_of_run is None else preemption_of_run.request,
+                    on_preemption=None if run_preemption is None else run_preemption.request,
                 )
             except SystemExit as error:
                 # A reward that calls exit(0) must not end the run as if it had finished.

@@ -108,10 +108,13 @@ class PlacedService(NamedTuple):
         """The options of the trainer, whose processes the service shares with `colocated`."""
         return self.cfg.services.trainer
 
-    def unlike_trainer(self) -> list[str]:
-        """Options of processes in which it differs from the trainer."""
-        keys = ("with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout")
-        return [key for key in keys if self.options[key] != self.trainer[key]]
+    def conflict(self) -> str:
+        """How it differs from the trainer in an option of processes, which both share; empty if it does not."""
+        for key in ("with_gpus", "gpus_per_proc", "threads", "env", "memory_gb", "ping_timeout"):
+            if self.options[key] != self.trainer[key]:
+                value = f"services.{self.name}.{key} = {self.options[key]!r}"
+                return f"{value}, and it lives in the trainer's processes, with {self.trainer[key]!r}"
+        return ""
 
 
 SERVICE_RULES: list[ConfigRule[PlacedService]] = [
@@ -144,12 +147,8 @@ SERVICE_RULES: list[ConfigRule[PlacedService]] = [
 # `colocated`: services that live in the trainer's processes and take turns on its devices.
 COLOCATED_SERVICE_RULES: list[ConfigRule[PlacedService]] = [
     ConfigRule(
-        lambda service: service.unlike_trainer(),
-        lambda service: (
-            f"services.{service.name}.{service.unlike_trainer()[0]} = "
-            f"{service.options[service.unlike_trainer()[0]]!r}, and it lives in the trainer's processes, with "
-            f"{service.trainer[service.unlike_trainer()[0]]!r}"
-        ),
+        lambda service: service.conflict(),
+        lambda service: service.conflict(),
     ),
     ConfigRule(
         lambda service: service.name == "generator" and service.options.procs != 1,
