@@ -1,0 +1,228 @@
+"""What the policy read and sampled in one session: a tree of token runs that never change.
+
+A request continues the turn that its history ends with, and adds only the tokens of its new messages. One that
+continues no turn begins a root. Two that continue the same turn are siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from forge.types import Completion
+
+from .keys import conversation_keys, loose, message_key, tools_key
+from .messages import Message, ModelRequest, Schema
+
+# Why a root begins: a new conversation, or what differs from the one that the client sent before.
+Reason = Literal["", "start", "thoughts_dropped", "compacted", "edited", "other_system", "other_tools"]
+Rule = Literal["", "id", "history", "tokens"]  # how a turn's parent was recognised
+
+SUMMARY = 40  # characters of a sampled text that mark a message as its summary: shorter ones recur by chance
+SHOWN = 160  # characters of a differing message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRun:
+    """One turn of the policy, after the context between it and its parent.
+
+    number: its place in the tree, from 0.
+    parent: number of the turn that it continues; None: it is a root.
+    context: the tokens after the parent's last one that the policy read; of a root the whole prompt.
+    completion: what it sampled, without the prompt.
+    added: the messages of `context`, and the turn as a message.
+    tools: those that its request offered.
+    key: of the conversation up to and with this turn.
+    reason: why it begins a root; "" for a turn with a parent.
+    rule: how the parent was recognised.
+    difference: of a root, the first message that differs from an earlier conversation.
+    is_constrained: drawn under a grammar, so from another distribution than the policy's.
+    id: of the answer, and of each sibling's.
+    """
+
+    number: int
+    parent: int | None
+    context: tuple[int, ...]
+    completion: Completion
+    added: tuple[Message, ...]
+    tools: tuple[Schema, ...]
+    key: bytes
+    id: str
+    reason: Reason = ""
+    rule: Rule = ""
+    difference: str = ""
+    is_constrained: bool = False
+
+
+class Place(NamedTuple):
+    """Where a request belongs in the tree.
+
+    parent: the turn that it continues; None: it begins a root.
+    messages: those to add after the parent, or all.
+    """
+
+    parent: TokenRun | None
+    messages: tuple[Message, ...]
+    reason: Reason
+    rule: Rule
+    difference: str = ""
+
+
+class TokenTree:
+    """The runs of one policy in one session, in the order in which their turns ended."""
+
+    def __init__(self) -> None:
+        self.runs: list[TokenRun] = []
+        self._by_key: dict[bytes, list[TokenRun]] = {}
+        self._by_id: dict[str, TokenRun] = {}
+        self._parents: set[int] = set()
+
+    def add(self, run: TokenRun) -> None:
+        """Append a run, which is complete."""
+        self.runs.append(run)
+        self._by_key.setdefault(run.key, []).append(run)
+        self._by_id[run.id] = run
+        for call in run.added[-1].get("calls", ()):
+            self._by_id[call.id] = run
+        if run.parent is not None:
+            self._parents.add(run.parent)
+
+    def is_continued(self, run: TokenRun) -> bool:
+        """Whether a later turn follows this one: its client has received it."""
+        return run.number in self._parents
+
+    def path(self, run: TokenRun) -> list[TokenRun]:
+        """The runs from the root to this one."""
+        runs = [run]
+        while (parent := runs[-1].parent) is not None:
+            runs.append(self.runs[parent])
+        return runs[::-1]
+
+    def tokens(self, run: TokenRun) -> list[int]:
+        """All tokens from the root on, with those of this turn."""
+        return [token for step in self.path(run) for part in (step.context, step.completion.token_ids) for token in part]
+
+    def conversation(self, run: TokenRun) -> list[Message]:
+        """All messages from the root on, with this turn."""
+        return [message for step in self.path(run) for message in step.added]
+
+    def by_id(self, name: str) -> TokenRun | None:
+        """The turn with this id, or with a call of this id."""
+        return self._by_id.get(name)
+
+    def place(self, request: ModelRequest) -> Place:
+        """Find the turn that a request continues: by its id, else by the history.
+
+        Raises:
+            KeyError: the request names a turn that is not here.
+        """
+        messages = request.messages
+        if request.previous:
+            named = self._by_id[request.previous]
+            return Place(named, messages, "", "id")
+        keys = conversation_keys(tools_key(request.tools), messages)
+        # The longest history first. After the last message of the assistant there is only what is new.
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end - 1]["role"] != "assistant":
+                continue
+            candidates = [run for run in self._by_key.get(keys[end - 1], ()) if self._keeps_thoughts(run, messages[:end])]
+            if candidates and not any(message["role"] == "assistant" for message in messages[end:]):
+                parent, rule = self._choose(candidates, messages[:end])
+                return Place(parent, messages[end:], "", rule)
+        reason, difference = self._difference(request)
+        return Place(None, messages, reason, "", difference)
+
+    def by_tokens(self, tokens: Sequence[int]) -> TokenRun | None:
+        """The longest turn whose tokens a prompt begins with; None: there is none, or nothing follows it."""
+        best: TokenRun | None = None
+        size = 0
+        for run in self.runs:
+            prefix = self.tokens(run)
+            if size < len(prefix) < len(tokens) and list(tokens[: len(prefix)]) == prefix:
+                best = run
+                size = len(prefix)
+        return best
+
+    def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> tuple[TokenRun, Rule]:
+        """Of turns that say the same, the one whose call ids the client sends back, else the latest."""
+        ids = {call.id for call in history[-1].get("calls", ())}
+        for run in reversed(candidates):
+            if ids & {call.id for call in run.added[-1].get("calls", ())}:
+                return run, "id"
+        return candidates[-1], "history"
+
+    def _difference(self, request: ModelRequest) -> tuple[Reason, str]:
+        """Why a request continues no turn, and the first message that differs."""
+        messages = request.messages
+        keys = [message_key(message) for message in messages]
+        nearest: list[Message] = []
+        same_tools = True
+        shared = -1
+        for run in self._leaves():
+            conversation = self.conversation(run)
+            count = _common([message_key(message) for message in conversation], keys)
+            if count >= shared:
+                nearest, shared = conversation, count
+                same_tools = tools_key(run.tools) == tools_key(request.tools)
+        if not nearest:
+            return "start", ""
+        text = _shown(messages, nearest, shared)
+        sampled = {message_key(run.added[-1]) for run in self.runs}
+        repeats = any(key in sampled for message, key in zip(messages, keys, strict=True) if _is_turn(message))
+        if not repeats:
+            # A new conversation, unless it holds what the policy wrote before as text.
+            return ("compacted", text) if self._holds_summary(messages) else ("start", "")
+        if shared == len(nearest) or shared == len(messages):
+            return ("edited" if same_tools else "other_tools"), text
+        if not same_tools and shared > 1:
+            return "other_tools", text
+        if shared == 0 and messages[0]["role"] == nearest[0]["role"] == "system":
+            return "other_system", text
+        same_words = keys[shared] == message_key(nearest[shared])
+        if not same_words and not _is_turn(messages[shared]) and len(messages) < len(nearest):
+            return "compacted", text
+        return "edited", text
+
+    def _holds_summary(self, messages: Sequence[Message]) -> bool:
+        texts = [loose(message["content"]) for message in messages if not _is_turn(message)]
+        sampled = (loose(run.added[-1]["content"]) for run in self.runs)
+        return any(summary in text for summary in sampled if len(summary) >= SUMMARY for text in texts)
+
+    def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
+        """Whether the thoughts that a client sends are those that were sampled; it may omit them."""
+        for sampled, sent in zip(self.conversation(run), history, strict=True):
+            thought = sent.get("thought", "")
+            if thought and loose(thought) != loose(sampled.get("thought", "")):
+                return False
+        return True
+
+    def _leaves(self) -> Iterator[TokenRun]:
+        return (run for run in self.runs if not self.is_continued(run))
+
+
+def _is_turn(message: Message) -> bool:
+    return bool(message["role"] == "assistant")
+
+
+def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """The number of equal messages that two conversations begin with."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _shown(messages: Sequence[Message], nearest: Sequence[Message], index: int) -> str:
+    """The message at which a conversation leaves the nearest one, and what stood there before."""
+    new = _line(messages[index]) if index < len(messages) else "(nothing)"
+    earlier = _line(nearest[index]) if index < len(nearest) else "(nothing)"
+    return f"message {index + 1}: {new}, before: {earlier}"
+
+
+def _line(message: Message) -> str:
+    calls = " ".join(f"{call.name}({call.arguments})" for call in message.get("calls", ()))
+    text = loose(f"{message['content']} {calls}")
+    return f"{message['role']} {text[:SHOWN]!r}"
