@@ -43,7 +43,8 @@ class Sampling:
 
     `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
     request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of
-    most probable tokens to return at each position, at most 20.
+    most probable tokens to return at each position, at most 20. `grammar` is the text of a grammar of llguidance, in
+    Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off.
     """
 
     n: int = 1
@@ -54,6 +55,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     top_logprobs: int = 0
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         # A bool passes as an int.
@@ -76,6 +78,7 @@ class Sampling:
                 isinstance(self.top_logprobs, int) and 0 <= self.top_logprobs <= TOP_LOGPROBS,
                 f"top_logprobs must be 0 to {TOP_LOGPROBS}, got {self.top_logprobs!r}",
             ),
+            (isinstance(self.grammar, str), f"grammar must be a text, got a {type(self.grammar).__name__}"),
         ):
             if not ok:
                 raise ValueError(message)
@@ -91,11 +94,11 @@ class Completion:
     """One sampled continuation: `Completion(text, token_ids, logprobs, metadata)`.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
-    temperature, top-k and top-p; greedy decoding has the model's own, as at temperature 1), and `versions[i]` the
-    policy version that drew it, -1 where that is not known. `finish` is "stop" (a stop token, included in
-    `token_ids`) or "length". `metadata` is the user's, and goes into the `info` of an episode. `identities` has, for
-    every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher stated,
-    "" where none was. `sampled_by` names the replica.
+    temperature, grammar, top-k and top-p; greedy decoding has that of temperature 1 under the grammar), and
+    `versions[i]` the policy version that drew it, -1 where that is not known. `finish` is "stop" (a stop token,
+    included in `token_ids`) or "length". `metadata` is the user's, and goes into the `info` of an episode. `identities`
+    has, for every version in `versions`, the identity of the weights that drew its tokens: the digest their publisher
+    stated, "" where none was. `sampled_by` names the replica.
 
     `top_logprobs` is empty unless the request asked for it. `top_logprobs[i]` then has the most probable tokens at the
     position of `token_ids[i]`, in descending order, with their log-probabilities under that same distribution: as

@@ -22,7 +22,7 @@ from .cache import WIDTH, rounded
 from .decoder import Decoder
 from .prefixes import TOKENS, Prefix, PrefixCache
 from .requests import Admission, EngineRequest, RunningSample, WeightSpan
-from .sampling import draw, keep_top, top_logprobs, uniforms
+from .sampling import draw, keep_allowed, keep_top, top_logprobs, uniforms
 from .weights import Weights
 
 # A prompt waits a step for another that is being computed if they share so many tokens more than the cache has: fewer
@@ -68,6 +68,8 @@ class RunningBatch:
         self._max_offset = 0  # of a row's position from the number of steps
         self._any_greedy = False
         self._restricted: Tensor | None = None  # rows with top-k or top-p
+        self._constrained: list[int] = []  # rows with a grammar, and as an index
+        self._constrained_index: Tensor | None = None
         self._streamed: list[int] = []  # rows with a listener
         self._with_top: list[int] = []  # rows whose request wants top log-probabilities, and as an index
         self._with_top_index: Tensor | None = None
@@ -219,6 +221,7 @@ class RunningBatch:
             else:
                 for sample, i in enumerate(rows, item.admitted):
                     placed[i] = RunningSample(item, sample, self.steps, Completion(prompt_ids=item.prompt))
+                    placed[i].matcher = item.grammar.copy() if item.grammar else None
                 item.admitted += len(rows)
                 if item.admitted == item.sampling.n:
                     waiting.popleft()
@@ -239,6 +242,8 @@ class RunningBatch:
         # Top-k and top-p have no effect on greedy decoding.
         restricted = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
         self._restricted = self._index(restricted) if restricted else None
+        self._constrained = [i for i, row in enumerate(self.rows) if row.matcher]
+        self._constrained_index = self._index(self._constrained) if self._constrained else None
         self._streamed = [i for i, row in enumerate(self.rows) if row.request.listener]
         self._with_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
         self._with_top_index = self._index(self._with_top) if self._with_top else None
@@ -356,6 +361,8 @@ class RunningBatch:
         # Draw, and record at each row's position.
         positions = self.positions[:rows]
         logits /= self.temperature[:rows, None]
+        if self._constrained_index is not None:
+            self._constrain(logits, self._constrained_index)
         if self._restricted is not None:
             index = self._restricted
             logits[index] = keep_top(logits[index], self.top_k[index], self.top_p[index])
@@ -372,6 +379,8 @@ class RunningBatch:
         if self._with_top_index is not None:
             for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
+        if self._constrained_index is not None:
+            self._accept(tokens[self._constrained_index].tolist())
         complete = []
         for i, ended in enumerate(finished.tolist()):  # `nonzero` would wait for the device once more
             if not ended:
@@ -387,6 +396,36 @@ class RunningBatch:
         if self._streamed:
             self._stream(tokens, logprobs)
         return complete
+
+    def _constrain(self, logits: Tensor, index: Tensor) -> None:
+        """Set the logits (B, V) of tokens that the rows' grammars exclude to -inf, in the rows of `index`. A device
+        computes the logits meanwhile."""
+        bits = np.full((len(self._constrained), -(-logits.shape[-1] // 32)), -1, dtype=np.int32)
+        for line, i in enumerate(self._constrained):
+            row = self.rows[i]
+            # A request that failed or was cancelled has its rows until the next step.
+            if row.matcher is not None and not row.request.future.done():
+                try:
+                    row.matcher.fill(bits[line])
+                except ValueError as error:
+                    bits[line] = -1
+                    self._fail(row.request, error)
+        logits[index] = keep_allowed(logits[index], torch.from_numpy(bits).to(logits.device))
+
+    def _accept(self, tokens: list[int]) -> None:
+        """Advance the grammars of rows that have one by the tokens drawn for them."""
+        for i, token in zip(self._constrained, tokens, strict=True):
+            row = self.rows[i]
+            if row.matcher is not None and not row.request.future.done():
+                try:
+                    row.matcher.accept(token)
+                except ValueError as error:
+                    self._fail(row.request, error)
+
+    def _fail(self, request: EngineRequest, error: Exception) -> None:
+        """Fail one request; the others continue."""
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_exception(error)
 
     def _stream(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Pass this step's tokens to the listeners, with one more synchronisation for all of them."""
@@ -405,8 +444,7 @@ class RunningBatch:
             try:
                 request.listener(sample, piece)
             except Exception as error:  # the request fails, not the engine
-                if request.future.set_running_or_notify_cancel():
-                    request.future.set_exception(error)
+                self._fail(request, error)
 
     def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
         """The experts of the tokens in row i. Prompts skip the last layer: a preempted sample's tokens, which are then

@@ -22,6 +22,7 @@ from ..types import Completion, Sampling
 from .batch import RunningBatch
 from .cache import BLOCK, WIDTH, rounded, token_bytes
 from .decoder import Decoder
+from .grammar import Grammars
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
 from .requests import EngineRequest
@@ -78,6 +79,7 @@ class EmbeddedEngine:
             log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
             self.dtype = torch.float32
         self.eos = load_eos(folder, config)
+        self._grammars = Grammars(folder, config.vocab_size)
         self.on_update = options.on_update
         options.check(config)
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
@@ -117,7 +119,8 @@ class EmbeddedEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
-        request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener)
+        grammar = self._grammars.matcher(sampling.grammar, stops) if sampling.grammar else None
+        request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
 
         def free(future: Future[list[Completion]]) -> None:
             # A failed listener, too, fails the future while its samples run.

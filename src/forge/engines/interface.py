@@ -43,7 +43,7 @@ class Engine(Protocol):
                 none after it failed. It must be fast, as it blocks all requests. Its exceptions fail the request.
 
         Raises:
-            ValueError: an empty or too long prompt, or a token outside the vocabulary.
+            ValueError: an empty or too long prompt, a token outside the vocabulary, or an invalid grammar.
             RuntimeError: the engine is closed.
             EngineFailed: it has failed.
         """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..types import Completion, Sampling
+from .grammar import Matcher
 from .interface import Listener
 from .prefixes import TOKENS, Prefix
 
@@ -22,6 +23,7 @@ class EngineRequest:
     stops: frozenset[int]
     priority: int = 0
     listener: Listener | None = None
+    grammar: Matcher | None = None  # in its first state, which each sample copies
     future: Future[list[Completion]] = field(default_factory=Future)
     admitted: int = 0  # samples that got a row
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
@@ -52,6 +54,7 @@ class RunningSample:
     resumed: Completion
     prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
     top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
+    matcher: Matcher | None = None  # its state in the request's grammar; a preempted sample keeps it
 
     @property
     def tokens(self) -> list[int]:

@@ -15,6 +15,13 @@ def uniforms(seed: int, sample: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
 
 
+def keep_allowed(logits: Tensor, bits: Tensor) -> Tensor:
+    """Logits (B, V) with -inf for tokens whose bit is 0: token t has bit t % 32 of bits[:, t // 32], int32."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = (bits[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(allowed == 0, -torch.inf)
+
+
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Logits (B, V) with -inf for all but the top k tokens, then all but the top-p nucleus. top_k, top_p: (B,)."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -31,7 +38,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
 
-    `logits` are after temperature, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
+    `logits` are after temperature, grammar, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
     """
     probs = logits.softmax(-1)
     total = probs.cumsum(-1)

@@ -100,6 +100,8 @@ class VLLMEngine:
         """See `Engine.submit`; the samples of a request may start at different times."""
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
+        if sampling.grammar.lstrip().startswith("{"):
+            raise ValueError("vLLM takes a grammar in Lark, not llguidance's JSON: see forge.engines.grammar")
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = sorted({*self.eos, *sampling.stop_token_ids})
         # The loop's thread serves the request from here on.

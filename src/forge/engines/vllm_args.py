@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..models.architecture import rotary_parameters
 from ..models.weight_layouts import head_size
 from ..types import Completion, Sampling
+from .grammar import has_tokenizer
 from .interface import Listener
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def engine_args(
     """The AsyncEngineArgs, and whether vLLM runs on a CPU. ValueError: an unsupported model or option."""
     check_options(options)
     args_class = import_args()
+    from vllm.config import StructuredOutputsConfig
     from vllm.platforms import current_platform
 
     cpu = current_platform.is_cpu()
@@ -116,13 +118,14 @@ def engine_args(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": secrets.randbits(31),  # otherwise all replicas would draw the same tokens
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # the one with Lark
         **(_on_cpu(config, slots, max_seq_len, dtype, options) if cpu else {"enable_sleep_mode": True}),
         **options,
         "model": str(folder),
         "max_num_seqs": slots,
         "max_model_len": max_seq_len,
         "dtype": dtype,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not has_tokenizer(folder),  # grammars alone need it
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
@@ -172,7 +175,7 @@ class VLLMRequest:
 
 def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingParams:
     """vLLM's SamplingParams for one sample of a request to a model of `vocab` tokens."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     sampling = request.sampling
     seed = sampling.seed
@@ -189,6 +192,7 @@ def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingPa
         stop_token_ids=request.stops,
         ignore_eos=True,  # it is among the stop tokens
         logprobs=min(sampling.top_logprobs, vocab),
+        structured_outputs=StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         # Without a listener vLLM reports the first token at once, and the others at the end.

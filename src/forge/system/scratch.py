@@ -20,7 +20,7 @@ from .files import mounts_in, printable, remove_tree
 log = logging.getLogger(__name__)
 
 # Folders with these names are removed when their process has ended.
-PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-")
+PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-", "forge-agents-")
 # A folder has this name until its lock is held.
 NEW = "forge-new-"
 SETTLE_TIME = 60.0  # seconds after which a new folder is certainly locked, if its process lives

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 from .syscalls import call, check, libc
 
@@ -14,7 +15,8 @@ from .syscalls import call, check, libc
 NEW_PID = 0x20000000
 _NEW_MOUNTS = 0x20000
 # Also of host names, IPC, users, the network and cgroups.
-_ALL = _NEW_MOUNTS | NEW_PID | 0x4000000 | 0x8000000 | 0x10000000 | 0x40000000 | 0x2000000
+_NEW_NETWORK = 0x40000000
+_ALL = _NEW_MOUNTS | NEW_PID | 0x4000000 | 0x8000000 | 0x10000000 | _NEW_NETWORK | 0x2000000
 # Flags of mount and umount2.
 _READ_ONLY = 1
 _NO_SUID = 2
@@ -33,12 +35,20 @@ _SCRATCH = "/.tmp"
 _ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
 
 
-def enter() -> None:
-    """Enter new namespaces; the next forked process is the first there. OSError: not permitted here."""
+def enter(network: bool = True) -> None:
+    """Enter new namespaces; the next forked process is the first there.
+
+    Args:
+        network: also one of the network, where nothing is reachable.
+
+    Raises:
+        OSError: not permitted here.
+    """
+    kinds = _ALL if network else _ALL & ~_NEW_NETWORK
     uid = os.geteuid()
     gid = os.getegid()
     if uid:
-        _unshare(_ALL)
+        _unshare(kinds)
         _map(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
         return
     # Two users, since root reads Python's folders and programs run as another user. A helper that is still root outside
@@ -56,7 +66,7 @@ def enter() -> None:
             os._exit(error.errno or 1)
         os._exit(0)
     try:
-        _unshare(_ALL)
+        _unshare(kinds)
     finally:
         os.close(go)
         os.close(ready)
@@ -65,27 +75,42 @@ def enter() -> None:
         raise OSError(os.waitstatus_to_exitcode(status), f"mapping user {NOBODY} into a namespace failed")
 
 
-def new_root(readable: Iterable[str], links: dict[str, str]) -> None:
+def new_root(
+    readable: Iterable[str],
+    links: dict[str, str],
+    writable: Mapping[str, str] = MappingProxyType({}),
+    folders: Iterable[str] = (),
+) -> None:
     """Replace the root by a read-only one with these files, folders and links, and empty /tmp and /proc.
+
+    Args:
+        writable: folders that may be written, by the path that they have inside.
+        folders: further empty folders, to mount on.
 
     Raises:
         OSError: a mount failed; with its target.
     """
-    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    _mount("tmpfs", _ROOT, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
+    mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    mount("tmpfs", _ROOT, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
+    # First, as readable paths may lie in them.
+    for inner, path in writable.items():
+        os.makedirs(_ROOT + inner)
+        mount(path, _ROOT + inner, None, _BIND | _RECURSIVE)
+        flags = _NO_SUID | _NO_DEVICE
+        call("mount_setattr", _CURRENT_FOLDER, (_ROOT + inner).encode(), _ALL_BELOW, _attributes(flags), 32)
     for path in readable:
         target = _ROOT + path
         _make(target, os.path.isdir(path))
-        _mount(path, target, None, _BIND | _RECURSIVE)
+        mount(path, target, None, _BIND | _RECURSIVE)
         flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
-        call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, struct.pack("QQQQ", flags, 0, 0, 0), 32)
-    for folder in ("/tmp", _SCRATCH, "/proc"):
+        call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, _attributes(flags), 32)
+    for folder in ("/tmp", _SCRATCH, "/proc", *folders):
         os.makedirs(_ROOT + folder, exist_ok=True)
     for link, target in links.items():
         _link(target, _ROOT + link)
     # The kernel permits a program's own /proc only if a full one is mounted already.
     mount_proc(f"{_ROOT}/proc")
-    call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, struct.pack("QQQQ", _READ_ONLY, 0, 0, 0), 32)
+    call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, _attributes(_READ_ONLY), 32)
     os.chdir(_ROOT)
     call("pivot_root", b".", b".")
     check(libc.umount2(b".", _DETACH), "umount")
@@ -100,17 +125,22 @@ def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, st
     """
     _unshare(_NEW_MOUNTS)
     settings = f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
-    _mount("tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, settings)
+    mount("tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, settings)
     for path in readable:
         if path.startswith("/tmp/"):
             target = _SCRATCH + path.removeprefix("/tmp")
             _make(target, os.path.isdir(path))
-            _mount(path, target, None, _BIND | _RECURSIVE)
+            mount(path, target, None, _BIND | _RECURSIVE)
     for link, target in links.items():
         if link.startswith("/tmp/"):
             _link(target, _SCRATCH + link.removeprefix("/tmp"))
-    _mount(_SCRATCH, "/tmp", None, _MOVE)
+    mount(_SCRATCH, "/tmp", None, _MOVE)
     mount_proc("/proc", "subset=pid")  # nothing about the machine, such as /proc/cmdline
+
+
+def _attributes(flags: int) -> bytes:
+    """The structure in which mount_setattr takes flags to set."""
+    return struct.pack("QQQQ", flags, 0, 0, 0)
 
 
 def _make(target: str, folder: bool) -> None:
@@ -130,7 +160,7 @@ def _link(target: str, link: str) -> None:
 def mount_proc(target: str, settings: str | None = None) -> None:
     """Mount /proc. Containers that mask parts of it do not permit that: programs then run without one."""
     with suppress(PermissionError):
-        _mount("proc", target, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
+        mount("proc", target, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
 
 
 def _unshare(kinds: int) -> None:
@@ -143,6 +173,7 @@ def _map(pid: int, users: str, groups: str, setgroups: str) -> None:
             file.write(text)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
+def mount(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
+    """mount(2). OSError: it failed, with the target."""
     words = [None if text is None else text.encode() for text in (source, target, kind, settings)]
     check(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")

@@ -8,13 +8,7 @@ import struct
 
 from .syscalls import MACHINE, check, libc, number
 
-_DENIED = (
-    # sockets; a pair of connected ones is permitted below
-    *("socket", "connect", "bind", "listen", "accept", "accept4", "sendmmsg"),
-    # other processes
-    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd"),
-    *("pidfd_open", "pidfd_send_signal", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "tkill", "setpriority", "ioprio_set"),
-    *("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "migrate_pages", "move_pages"),
+_KERNEL = (
     # mounts and namespaces
     *("mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick"),
     *("mount_setattr", "unshare", "setns", "open_by_handle_at", "name_to_handle_at", "fanotify_init"),
@@ -24,12 +18,22 @@ _DENIED = (
     *("syslog", "vhangup", "sethostname", "setdomainname", "settimeofday", "clock_settime", "adjtimex"),
     *("clock_adjtime", "personality", "iopl", "ioperm", "modify_ldt", "vmsplice", "nfsservctl", "lookup_dcookie"),
     *("uselib", "ustat", "sysfs"),
+)
+# Memory that belongs to no process, and so is outside all limits.
+_UNOWNED_MEMORY = ("memfd_create", "memfd_secret", "shmget", "shmat", "shmctl", "shmdt")
+_DENIED = (
+    *_KERNEL,
+    *_UNOWNED_MEMORY,
+    # sockets; a pair of connected ones is permitted below
+    *("socket", "connect", "bind", "listen", "accept", "accept4", "sendmmsg"),
+    # other processes
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd"),
+    *("pidfd_open", "pidfd_send_signal", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "tkill", "setpriority", "ioprio_set"),
+    *("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "migrate_pages", "move_pages"),
     # watches of the files that all programs share: few for each user, and they show who reads what
     *("inotify_init", "inotify_init1", "inotify_add_watch"),
-    # memory outside all limits
-    *("memfd_create", "memfd_secret"),
     # IPC: outlives the process, and objects of others are reachable by number
-    *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop"),
+    *("semget", "semop", "semctl", "semtimedop"),
     *("msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
 )
@@ -50,6 +54,7 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 _NEW_NAMESPACES, _THREAD = 0x7E020080, 0x10000
 _UNIX, _STREAM = 1, 1
+_FAMILIES = (_UNIX, 2, 10, 16)  # also IPv4, IPv6, and netlink, by which programs list addresses
 _CHILD_ENDED = 17  # SIGCHLD
 _PARENT_DEATH = 1
 # fcntl commands that send a chosen signal to a chosen process on input.
@@ -73,19 +78,10 @@ def program(*, forks: bool, only: int | None = None) -> bytes:
         forks: may start processes and execute files.
         only: the only process it may signal; None if isolated by namespaces, files included.
     """
-    # First of all the architecture: the numbers below are those of one. Calls by the 32-bit numbers of x32 end the
-    # process.
-    code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)]
-    code += [(_LOAD, 0, 0, 0)]
-    if MACHINE == "x86_64":
-        code += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
-    code += [(_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    code = _beginning()
 
     def rule(name: str, *then: Instruction) -> None:
-        """Add instructions for one call; the last must return."""
-        call_number = number(name)
-        if call_number is not None:
-            code.extend([(_EQUAL, 0, len(then), call_number), *then])
+        code.extend(_rule(name, *then))
 
     def only_if(name: str, index: int, value: int) -> None:
         rule(name, _argument(index), (_EQUAL, 1, 0, value), _DENY, _PERMIT)
@@ -114,6 +110,42 @@ def program(*, forks: bool, only: int | None = None) -> bytes:
     if only is not None:
         only_if("kill", 0, only)
         only_if("tgkill", 0, only)
+    return _packed(code)
+
+
+def program_with_network() -> bytes:
+    """The filter of programs with sockets and children in namespaces of theirs, such as agents: no calls that change
+    mounts, namespaces or the machine, and no memory that belongs to no process."""
+    code = _beginning()
+    for name in (*_KERNEL, *_UNOWNED_MEMORY):
+        code += _rule(name, _DENY)
+    for name in _UNIMPLEMENTED:
+        code += _rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
+    # Namespaces do not separate all other families: a virtual machine's sockets reach its host.
+    jumps = range(len(_FAMILIES), 0, -1)
+    tests = [(_EQUAL, jump, 0, family) for jump, family in zip(jumps, _FAMILIES, strict=True)]
+    code += _rule("socket", _argument(0), *tests, _DENY, _PERMIT)
+    code += _rule("clone", _argument(0), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _DENY, _PERMIT)
+    return _packed(code)
+
+
+def _beginning() -> list[Instruction]:
+    # First of all the architecture: the numbers below are those of one. Calls by the 32-bit numbers of x32 end the
+    # process.
+    code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)]
+    code += [(_LOAD, 0, 0, 0)]
+    if MACHINE == "x86_64":
+        code += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    return [*code, (_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+
+
+def _rule(name: str, *then: Instruction) -> list[Instruction]:
+    """Instructions for one call, none if this machine lacks it; the last must return."""
+    call_number = number(name)
+    return [] if call_number is None else [(_EQUAL, 0, len(then), call_number), *then]
+
+
+def _packed(code: list[Instruction]) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, _PERMIT])
 
 

@@ -1,0 +1,137 @@
+"""What an agent's command is, the variables that it gets, and how it ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from .task_folder import HOME, remove
+
+Status = Literal["exited", "timeout", "memory", "killed", "missing", "failed"]
+Network = Literal["gateway", "host"]
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """A program that plays an episode.
+
+    In `command` and `env`, `{url}`, `{key}`, `{model}`, `{task}` and `{folder}` stand for the gateway's address, the
+    episode's key, the policy's name, the text of the task, and the task folder as the program sees it.
+
+    Args:
+        command: the program and its arguments.
+        env: variables beside those that `CommandRunner` sets.
+        files: a folder that is copied into the task folder.
+        timeout: seconds.
+        memory_mb: of all its processes together, checked every 50 ms.
+        processes: processes and threads that it may have at once. Programs on node start about ten threads each.
+        output_kb: of stdout and of stderr, after which it is ended.
+        readable: files and folders that it may read beside the system and this Python; `bin` of a folder is in PATH.
+        network: "gateway" reaches the gateway alone; "host" all that this machine reaches.
+
+    Raises:
+        ValueError: an invalid setting.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: str | Path | None = None
+    timeout: float = 600.0
+    memory_mb: int = 4096
+    processes: int = 256
+    output_kb: int = 4096
+    readable: Sequence[str | Path] = ()
+    network: Network = "gateway"
+
+    def __post_init__(self) -> None:
+        words = [] if isinstance(self.command, str) else list(self.command)
+        if not words or not all(isinstance(word, str) for word in words) or not words[0]:
+            raise ValueError(f"command must be a list of a program and its arguments, got {self.command!r}")
+        for name in ("timeout", "memory_mb", "processes", "output_kb"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not 0 < number < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {number!r}")
+        if self.network not in get_args(Network):
+            raise ValueError(f"network must be gateway or host, got {self.network!r}")
+        if self.files is not None and not Path(self.files).is_dir():
+            raise ValueError(f"files must be a folder, and {self.files} is none")
+        for path in self.readable:
+            if not os.path.exists(path):
+                raise ValueError(f"readable has {path}, which does not exist")
+            if os.path.realpath(path) == "/":
+                raise ValueError("readable must not be the root folder: name what the program needs")
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """How a program ended.
+
+    `status` is one of
+
+    - "exited": by itself, whatever its exit code, which is negative for a signal such as a crash;
+    - "timeout", "memory": ended at that limit;
+    - "killed": ended because its output exceeded the limit, or by a SIGKILL of someone else;
+    - "missing": there is no such program, or it cannot be executed;
+    - "failed": this machine or this library failed: nothing is known about the agent.
+
+    `reason` explains all but "exited" in one line. `stdout` and `stderr` are their last 64 KiB. `folder` is the task
+    folder, which stays until `remove`; no process of the run is left in it. What lies there is the agent's work, links
+    to elsewhere included: read files with `read`.
+    """
+
+    status: Status
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    folder: Path
+    reason: str = ""
+
+    def read(self, path: str, limit: int = 1 << 20) -> bytes:
+        """The first `limit` bytes of a file in the folder.
+
+        Raises:
+            FileNotFoundError: it is not there, or not a regular file, or a link to outside.
+        """
+        real = os.path.realpath(self.folder / path)
+        root = os.path.realpath(self.folder)
+        # Nothing runs in the folder now, so that a link cannot change between check and use.
+        if not real.startswith(f"{root}/") or not os.path.isfile(real):
+            raise FileNotFoundError(f"{path} is not a file of the task folder")
+        with open(real, "rb") as file:
+            return file.read(limit)
+
+    def remove(self) -> None:
+        """Remove the folder; it may be removed already."""
+        remove(self.folder.parent)
+
+
+def environment(words: Mapping[str, str], path: str) -> dict[str, str]:
+    """The variables of an agent, by which the clients of each API find the gateway: the whole environment.
+
+    Args:
+        words: "url", "key", "model", "task" and "folder", as in `AgentCommand`.
+        path: the folders of programs, as in PATH.
+    """
+    url = words["url"]
+    key = words["key"]
+    model = words["model"]
+    claude = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
+    env = {"PATH": path, "LANG": "C.UTF-8", "HOME": f"{words['folder']}/{HOME}", "FORGE_TASK": words["task"]}
+    if url:
+        env |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
+        env |= {"OPENAI_MODEL": model, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
+        env |= {f"ANTHROPIC_{name}": model for name in claude}
+        env |= {"GOOGLE_GEMINI_BASE_URL": url, "GEMINI_API_KEY": key, "GEMINI_MODEL": model}
+        env |= {
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_MODEL_NAME": f"openai/{model}",
+        }
+    # Requests to loopback go to no proxy, and programs do not look for news, prices and places for their telemetry.
+    env |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+    env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+    return {**env, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}

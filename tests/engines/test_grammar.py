@@ -1,0 +1,326 @@
+"""Constrained decoding: what a grammar accepts, and the distribution that it leaves."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from forge.engines import EmbeddedEngine
+from forge.engines.grammar import Grammars, calls_grammar, json_grammar
+from forge.envs.calls import read_action
+from forge.models.tokenizer import character_tokenizer
+from forge.types import Completion, Sampling
+
+from .conftest import logits_of, random_model
+
+pytest.importorskip("llguidance")
+
+TEXTS = [
+    '{"name": "search", "arguments": {"query": "the fox", "limit": 12}}',
+    "<tool_call>\n</tool_call> true false null [1, 2, 3]",
+]
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "boolean"},
+    {"type": "null"},
+    {"const": {"a": [1, None]}},
+    {"enum": ["red", "green", 3, None]},
+    {"type": "integer", "minimum": -20, "maximum": 999},
+    {"type": "number", "enum": [0.5, 1e10, -3]},
+    {"type": "string", "maxLength": 12},
+    {"type": "string", "minLength": 3, "maxLength": 5},
+    {"type": "string", "pattern": "^[a-f]{2,6}-[0-9]{3}$"},
+    {"type": "string", "format": "date"},
+    {"type": "array", "items": {"type": "boolean"}, "maxItems": 4},
+    {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 2, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": 7}], "items": False, "minItems": 2},
+    {"type": "object", "properties": {}, "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "string", "maxLength": 4}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
+    {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "null"}, "maxItems": 2}]},
+    {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/leaf"}},
+        "required": ["tree"],
+        "additionalProperties": False,
+        "$defs": {"leaf": {"type": "object", "properties": {"v": {"enum": [1, 2]}}, "additionalProperties": False}},
+    },
+    {
+        "type": "object",
+        "properties": {"kind": {"const": "<tool_call>"}, "of": {"enum": ["ü", "漢", "\n"]}},
+        "required": ["kind", "of"],
+        "additionalProperties": False,
+    },
+    {"type": ["integer", "null"], "minimum": 0, "maximum": 5},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 40}]},
+]
+
+
+def byte_tokenizer(added: str = "") -> PreTrainedTokenizerFast:
+    """A byte-level BPE; `<tool_call>` is text, or an added token that is "plain" or "special"."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<eos>", "<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    if added:
+        special = added == "special"
+        marks = [AddedToken(mark, special=special, normalized=False) for mark in ("<tool_call>", "</tool_call>")]
+        tokenizer.add_tokens(marks, special_tokens=special)
+    return tokenizer
+
+
+def save(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, eos: str | None = "<eos>", seed: int = 0, spread: float = 0.3
+) -> PreTrainedModel:
+    """A random model over the tokenizer, with some more tokens that stand for nothing."""
+    number = None if eos is None else tokenizer.convert_tokens_to_ids(eos)
+    size = len(tokenizer) + 9
+    model = random_model(seed=seed, eos=number, spread=spread, vocab_size=size, max_position_embeddings=1024)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, save(folder, tokenizer)
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
+    assert completion.finish == "stop"
+    return str(tokenizer.decode(completion.token_ids[:-1]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_drawn_is_always_a_value_of_the_schema(
+    temperature: float, saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    folder, _ = saved
+    with EmbeddedEngine(folder, slots=32) as engine:
+        answers: list[Future[list[Completion]]] = []
+        for number, schema in enumerate(SCHEMAS):
+            sampling = Sampling(
+                n=3, max_tokens=400, temperature=temperature, seed=number, grammar=json_grammar(schema), top_p=0.95
+            )
+            answers.append(engine.submit([5, 9, number], sampling))
+        for schema, answer in zip(SCHEMAS, answers, strict=True):
+            for completion in answer.result(60):
+                text = text_of(tokenizer, completion)
+                jsonschema.validate(json.loads(text), schema)
+                assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) or "\\" in text
+
+
+def allowed_by(grammars: Grammars, grammar: str, ids: list[int], stops: frozenset[int], vocab: int) -> torch.Tensor:
+    """For each token of a text, which ones the grammar allowed: (tokens, V)."""
+    matcher = grammars.matcher(grammar, stops)
+    lines = []
+    for token in ids:
+        bits = np.zeros(-(-vocab // 32), dtype=np.int32)
+        matcher.fill(bits)
+        lines.append(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab])
+        matcher.accept(token)
+    return torch.from_numpy(np.stack(lines)).bool()
+
+
+def test_logprobs_are_those_of_the_distribution_among_allowed_tokens(
+    saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    folder, model = saved
+    grammar = json_grammar(SCHEMAS[14])
+    with EmbeddedEngine(folder, slots=4) as engine:
+        sampling = Sampling(n=2, max_tokens=200, temperature=0.7, seed=1, grammar=grammar, top_logprobs=3)
+        drawn = engine.submit([8, 9, 10], sampling).result(30)
+        greedy = engine.submit([8, 9], Sampling(max_tokens=200, temperature=0, grammar=grammar)).result(30)
+    vocab = model.config.vocab_size
+    stops = frozenset([tokenizer.eos_token_id])
+    for completion, temperature in [*((each, 0.7) for each in drawn), (greedy[0], 1.0)]:
+        allowed = allowed_by(Grammars(folder, vocab), grammar, completion.token_ids, stops, vocab)
+        logits = (logits_of(model, completion) / temperature).masked_fill(~allowed, -torch.inf)
+        expected = logits.log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+        for top, line in zip(completion.top_logprobs, expected, strict=False):
+            assert [*top.values()] == pytest.approx(line.sort(descending=True)[0][: len(top)].tolist(), abs=1e-4)
+            assert len(top) == min(3, int(line.isfinite().sum()))
+    assert greedy[0].token_ids == logits.argmax(-1).tolist()
+
+
+def test_rows_beside_keep_their_bits(saved: tuple[Path, PreTrainedModel]) -> None:
+    folder, _ = saved
+    plain = Sampling(n=3, max_tokens=40, seed=5)
+    bounded = Sampling(n=2, max_tokens=200, seed=6, grammar=json_grammar(SCHEMAS[14]))
+    with EmbeddedEngine(folder, slots=16) as engine:
+        alone = engine.submit([5, 6], plain).result(30), engine.submit([7, 8], bounded).result(30)
+        futures = engine.submit([5, 6], plain), engine.submit([7, 8], bounded)
+        beside = futures[0].result(30), futures[1].result(30)
+    for before, after in zip(alone, beside, strict=True):
+        assert [c.token_ids for c in before] == [c.token_ids for c in after]
+        assert [c.logprobs for c in before] == [c.logprobs for c in after]
+    assert beside[1][0].token_ids != beside[1][1].token_ids
+
+
+@pytest.mark.parametrize("mode", ["recompute", "continue"])
+def test_a_weight_update_keeps_the_state_of_the_grammar(
+    mode: str, saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    folder, _ = saved
+    size = len(tokenizer) + 9
+    newer = random_model(seed=1, eos=tokenizer.eos_token_id, vocab_size=size, max_position_embeddings=1024)
+    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 9, "maxItems": 9}
+    updates: list[Future[None]] = []
+
+    def update(sample: int, piece: Completion) -> None:
+        if not updates:
+            updates.append(engine.update_weights(newer.state_dict().items(), 1, "one"))
+
+    sampling = Sampling(n=3, max_tokens=300, seed=3, grammar=json_grammar(schema))
+    with EmbeddedEngine(folder, slots=8, on_update=mode) as engine:
+        completions = engine.submit([4, 5], sampling, listener=update).result(60)
+    for completion in completions:
+        assert set(completion.versions) == {0, 1}
+        jsonschema.validate(json.loads(text_of(tokenizer, completion)), schema)
+
+
+def test_max_tokens_cuts_a_text(saved: tuple[Path, PreTrainedModel]) -> None:
+    folder, _ = saved
+    grammar = json_grammar({"type": "string", "minLength": 50})
+    with EmbeddedEngine(folder, slots=4) as engine:
+        cut = engine.submit([5], Sampling(max_tokens=6, seed=0, grammar=grammar)).result(30)[0]
+    assert (cut.finish, len(cut.token_ids)) == ("length", 6)
+
+
+def test_stop_tokens_of_the_request_end_a_text_where_it_is_complete(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    save(tmp_path, tokenizer, eos=None)
+    end, comma = tokenizer.convert_tokens_to_ids("<end>"), tokenizer.convert_tokens_to_ids(",")
+    grammar = json_grammar({"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3})
+    with EmbeddedEngine(tmp_path, slots=4) as engine:
+        with pytest.raises(ValueError, match="set stop_token_ids"):
+            engine.submit([5], Sampling(grammar=grammar))
+        ended = engine.submit([5], Sampling(max_tokens=50, stop_token_ids=(end,), grammar=grammar)).result(30)[0]
+        assert tokenizer.decode(ended.token_ids) == "[1,1,1]<end>"
+        # A stop token that the text would need leaves no text: the request fails, and others continue.
+        with pytest.raises(ValueError, match="allows no token"):
+            engine.submit([5], Sampling(stop_token_ids=(comma,), grammar='start: ","')).result(30)
+        assert engine.submit([5], Sampling(max_tokens=3)).result(30)[0].finish == "length"
+
+
+def test_a_text_that_the_tokenizer_cannot_write_fails_its_request(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    save(tmp_path, tokenizer)
+    with EmbeddedEngine(tmp_path, slots=4) as engine:
+        answer = engine.submit([5], Sampling(max_tokens=90, seed=0, grammar=json_grammar(SCHEMAS[14]))).result(30)[0]
+        jsonschema.validate(json.loads(text_of(tokenizer, answer).replace(" ", "")), SCHEMAS[14])
+        with pytest.raises(ValueError, match="grammar"):
+            engine.submit([5], Sampling(grammar='start: "漢"')).result(30)
+        assert engine.submit([5], Sampling(max_tokens=2)).result(30)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [("start: foo", 'unknown name: "foo"'), ('{"grammars": 3}', "invalid"), ("no lark at all", "invalid")],
+)
+def test_an_invalid_grammar_is_an_error_at_submit(
+    grammar: str, message: str, saved: tuple[Path, PreTrainedModel]
+) -> None:
+    with EmbeddedEngine(saved[0], slots=2) as engine, pytest.raises(ValueError, match=message) as error:
+        engine.submit([5], Sampling(grammar=grammar))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+    random_model(eos=3).save_pretrained(tmp_path)
+    with EmbeddedEngine(tmp_path, slots=2) as engine, pytest.raises(ValueError, match="needs the tokenizer"):
+        engine.submit([5], Sampling(grammar='start: "a"'))
+
+
+def test_without_llguidance_the_error_says_what_to_install(
+    saved: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge.engines.grammar.find_spec", lambda name: None)
+    with EmbeddedEngine(saved[0], slots=2) as engine, pytest.raises(ValueError, match=r"torchforge-rl\[agents\]"):
+        engine.submit([5], Sampling(grammar='start: "a"'))
+    with pytest.raises(ValueError, match="pip install"):
+        json_grammar({"type": "null"})
+
+
+def test_an_unsupported_schema_is_one_line() -> None:
+    with pytest.raises(ValueError, match="not") as error:
+        json_grammar({"type": "string", "not": {"const": "a"}})
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="must be a text"):
+        Sampling(grammar=3)  # type: ignore[arg-type]
+
+
+LEVELS = {"type": "object", "properties": {"level": {"enum": [1, 2]}, "é": {"type": "boolean"}}, "required": ["level"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "set_level", "parameters": LEVELS}},
+    {"type": "function", "function": {"name": 'say "hi"'}},
+]
+
+
+@pytest.mark.parametrize("added", ["", "plain", "special"])
+@pytest.mark.parametrize("syntax", ["hermes", "llama3"])
+def test_calls_are_read_whatever_the_tokenizer_has(syntax: Any, added: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(added)
+    save(tmp_path, tokenizer, seed=2, spread=0.1)
+    names = set()
+    with EmbeddedEngine(tmp_path, slots=32) as engine:
+        for choice, parallel in (("required", True), ("required", False), ("set_level", True)):
+            grammar = calls_grammar(syntax, TOOLS, choice, parallel)
+            sampling = Sampling(n=8, max_tokens=900, seed=0, grammar=grammar, top_k=30)
+            for completion in engine.submit([5, 6], sampling).result(60):
+                text = tokenizer.decode(completion.token_ids[:-1], skip_special_tokens=True)
+                action = read_action(text, syntax, TOOLS)
+                assert not action.errors
+                assert not action.content
+                assert len(action.calls) >= 1
+                assert parallel or len(action.calls) == 1
+                for call in action.calls:
+                    assert choice in ("required", call.name)
+                    jsonschema.validate(call.arguments, LEVELS if call.name == "set_level" else {"maxProperties": 0})
+                    names.add((choice, call.name))
+    assert names >= {("required", "set_level"), ("required", 'say "hi"'), ("set_level", "set_level")}
+
+
+def test_an_added_token_is_drawn_as_such(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer("plain")
+    save(tmp_path, tokenizer)
+    with EmbeddedEngine(tmp_path, slots=2) as engine:
+        grammar = calls_grammar("hermes", TOOLS, "set_level", parallel=False)
+        ids = engine.submit([5], Sampling(max_tokens=200, seed=0, grammar=grammar)).result(30)[0].token_ids
+    assert tokenizer.convert_tokens_to_ids("<tool_call>") == ids[0]
+    assert ids.count(tokenizer.convert_tokens_to_ids("</tool_call>")) == 1
+
+
+def test_other_syntaxes_and_tools_are_errors() -> None:
+    with pytest.raises(ValueError, match="tool_choice required is not supported with the mistral syntax"):
+        calls_grammar("mistral", TOOLS)
+    with pytest.raises(ValueError, match='tool_choice fly needs one of the tools, which are: set_level, say "hi"'):
+        calls_grammar("hermes", TOOLS, "fly")
+    with pytest.raises(ValueError, match="which are: none"):
+        calls_grammar("hermes", [])

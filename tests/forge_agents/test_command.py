@@ -1,0 +1,594 @@
+"""Agents as commands: real programs, confined, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_agents.command import INNER_FOLDER, AgentCommand, CommandResult, CommandRunner
+
+pytestmark = pytest.mark.processes
+ORDINARY = 12345
+SOURCES = str(Path(__file__).parents[2] / "src")
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Answers with what it was sent, in small pieces."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        answer = json.dumps({"path": self.path, "key": self.headers["Authorization"], "size": len(body)}).encode()
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for start in range(0, len(answer), 10):
+            piece = answer[start : start + 10]
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def play(*commands: AgentCommand | list[str], **arguments: Any) -> list[CommandResult]:
+    """Run commands at once, with what they wrote; their folders are removed."""
+
+    async def run() -> list[CommandResult]:
+        async with CommandRunner() as runner:
+            runs = (one if isinstance(one, AgentCommand) else AgentCommand(one, timeout=60) for one in commands)
+            return await asyncio.gather(*(runner.run(one, **arguments) for one in runs))
+
+    return asyncio.run(run())
+
+
+def python(code: str, **settings: Any) -> AgentCommand:
+    return AgentCommand(["python", "-c", code], **{"timeout": 60, **settings})
+
+
+def processes_with(mark: str) -> list[int]:
+    """The processes of this machine whose command line has a mark."""
+    marked = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        if mark in words:
+            marked.append(int(path.parent.name))
+    return marked
+
+
+def gone(mark: str) -> bool:
+    """Whether no process with a mark is left, after a moment for the kernel."""
+    deadline = time.monotonic() + 20
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not processes_with(mark)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_program_has_the_environment_of_clients_and_no_other(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORGE_SECRET", "hidden")
+    command = python(
+        "import json, os, sys; print(json.dumps([dict(os.environ), os.getcwd(), sys.argv[1:]]))",
+        env={"MINE": "{model} at {url} in {folder}", "OPENAI_MODEL": "other"},
+    )
+    command = AgentCommand([*command.command, "{task}", "{key}{nothing}"], env=command.env, timeout=60)
+    (result,) = play(command, url=url, key="k1", model="policy", task_text="Say {key}")
+    env, folder, arguments = json.loads(result.stdout)
+    assert (folder, arguments) == (INNER_FOLDER, ["Say {key}", "k1{nothing}"])
+    assert env["MINE"] == f"policy at {url} in {INNER_FOLDER}"
+    assert env["FORGE_TASK"] == "Say {key}"
+    assert env["OPENAI_BASE_URL"] == env["OPENAI_API_BASE"] == f"{url}/v1"
+    assert env["ANTHROPIC_BASE_URL"] == env["GOOGLE_GEMINI_BASE_URL"] == url
+    assert {env[f"{name}_API_KEY"] for name in ("OPENAI", "ANTHROPIC", "GEMINI")} == {"k1"}
+    assert (env["OPENAI_MODEL"], env["ANTHROPIC_MODEL"]) == ("other", "policy")
+    assert env["HOME"] == f"{INNER_FOLDER}/.home"
+    assert not {name for name in env if name.startswith("FORGE_")} - {"FORGE_TASK"}
+
+
+def test_what_a_program_does_and_how_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "in.txt").write_text("from the folder")
+    (tmp_path / "data" / "run.sh").write_text("#!/bin/sh\ncat data/in.txt more/text > out.txt\nexit 3\n")
+    (tmp_path / "data" / "run.sh").chmod(0o755)
+
+    async def run() -> None:
+        async with CommandRunner() as runner:
+            command = AgentCommand(["data/run.sh"], files=tmp_path, timeout=60)
+            result = await runner.run(command, files={"more/text": " and a text"})
+            assert (result.status, result.exit_code, result.stderr) == ("exited", 3, "")
+            assert result.read("out.txt") == b"from the folder and a text"
+            # A test runs in the same folder, and sees what the agent left.
+            test = AgentCommand(["sh", "-c", "cat out.txt; cat test.txt"], timeout=60)
+            after = await runner.run(test, files={"test.txt": "!"}, folder=result.folder)
+            assert (after.stdout, after.folder) == ("from the folder and a text!", result.folder)
+            crash = await runner.run(AgentCommand(["sh", "-c", "echo last words >&2; kill -SEGV $$"], timeout=60))
+            assert (crash.status, crash.exit_code, crash.stderr) == ("exited", -signal.SIGSEGV, "last words\n")
+            missing = await runner.run(AgentCommand(["no-such-agent"], timeout=60))
+            assert missing.status == "missing"
+            assert missing.reason.startswith("no-such-agent cannot be executed")
+            for one in (result, crash, missing):
+                one.remove()
+                one.remove()
+            assert not result.folder.exists()
+            left = await runner.run(AgentCommand(["sh", "-c", "mkdir -p a/b; touch a/b/c; chmod 0 a/b a"], timeout=60))
+        assert not left.folder.exists()
+
+    asyncio.run(run())
+    assert (tmp_path / "data" / "in.txt").read_text() == "from the folder"
+
+
+def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+
+    async def run() -> None:
+        async with CommandRunner() as runner:
+            links = f"ln -s {secret} out; ln -s {tmp_path} tests; mkfifo pipe; echo fine > text; ln -s text link"
+            result = await runner.run(AgentCommand(["sh", "-c", links], timeout=60))
+            for path in ("out", "tests/secret", "pipe", "nothing", f"../../../{secret.name}"):
+                with pytest.raises(FileNotFoundError):
+                    result.read(path)
+            assert result.read("link") == b"fine\n"
+            with pytest.raises(ValueError, match="link to outside"):
+                await runner.run(AgentCommand(["true"]), folder=result.folder, files={"tests/new": "x"})
+            for path in ("/etc/x", "../x", ""):
+                with pytest.raises(ValueError, match="within the task folder"):
+                    await runner.run(AgentCommand(["true"]), files={path: "x"})
+            await runner.run(AgentCommand(["true"]), folder=result.folder, files={"out": "the test's"})
+            assert result.read("out") == b"the test's"
+
+    asyncio.run(run())
+    assert secret.read_text() == "hidden"
+    assert not (tmp_path / "new").exists()
+
+
+LOOK = """
+import json, os, pathlib
+def read(path):
+    try:
+        return pathlib.Path(path).read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+text = "".join(read(p) for name in os.listdir("/proc") for p in (f"/proc/{name}/environ", f"/proc/{name}/cmdline"))
+def writable(path):
+    try:
+        open(path + "/forge-test", "w").close()
+    except OSError:
+        return False
+    return True
+print(json.dumps({
+    "file": [read(path) for path in PATHS],
+    "environ": MARK[::-1] in text,
+    "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())[:3],
+    "writable": [path for path in ("/", "/usr", "/etc", "/root", os.path.dirname(os.__file__)) if writable(path)],
+    "runs": [str(p) for p in pathlib.Path("/").glob("tmp/forge-*")],
+}))
+"""
+
+
+def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    secret.chmod(0o644)
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("FORGE_SECRET", mark)
+
+    async def run() -> dict[str, Any]:
+        async with CommandRunner() as runner:
+            other = await runner.run(AgentCommand(["sh", "-c", "echo theirs > answer"], timeout=60))
+            paths = [str(secret), str(other.folder / "answer"), "/etc/shadow", f"/proc/{os.getpid()}/environ"]
+            result = await runner.run(python(LOOK.replace("PATHS", repr(paths)).replace("MARK", repr(mark[::-1]))))
+            assert result.status == "exited", result
+            assert result.stderr == ""
+            return dict(json.loads(result.stdout))
+
+    view = asyncio.run(run())
+    assert view == {"file": [""] * 4, "environ": False, "processes": [1, 2], "writable": [], "runs": []}
+
+
+ASK = """
+import json, os, socket, sys, urllib.request
+def reaches(address, family=socket.AF_INET):
+    try:
+        with socket.socket(family) as client:
+            client.settimeout(3)
+            client.connect(address)
+            return True
+    except OSError:
+        return False
+url = os.environ.get("OPENAI_BASE_URL")
+def ask(size):
+    request = urllib.request.Request(url + "/chat", b"x" * size, {"Authorization": os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request, timeout=20))
+OTHER, ABSTRACT = json.loads(sys.argv[1])
+print(json.dumps({
+    "answers": [ask(10), ask(3_000_000)] if url else [],
+    "loopback": reaches(("127.0.0.1", OTHER)),
+    "network": reaches(("1.1.1.1", 53)),
+    "abstract": reaches("\\0" + ABSTRACT, socket.AF_UNIX),
+    "kinds": [family for family in (17, 40) if not denied(family)],
+}))
+"""
+DENIED = """
+import socket
+def denied(family):
+    try:
+        socket.socket(family, socket.SOCK_STREAM if family == 40 else socket.SOCK_RAW).close()
+    except OSError:
+        return True
+    return False
+"""
+
+
+def test_the_gateway_is_the_only_network(url: str) -> None:
+    name = uuid.uuid4().hex
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(f"\0{name}")
+        abstract.listen()
+        words = json.dumps([other.getsockname()[1], name])
+        command = AgentCommand(["python", "-c", DENIED + ASK, words], timeout=60)
+        (with_gateway,) = play(command, url=url, key="k1")
+        (without,) = play(command)
+        (on_host,) = play(AgentCommand(command.command, timeout=60, network="host"), url=url, key="k1")
+    alone = {"loopback": False, "network": False, "abstract": False, "kinds": []}
+    answers = [{"path": "/v1/chat", "key": "k1", "size": size} for size in (10, 3_000_000)]
+    assert json.loads(with_gateway.stdout) == {"answers": answers, **alone}, with_gateway.stderr
+    assert json.loads(without.stdout) == {"answers": [], **alone}, without.stderr
+    view = json.loads(on_host.stdout)
+    assert (view["answers"], view["loopback"], view["abstract"]) == (answers, True, True)
+
+
+KERNEL = """
+import ctypes, os, subprocess
+libc = ctypes.CDLL(None, use_errno=True)
+tried = {
+    "namespaces": lambda: libc.unshare(0x10000000),
+    "mount": lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None),
+    "memory": lambda: os.memfd_create("x"),
+    "keys": lambda: libc.syscall(250, 0, -3, 1),
+    "root": lambda: os.setuid(0),
+    "clone": lambda: subprocess.run(["unshare", "-U", "true"], check=True, stderr=subprocess.DEVNULL) and 0,
+}
+for name, attempt in tried.items():
+    try:
+        print(name * (attempt() not in (-1,)), end="")
+    except (OSError, subprocess.CalledProcessError):
+        pass
+with open("/proc/self/status") as file:
+    print([line.split()[1] for line in file if line.startswith(("CapEff", "CapBnd", "NoNewPrivs", "Seccomp:"))])
+"""
+
+
+def test_a_program_has_no_privileges_and_none_of_the_kernel_calls_of_escapes() -> None:
+    (result,) = play(python(KERNEL))
+    assert (result.stdout, result.stderr) == (f"{['0' * 16, '0' * 16, '1', '2']}\n", "")
+
+
+def test_a_gateway_that_is_gone_looks_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code = "import os, urllib.request; urllib.request.urlopen(os.environ['OPENAI_BASE_URL'], timeout=20)"
+    (result,) = play(python(code), url=f"http://127.0.0.1:{port}")
+    assert (result.status, result.exit_code) == ("exited", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "status", "reason"),
+    [
+        ("import time; time.sleep(1000)", {"timeout": 0.5}, "timeout", "it ran for 0.5 s"),
+        (
+            "import signal, time; signal.pthread_sigmask(0, range(1, 65)); time.sleep(99)",
+            {"timeout": 0.5},
+            "timeout",
+            "",
+        ),
+        ("x = [bytearray(10 << 20) for _ in range(10_000)]", {"memory_mb": 200}, "memory", "over 200 MB"),
+        (
+            "import os, time\nfor _ in range(6): os.fork() or (b'x' * (60 << 20), time.sleep(60))\ntime.sleep(60)",
+            {"memory_mb": 200},
+            "memory",
+            "over 200 MB",
+        ),
+        ("while True: print('y' * 9999)", {"output_kb": 300}, "killed", "output_kb (300)"),
+        ("import os\nwhile True: os.write(2, b'y' * 9999)", {"output_kb": 300}, "killed", "output_kb (300)"),
+        (
+            "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+            {"processes": 30, "timeout": 1.5},
+            "timeout",
+            "",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", {}, "killed", "SIGKILL"),
+    ],
+    ids=["sleep", "no signals", "memory", "memory of several", "output", "errors", "forks", "kill"],
+)
+def test_a_limit_ends_a_program_with_all_its_processes(
+    code: str, settings: dict[str, Any], status: str, reason: str
+) -> None:
+    mark = uuid.uuid4().hex
+    command = AgentCommand(["python", "-c", code, mark], **{"timeout": 60, **settings})
+    (result,) = play(command)
+    assert result.status == status, result
+    assert reason in result.reason
+    assert len(result.stdout) + len(result.stderr) <= 2 << 16
+    assert gone(mark)
+
+
+def test_more_processes_than_allowed_are_an_error_for_the_program() -> None:
+    code = """
+import os, signal
+count = 0
+try:
+    while count < 100:
+        if not os.fork():
+            signal.pause()
+        count += 1
+except OSError:
+    pass
+print(count)
+"""
+    (result,) = play(python(code, processes=20))
+    assert (result.status, result.stdout) == ("exited", "19\n")
+
+
+def test_a_daemon_does_not_outlive_its_run() -> None:
+    mark = uuid.uuid4().hex
+    code = """
+import os, sys
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        os.execvp("sh", ["sh", "-c", "touch started; sleep 1000", sys.argv[1]])
+    os._exit(0)
+while not os.path.exists("started"):
+    pass
+"""
+    (result,) = play(AgentCommand(["python", "-c", code, mark], timeout=60))
+    assert (result.status, result.exit_code) == ("exited", 0)
+    assert gone(mark)
+
+
+def test_eight_at_once_have_folders_of_their_own(url: str) -> None:
+    code = "import os, time; open(os.environ['FORGE_TASK'], 'w').close(); time.sleep(0.5); print(sorted(os.listdir()))"
+    results = play(*[python(code)] * 8, url=url, task_text="mine")
+    assert [(result.status, result.stdout) for result in results] == [("exited", "['.home', 'mine']\n")] * 8
+    assert len({result.folder for result in results}) == 8
+
+
+def test_a_cancelled_run_ends_its_program() -> None:
+    mark = uuid.uuid4().hex
+
+    async def run() -> None:
+        async with CommandRunner() as runner:
+            task = asyncio.create_task(runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", mark])))
+            while not processes_with(mark):
+                await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert gone(mark)
+            # A closed runner ends what runs.
+            task = asyncio.create_task(runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", mark])))
+            while not processes_with(mark):
+                await asyncio.sleep(0.02)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(RuntimeError, match="start"):
+            await runner.run(AgentCommand(["true"]))
+
+    asyncio.run(run())
+    assert gone(mark)
+
+
+CONTROLLER = """
+import asyncio, sys
+from forge_agents.command import AgentCommand, CommandRunner
+async def main():
+    async with CommandRunner() as runner:
+        await runner.run(AgentCommand(["sh", "-c", "(setsid sh -c 'sleep 1000; :' $0 &) ; sleep 1000; :", sys.argv[1]]))
+asyncio.run(main())
+"""
+
+
+def keepers_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if "forge_agents.keeper" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def test_no_process_outlives_a_controller_that_is_killed() -> None:
+    mark = uuid.uuid4().hex
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, mark], env={**os.environ, "PYTHONPATH": SOURCES})
+    wait_for(lambda: len(processes_with(mark)) >= 3)
+    (keeper,) = keepers_of(controller.pid)
+    controller.kill()
+    controller.wait()
+    assert gone(mark)
+    wait_for(lambda: not Path(f"/proc/{keeper}").exists())
+
+
+def test_a_killed_keeper_is_a_failure_of_the_machine_and_leaves_no_process() -> None:
+    mark = uuid.uuid4().hex
+
+    async def run() -> CommandResult:
+        async with CommandRunner() as runner:
+            task = asyncio.create_task(runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", mark])))
+            while not processes_with(mark):
+                await asyncio.sleep(0.02)
+            for keeper in keepers_of(os.getpid()):
+                os.kill(keeper, signal.SIGKILL)
+            return await task
+
+    result = asyncio.run(run())
+    assert result.status == "failed"
+    assert "the keeper ended" in result.reason
+    assert gone(mark)
+
+
+def test_a_program_on_node_reaches_the_gateway(url: str) -> None:
+    if not any(os.access(f"{folder}/node", os.X_OK) for folder in ("/usr/bin", "/usr/local/bin")):
+        pytest.skip("node is not installed for the system")
+    code = """
+const headers = {Authorization: process.env.OPENAI_API_KEY, "Content-Type": "text/plain"};
+fetch(process.env.OPENAI_BASE_URL + "/chat", {method: "POST", body: "x".repeat(50), headers})
+  .then(answer => answer.json()).then(answer => {
+    require("child_process").execFileSync("sh", ["-c", "echo child > out.txt"]);
+    console.log(JSON.stringify(answer));
+  });
+"""
+    (result,) = play(AgentCommand(["node", "-e", code], timeout=60), url=url, key="k1")
+    assert json.loads(result.stdout or "{}") == {"path": "/v1/chat", "key": "k1", "size": 50}, result
+
+
+def play_as_user(connection: Any, url: str, secret: str) -> None:
+    """In a child: become an ordinary user, and run programs."""
+    os.setgroups([])
+    os.setgid(ORDINARY)
+    os.setuid(ORDINARY)
+
+    async def run() -> list[CommandResult]:
+        async with CommandRunner(python="/usr/bin/python3") as runner:
+            hostile = (
+                f"cat {secret}; id -u; echo x > /usr/x; echo mine > out; cat out; (setsid sleep 1000 &); ps -A | wc -l"
+            )
+            commands = [
+                AgentCommand(["sh", "-c", hostile], timeout=60),
+                AgentCommand(["/usr/bin/python3", "-c", DENIED + ASK, json.dumps([1, "none"])], timeout=60),
+                AgentCommand(["sh", "-c", "while :; do sh -c : & done"], processes=20, timeout=1),
+            ]
+            return [await runner.run(command, url=url, key="k1") for command in commands]
+
+    connection.send(asyncio.run(run()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_an_ordinary_user_confines_programs_as_well(url: str, tmp_path: Path) -> None:
+    if not os.access("/usr/bin/python3", os.X_OK):
+        pytest.skip("no Python that another user can start")
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    secret.chmod(0o644)
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=play_as_user, args=(there, url, str(secret)))
+    child.start()
+    assert here.poll(60)
+    hostile, asking, forking = here.recv()
+    child.join()
+    assert "hidden" not in hostile.stdout
+    assert hostile.stdout.split()[:2] == ["65534", "mine"]
+    assert hostile.status == "exited"
+    assert json.loads(asking.stdout)["answers"][0] == {"path": "/v1/chat", "key": "k1", "size": 10}, asking
+    assert forking.status in ("timeout", "exited")
+
+
+FORBIDDEN = """
+import asyncio, sys
+from forge.envs.environment import InfrastructureError
+from forge_agents.command import AgentCommand, CommandRunner
+async def main():
+    try:
+        await CommandRunner().start()
+    except InfrastructureError as error:
+        print("rejected:", error)
+    async with CommandRunner(allow_unsafe=True) as runner:
+        daemon = "(setsid sh -c 'sleep 1000; :' $0 &); echo $OPENAI_API_KEY; pwd; exit 4"
+        result = await runner.run(AgentCommand(["sh", "-c", daemon, sys.argv[1]]), url="http://127.0.0.1:9", key="k1")
+        print(runner.level, result.status, result.exit_code, result.stdout.split() == ["k1", str(result.folder)])
+        print((await runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", sys.argv[1]], timeout=0.5))).status)
+asyncio.run(main())
+"""
+
+
+def test_without_namespaces_programs_are_rejected_unless_that_is_accepted() -> None:
+    mark = uuid.uuid4().hex
+    limit = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    words = ["unshare", "--map-root-user", "sh", "-c", limit, "sh", sys.executable, "-c", FORBIDDEN, mark]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": SOURCES}, capture_output=True, text=True, timeout=120)
+    if "unshare" in done.stderr and not done.stdout:
+        pytest.skip("user namespaces are not permitted here")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("rejected: agents cannot be confined here"), done
+    assert lines[1:] == ["none exited 4 True", "timeout"], done
+    assert gone(mark)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"command": "ls -l"}, "list of a program"),
+        ({"command": []}, "list of a program"),
+        ({"timeout": 0}, "timeout must be a positive number"),
+        ({"processes": True}, "processes must be a positive number"),
+        ({"network": "all"}, "gateway or host"),
+        ({"files": "/no/such/folder"}, "files must be a folder"),
+        ({"readable": ["/no/such/file"]}, "does not exist"),
+        ({"readable": ["/"]}, "root folder"),
+    ],
+)
+def test_bad_settings_are_errors(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AgentCommand(**{"command": ["true"], **settings})
+
+
+def test_bad_arguments_of_a_run_are_errors() -> None:
+    async def run() -> None:
+        async with CommandRunner() as runner:
+            for url in ("https://127.0.0.1:1", "127.0.0.1:80", "http://127.0.0.1:80/v1"):
+                with pytest.raises(ValueError, match="url must be"):
+                    await runner.run(AgentCommand(["true"]), url=url)
+            for text in ("x" * 200_000, "a\0b"):
+                with pytest.raises(ValueError, match="long task into a file"):
+                    await runner.run(AgentCommand(["true"]), task_text=text)
+            with pytest.raises(ValueError, match="folders of all runs"):
+                await runner.run(AgentCommand(["true"], readable=["/tmp"]))
+            # A failed run leaves no folder.
+            base = runner._scratch
+            assert base is not None
+            assert [path.name for path in base.path.iterdir()] == ["marker"]
+
+    asyncio.run(run())
+
+
+def test_readable_folders_are_read_and_their_programs_in_the_path(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "my-agent").write_text('#!/bin/sh\ncat "$(dirname "$0")/../data"\n')
+    (tmp_path / "bin" / "my-agent").chmod(0o755)
+    (tmp_path / "data").write_text("data of it")
+    tmp_path.chmod(0o755)
+    (result,) = play(AgentCommand(["my-agent"], readable=[tmp_path], timeout=60))
+    assert (result.status, result.stdout) == ("exited", "data of it"), result
