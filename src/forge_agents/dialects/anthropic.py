@@ -1,0 +1,327 @@
+"""Anthropic's Messages, as Claude Code speaks it, and the requests that count a prompt's tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from anthropic import types as api
+from anthropic.types.raw_message_delta_event import Delta as StopDelta
+from pydantic import BaseModel
+
+from ..messages import BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
+from . import fields
+from .fields import Json
+
+SAMPLING = ("temperature", "top_p", "top_k", "thinking")
+KNOWN = {
+    *SAMPLING,
+    *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"),
+    *("output_config", "output_format", "thread", "context_management"),
+}
+IGNORED = {
+    *("metadata", "service_tier", "inference_geo", "speed", "cache_control", "diagnostics", "betas", "fallbacks"),
+    *("billing_policy", "fallback_credit_token", "user_profile_id", "workspace_id"),
+}
+NEUTRAL: Mapping[str, Sequence[Json]] = {"container": (), "mcp_servers": ([],), "compaction": ({"type": "disabled"},)}
+TEXT = {"text": "text"}
+BILLING = "x-anthropic-billing-header:"  # begins a block that Claude Code sends for Anthropic's accounts alone
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Clients decide by the type as much as by the status whether they try again.
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class AnthropicDialect:
+    """Requests to `/v1/messages` and `/v1/messages/count_tokens`, which have the same fields."""
+
+    name = "anthropic"
+    id_prefix = "msg_"
+    call_prefix = "toolu_"
+
+    def read(self, body: Json) -> ModelRequest:
+        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
+        if body.get("thread") is not None:
+            # The client's own helper repeats the request with the whole history when it reads these details.
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
+        _check_edits(body.get("context_management"))
+        tools = tuple(
+            _tool(tool, f"tools[{index}]")
+            for index, tool in enumerate(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS))
+        )
+        choice = fields.record(body.get("tool_choice"), "tool_choice")
+        output = fields.record(body.get("output_config"), "output_config")
+        fields_of_output = {name for name, value in output.items() if value is not None}
+        if fields_of_output - {"effort", "format"}:
+            raise BadRequest("output_config supports effort and format alone", "output_config")
+        return ModelRequest(
+            body["model"],
+            fields.conversation(_messages(body), "messages"),
+            tools,
+            fields.check_choice(_choice(choice), tools),
+            not fields.boolean(choice, "disable_parallel_tool_use"),
+            max_tokens=fields.integer(body, "max_tokens"),
+            stop=fields.stop_strings(body, "stop_sequences"),
+            schema=_schema(output.get("format") or body.get("output_format")),
+            stream=fields.boolean(body, "stream"),
+            stream_usage=True,
+            overridden={**fields.overridden(body, SAMPLING), **fields.overridden(output, ["effort"])},
+        )
+
+    def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
+        """The body of an answer that is not streamed."""
+        turn = turns[0]
+        content: list[Json] = []
+        if turn.thought:
+            content.append(api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=fields.opaque(turn.id)))
+        if turn.content:
+            content.append(api.TextBlock(type="text", text=turn.content))
+        for call in turn.calls:
+            arguments = json.loads(call.arguments)
+            content.append(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=arguments))
+        message = _start(request, turn.id, _usage(turn))
+        message.content = content
+        stop = _stop(turn)
+        message.stop_reason = stop.stop_reason
+        message.stop_sequence = stop.stop_sequence
+        return message.model_dump(exclude_unset=True)
+
+    def events(self, request: ModelRequest, ids: Sequence[str]) -> AnthropicEvents:
+        """The writer of a streamed answer."""
+        return AnthropicEvents(request, ids)
+
+    def error(self, error: BadRequest) -> Mapping[str, Json]:
+        """The body of an error."""
+        kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        body: dict[str, Json] = {"type": kind, "message": str(error)}
+        if error.details:
+            body["details"] = error.details
+        return {"type": "error", "error": body}
+
+
+class AnthropicEvents:
+    """Writes one answer as blocks, of which at most one is open."""
+
+    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
+        self._request = request
+        self._id = ids[0]
+        self._open: Literal["", "thinking", "text"] = ""
+        self._index = 0  # of the open block, or of the next
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """The message without content. Its usage is a first count, which the last event replaces."""
+        usage = api.Usage(input_tokens=prompt_tokens, output_tokens=0)
+        message = _start(self._request, self._id, usage)
+        return _event(api.RawMessageStartEvent(type="message_start", message=message))
+
+    def delta(self, delta: Delta) -> bytes:
+        """A piece of the open block; before it, what ends another and begins this."""
+        events = b""
+        if delta.thought:
+            events += self._turn_to("thinking")
+            events += self._piece(api.ThinkingDelta(type="thinking_delta", thinking=delta.thought))
+        if delta.content:
+            events += self._turn_to("text")
+            events += self._piece(api.TextDelta(type="text_delta", text=delta.content))
+        if delta.call is not None:
+            events += self._close()
+            block = api.ToolUseBlock(type="tool_use", id=delta.call.id, name=delta.call.name, input={})
+            events += self._begin_block(block)
+            events += self._piece(api.InputJSONDelta(type="input_json_delta", partial_json=delta.call.arguments))
+            events += self._end_block()
+        return events
+
+    def end(self, turns: Sequence[ModelTurn]) -> bytes:
+        """The end of the open block, why the message ended, and usage."""
+        usage = api.MessageDeltaUsage.model_validate(_usage(turns[0]).model_dump(exclude_unset=True))
+        stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop(turns[0]), usage=usage)
+        return self._close() + _event(stopped) + _event(api.RawMessageStopEvent(type="message_stop"))
+
+    def ping(self) -> bytes:
+        """The event that clients expect while they wait."""
+        return fields.server_sent({"type": "ping"}, "ping")
+
+    def failure(self, error: BadRequest) -> bytes:
+        """An event with the body of the error."""
+        return fields.server_sent(AnthropicDialect().error(error), "error")
+
+    def _turn_to(self, kind: Literal["thinking", "text"]) -> bytes:
+        if self._open == kind:
+            return b""
+        events = self._close()
+        self._open = kind
+        if kind == "text":
+            return events + self._begin_block(api.TextBlock(type="text", text=""))
+        return events + self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        signature = b""
+        if self._open == "thinking":
+            signature = self._piece(api.SignatureDelta(type="signature_delta", signature=fields.opaque(self._id)))
+        self._open = ""
+        return signature + self._end_block()
+
+    def _begin_block(self, block: api.TextBlock | api.ThinkingBlock | api.ToolUseBlock) -> bytes:
+        return _event(api.RawContentBlockStartEvent(type="content_block_start", index=self._index, content_block=block))
+
+    def _piece(self, delta: api.RawContentBlockDelta) -> bytes:
+        return _event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
+
+    def _end_block(self) -> bytes:
+        event = api.RawContentBlockStopEvent(type="content_block_stop", index=self._index)
+        self._index += 1
+        return _event(event)
+
+
+def _event(event: BaseModel) -> bytes:
+    data = event.model_dump(exclude_unset=True)
+    return fields.server_sent(data, data["type"])
+
+
+def _start(request: ModelRequest, identity: str, usage: api.Usage) -> api.Message:
+    """The message of an answer before it has content."""
+    return api.Message(
+        id=identity,
+        type="message",
+        role="assistant",
+        model=request.model,
+        content=[],
+        stop_reason=None,
+        stop_sequence=None,
+        usage=usage,
+    )
+
+
+def _usage(turn: ModelTurn) -> api.Usage:
+    # Here, unlike in OpenAI's dialects, the tokens of the cache are not among those of the input.
+    return api.Usage(
+        input_tokens=turn.prompt_tokens - turn.cached_tokens,
+        cache_read_input_tokens=turn.cached_tokens,
+        cache_creation_input_tokens=0,
+        output_tokens=turn.completion_tokens,
+    )
+
+
+def _stop(turn: ModelTurn) -> StopDelta:
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+    reason: Json = reasons[turn.finish]
+    if turn.finish == "stop" and turn.stop is not None:
+        reason = "stop_sequence"
+    return StopDelta(stop_reason=reason, stop_sequence=turn.stop if reason == "stop_sequence" else None)
+
+
+def _messages(body: Mapping[str, Json]) -> list[Message]:
+    system = body.get("system")
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    blocks = [
+        block
+        for block in fields.records(blocks, "system", fields.MAX_MESSAGES)
+        if not str(block.get("text", "")).startswith(BILLING)
+    ]
+    messages: list[Message] = [{"role": "system", "content": fields.text_of(blocks, "system", TEXT)}]
+    entries = fields.records(body.get("messages"), "messages", fields.MAX_MESSAGES)
+    if not entries:
+        raise BadRequest("messages must be a list of at least one message", "messages")
+    for index, message in enumerate(entries):
+        where = f"messages[{index}]"
+        role = message.get("role")
+        if role == "assistant":
+            fields.append_assistant(messages, _assistant(message.get("content"), f"{where}.content"))
+        elif role == "user":
+            _add_user(messages, message.get("content"), f"{where}.content")
+        elif role == "system":
+            messages.append({"role": "system", "content": fields.text_of(message.get("content"), where, TEXT)})
+        else:
+            raise BadRequest(f"{where}.role {fields.shorten(role)} is neither user nor assistant", where)
+    if entries[-1]["role"] == "assistant":
+        # In this dialect, such a request asks to continue the text of the last message.
+        raise BadRequest("the last message is the assistant's: a text that was begun cannot be continued", "messages")
+    return messages
+
+
+def _assistant(content: Json, where: str) -> Message:
+    if isinstance(content, str):
+        return fields.assistant(content=content)
+    texts: dict[str, str] = {"thinking": "", "text": ""}
+    calls = []
+    for index, block in enumerate(fields.records(content, where, fields.MAX_MESSAGES)):
+        kind = block.get("type")
+        if isinstance(kind, str) and kind in texts:
+            texts[kind] += fields.text_of([block], where, {kind: kind})
+        elif kind == "tool_use":
+            arguments = fields.arguments_of(block.get("input"), f"{where}[{index}].input")
+            calls.append(Call(fields.string(block, "id", where), fields.string(block, "name", where), arguments))
+        elif kind != "redacted_thinking":
+            raise BadRequest(f"{where}: a block of type {fields.shorten(kind)} is not supported", where)
+    return fields.assistant(texts["thinking"], texts["text"], calls)
+
+
+def _add_user(messages: list[Message], content: Json, where: str) -> None:
+    """Add the results of tools in a message, and as messages of the user the texts between them."""
+    if isinstance(content, str):
+        messages.append({"role": "user", "content": content})
+        return
+    texts: list[Json] = []
+    for index, block in enumerate(fields.records(content, where, fields.MAX_MESSAGES)):
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            messages.append({"role": "user", "content": fields.text_of(texts, where, TEXT)})
+            texts = []
+        text = fields.text_of(block.get("content"), f"{where}[{index}].content", TEXT)
+        # A word marks an error, unless the text has one at its beginning.
+        if block.get("is_error") and "error" not in text[:80].lower():
+            text = f"error: {text}"
+        call_id = fields.string(block, "tool_use_id", f"{where}[{index}]")
+        messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
+    if texts:
+        messages.append({"role": "user", "content": fields.text_of(texts, where, TEXT)})
+
+
+def _tool(tool: Mapping[str, Json], where: str) -> Schema:
+    if tool.get("type") not in (None, "custom"):
+        raise BadRequest(f"{where}: a tool of type {fields.shorten(tool['type'])} is not supported", "tools")
+    name = fields.string(tool, "name", where)
+    return fields.tool_schema(name, tool.get("description"), tool.get("input_schema"), where)
+
+
+def _choice(choice: Mapping[str, Json]) -> str:
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        return f"function:{fields.string(choice, 'name', 'tool_choice')}"
+    if not isinstance(kind, str) or kind not in CHOICES:
+        raise BadRequest(f"tool_choice of type {fields.shorten(kind)} is not supported", "tool_choice")
+    return CHOICES[kind]
+
+
+def _schema(output_format: Json) -> Mapping[str, Json] | None:
+    options = fields.record(output_format, "output_config.format")
+    if not options:
+        return None
+    if options.get("type") != "json_schema":
+        kind = fields.shorten(options.get("type"))
+        raise BadRequest(f"output_config.format of type {kind} is not supported", "output_config")
+    return fields.json_schema(options.get("schema"), "output_config.format.schema")
+
+
+def _check_edits(management: Json) -> None:
+    """Raise BadRequest if the server is to edit the context. To keep all thoughts changes nothing."""
+    edits = fields.records(fields.record(management, "context_management").get("edits"), "context_management.edits", 16)
+    for edit in edits:
+        if edit.get("keep") != "all":
+            kind = fields.shorten(edit.get("type"))
+            raise BadRequest(f"context_management: the edit {kind} is not supported", "context_management")

@@ -1,0 +1,292 @@
+"""Chat Completions of OpenAI, as most agents speak it.
+
+Thoughts are in `reasoning_content`, where servers of open models put them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_token_logprob import TopLogprob
+from openai.types.completion_usage import PromptTokensDetails
+
+from ..messages import BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
+from . import fields
+from .fields import Json
+
+SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity")
+KNOWN = {
+    *SAMPLING,
+    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "max_tokens", "max_completion_tokens"),
+    *("stop", "response_format", "stream", "stream_options", "logprobs", "top_logprobs"),
+}
+IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "moderation", "usage"),
+}
+NEUTRAL: Mapping[str, Sequence[Json]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "chat_template_kwargs": ({},),
+}
+PARTS = {"text": "text", "refusal": "refusal"}
+
+
+class ChatDialect:
+    """Requests to `/v1/chat/completions`."""
+
+    name = "chat"
+    id_prefix = "chatcmpl-"
+    call_prefix = "call_"
+
+    def read(self, body: Json) -> ModelRequest:
+        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
+        messages = [
+            _message(message, f"messages[{index}]")
+            for index, message in enumerate(fields.records(body.get("messages"), "messages", fields.MAX_MESSAGES))
+        ]
+        tools = tuple(
+            _tool(tool, f"tools[{index}]")
+            for index, tool in enumerate(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS))
+        )
+        options = fields.record(body.get("stream_options"), "stream_options")
+        # The newer of the two names, where a client sends both.
+        limit = fields.integer(body, "max_completion_tokens") or fields.integer(body, "max_tokens")
+        return ModelRequest(
+            body["model"],
+            fields.conversation(messages, "messages"),
+            tools,
+            fields.check_choice(_choice(body.get("tool_choice")), tools),
+            fields.boolean(body, "parallel_tool_calls", True),
+            samples=fields.samples(body),
+            max_tokens=limit,
+            stop=fields.stop_strings(body, "stop"),
+            schema=_schema(body.get("response_format")),
+            stream=fields.boolean(body, "stream"),
+            stream_usage=fields.boolean(options, "include_usage"),
+            logprobs=_logprobs(body),
+            overridden=fields.overridden(body, SAMPLING),
+        )
+
+    def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
+        """The body of an answer that is not streamed."""
+        choices = [
+            Choice(
+                index=index,
+                message=_answer(turn),
+                finish_reason=turn.finish,
+                logprobs=ChoiceLogprobs(content=_token_logprobs(turn)) if request.logprobs is not None else None,
+            )
+            for index, turn in enumerate(turns)
+        ]
+        completion = ChatCompletion(
+            id=turns[0].id,
+            object="chat.completion",
+            created=int(time.time()),
+            model=request.model,
+            choices=choices,
+            usage=_usage(turns),
+        )
+        return completion.model_dump(exclude_unset=True)
+
+    def events(self, request: ModelRequest, ids: Sequence[str]) -> ChatEvents:
+        """The writer of a streamed answer."""
+        return ChatEvents(request, ids)
+
+    def error(self, error: BadRequest) -> Mapping[str, Json]:
+        """The body of an error."""
+        return fields.openai_error(error)
+
+
+class ChatEvents:
+    """Writes the answers to one request as chunks, which all have the first answer's id."""
+
+    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
+        self._request = request
+        self._ids = ids
+        self._created = int(time.time())
+        self._calls = [0] * len(ids)  # that were sent, of each sample
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """One chunk with the role for each sample."""
+        role = ChoiceDelta(role="assistant", content="")
+        return b"".join(self._chunk(index, role) for index in range(len(self._ids)))
+
+    def delta(self, delta: Delta) -> bytes:
+        """A chunk of each kind of text in the piece; a call's name and its arguments are two."""
+        chunks = b""
+        if delta.thought:
+            chunks += self._chunk(delta.sample, ChoiceDelta.model_validate({"reasoning_content": delta.thought}))
+        if delta.content:
+            chunks += self._chunk(delta.sample, ChoiceDelta(content=delta.content))
+        if delta.call is not None:
+            number = self._calls[delta.sample]
+            self._calls[delta.sample] += 1
+            name = ChoiceDeltaToolCallFunction(name=delta.call.name, arguments="")
+            head = ChoiceDeltaToolCall(index=number, id=delta.call.id, type="function", function=name)
+            arguments = ChoiceDeltaToolCallFunction(arguments=delta.call.arguments)
+            tail = ChoiceDeltaToolCall(index=number, function=arguments)
+            for call in (head, tail):
+                chunks += self._chunk(delta.sample, ChoiceDelta(tool_calls=[call]))
+        return chunks
+
+    def end(self, turns: Sequence[ModelTurn]) -> bytes:
+        """Each sample's reason and log-probabilities, then the usage if the client asked for it."""
+        chunks = b""
+        for index, turn in enumerate(turns):
+            wanted = self._request.logprobs is not None
+            logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if wanted else None
+            choice = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
+            chunks += self._write([choice])
+        if self._request.stream_usage:
+            chunks += self._write([], _usage(turns))
+        return chunks + b"data: [DONE]\n\n"
+
+    def ping(self) -> bytes:
+        """A comment."""
+        return b": ping\n\n"
+
+    def failure(self, error: BadRequest) -> bytes:
+        """An event with the body of the error."""
+        return fields.server_sent(fields.openai_error(error))
+
+    def _chunk(self, sample: int, delta: ChoiceDelta) -> bytes:
+        return self._write([ChunkChoice(index=sample, delta=delta, finish_reason=None)])
+
+    def _write(self, choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> bytes:
+        chunk = ChatCompletionChunk(
+            id=self._ids[0],
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._request.model,
+            choices=choices,
+            usage=usage,
+        )
+        return fields.server_sent(chunk.model_dump(exclude_unset=True))
+
+
+def _message(message: Mapping[str, Json], where: str) -> Message:
+    """Read a message. Fields that clients add to those of an answer, such as ids and parsed arguments, are ignored."""
+    role = message.get("role")
+    for name in ("audio", "function_call"):
+        if message.get(name) is not None:
+            raise BadRequest(f"{where}.{name} is not supported", where)
+    joint = "" if role == "assistant" else "\n"
+    content = fields.text_of(message.get("content"), f"{where}.content", PARTS, joint)
+    if role == "assistant":
+        thoughts = (message.get("reasoning_content"), message.get("reasoning"))
+        thought = next((text for text in thoughts if isinstance(text, str) and text), "")
+        refusal = message.get("refusal")
+        calls = [
+            _call(call, f"{where}.tool_calls[{index}]")
+            for index, call in enumerate(fields.records(message.get("tool_calls"), f"{where}.tool_calls", 1 << 10))
+        ]
+        return fields.assistant(thought, content or (refusal if isinstance(refusal, str) else ""), calls)
+    if role == "tool":
+        call_id = fields.string(message, "tool_call_id", where)
+        return {"role": "tool", "content": content, "call_id": call_id, "name": str(message.get("name") or "")}
+    if role not in ("system", "developer", "user"):
+        raise BadRequest(f"{where}.role {fields.shorten(role)} is none of system, user, assistant and tool", where)
+    if message.get("content") is None:
+        raise BadRequest(f"{where}.content must be a text", where)
+    return {"role": "user" if role == "user" else "system", "content": content}
+
+
+def _call(call: Mapping[str, Json], where: str) -> Call:
+    if call.get("type") not in (None, "function"):
+        raise BadRequest(f"{where}: a call of type {fields.shorten(call['type'])} is not supported", where)
+    function = fields.record(call.get("function"), f"{where}.function")
+    arguments = fields.arguments_of(function.get("arguments"), f"{where}.function.arguments")
+    return Call(fields.string(call, "id", where), fields.string(function, "name", f"{where}.function"), arguments)
+
+
+def _tool(tool: Mapping[str, Json], where: str) -> Schema:
+    if tool.get("type") != "function":
+        raise BadRequest(f"{where}: a tool of type {fields.shorten(tool.get('type'))} is not supported", "tools")
+    function = fields.record(tool.get("function"), f"{where}.function")
+    name = fields.string(function, "name", f"{where}.function")
+    return fields.tool_schema(name, function.get("description"), function.get("parameters"), f"{where}.function")
+
+
+def _choice(choice: Json) -> str:
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto"
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = fields.record(choice.get("function"), "tool_choice.function")
+        return f"function:{fields.string(function, 'name', 'tool_choice.function')}"
+    raise BadRequest(f"tool_choice = {fields.shorten(choice)} is not supported", "tool_choice")
+
+
+def _schema(response_format: Json) -> Mapping[str, Json] | None:
+    options = fields.record(response_format, "response_format")
+    kind = options.get("type", "text")
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        wrapper = fields.record(options.get("json_schema"), "response_format.json_schema")
+        return fields.json_schema(wrapper.get("schema"), "response_format.json_schema.schema")
+    if kind != "text":
+        raise BadRequest(f"response_format of type {fields.shorten(kind)} is not supported", "response_format")
+    return None
+
+
+def _logprobs(body: Mapping[str, Json]) -> int | None:
+    top = fields.integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
+    if fields.boolean(body, "logprobs"):
+        return top or 0
+    if top:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    return None
+
+
+def _answer(turn: ModelTurn) -> ChatCompletionMessage:
+    # A text that is empty beside calls is null in OpenAI's answers.
+    message: dict[str, Json] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
+    if turn.thought:
+        message["reasoning_content"] = turn.thought
+    if turn.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in turn.calls
+        ]
+    return ChatCompletionMessage.model_validate(message)
+
+
+def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
+    return [
+        ChatCompletionTokenLogprob(
+            token=token.text,
+            logprob=token.logprob,
+            bytes=list(token.text.encode()),
+            top_logprobs=[
+                TopLogprob(token=text, logprob=value, bytes=list(text.encode())) for text, value in token.top
+            ],
+        )
+        for token in turn.logprobs
+    ]
+
+
+def _usage(turns: Sequence[ModelTurn]) -> CompletionUsage:
+    prompt = turns[0].prompt_tokens
+    completion = sum(turn.completion_tokens for turn in turns)
+    details = PromptTokensDetails(cached_tokens=turns[0].cached_tokens)
+    return CompletionUsage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=details,
+    )

@@ -1,0 +1,261 @@
+"""Fields of requests in every dialect: what a client may send, and the error that names what cannot be honoured.
+
+Text that comes in several parts is joined by nothing in an assistant's message, whose parts are pieces of one text that
+was sampled, and by line breaks elsewhere. Leading system messages become one, with empty lines between them; a later
+one becomes a message of the user, since templates know a system message at the beginning only.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import urlsafe_b64encode
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from forge.config.plugin import nearest
+
+from ..messages import MAX_SAMPLES, BadRequest, Call, Message, Schema
+
+Json = Any  # a value of a request
+# Limits of one request, above those of any agent that was seen.
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_STOPS = 16  # stop strings
+MAX_STOP_LENGTH = 256  # characters of a stop string
+MAX_TOKENS = 1 << 31
+MAX_TOP_LOGPROBS = 20
+MAX_SHOWN = 60  # characters of a value in an error
+
+
+def shorten(value: Json) -> str:
+    """Format a value of a request for an error: at most its first characters."""
+    text = repr(value[:MAX_SHOWN] if isinstance(value, str | list) else value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def check_fields(
+    body: Json, known: Collection[str], ignored: Collection[str], neutral: Mapping[str, Sequence[Json]]
+) -> None:
+    """Raise BadRequest unless this is an object whose fields can all be honoured. A field that is null is absent.
+
+    Args:
+        known: fields that the caller reads.
+        ignored: fields without effect on the tokens.
+        neutral: unsupported fields, each with the values that change nothing.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    for name, value in body.items():
+        if value is None or name in known or name in ignored:
+            continue
+        if name not in neutral:
+            hint = nearest(name[:MAX_SHOWN], sorted(known))
+            raise BadRequest(f"unknown field {shorten(name)}{hint}", name[:MAX_SHOWN])
+        if value not in neutral[name]:
+            raise BadRequest(f"{name} = {shorten(value)} is not supported", name)
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        raise BadRequest("model must be the name of a model", "model")
+
+
+def integer(body: Mapping[str, Json], name: str, lowest: int = 1, highest: int = MAX_TOKENS) -> int | None:
+    """Return a field with a whole number, None if it is absent."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not lowest <= value <= highest:
+        limits = f"{lowest} or more" if highest == MAX_TOKENS else f"{lowest} to {highest}"
+        raise BadRequest(f"{name} must be a whole number, {limits}, got {shorten(value)}", name)
+    return value
+
+
+def boolean(body: Mapping[str, Json], name: str, default: bool = False) -> bool:
+    """Return a field that is true or false."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false, got {shorten(value)}", name)
+    return value
+
+
+def record(value: Json, where: str) -> Mapping[str, Json]:
+    """Return a value that must be an object; null is an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where} must be an object, got {shorten(value)}", where)
+    return value
+
+
+def records(value: Json, where: str, most: int) -> list[dict[str, Json]]:
+    """Return a value that must be a list of at most `most` objects; null is an empty list."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadRequest(f"{where} must be a list of objects, got {shorten(value)}", where)
+    if len(value) > most:
+        raise BadRequest(f"{where} must be at most {most}, got {len(value)}", where)
+    return value
+
+
+def string(item: Mapping[str, Json], name: str, where: str) -> str:
+    """Return a field of an object that must be a text which is not empty."""
+    value = item.get(name)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{where}.{name} must be a text that is not empty, got {shorten(value)}", where)
+    return value
+
+
+def samples(body: Mapping[str, Json]) -> int:
+    """Return the number of answers that a request asks for."""
+    count = integer(body, "n") or 1
+    if count > MAX_SAMPLES:
+        raise BadRequest(f"n = {count} is more than {MAX_SAMPLES} answers of one request: send several requests", "n")
+    return count
+
+
+def stop_strings(body: Mapping[str, Json], name: str) -> tuple[str, ...]:
+    """Return the stop strings of a field: one or a list."""
+    value = body.get(name)
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
+        raise BadRequest(f"{name} must be a text or a list of texts that are not empty", name)
+    if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_LENGTH:
+        limits = f"at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters"
+        raise BadRequest(f"{name} must be {limits}", name)
+    return tuple(stops)
+
+
+def overridden(body: Mapping[str, Json], names: Iterable[str]) -> dict[str, Json]:
+    """Return the settings that the request has and the run decides."""
+    return {name: body[name] for name in names if body.get(name) is not None}
+
+
+def text_of(content: Json, where: str, kinds: Mapping[str, str], joint: str = "\n") -> str:
+    """Return the text of a message's content, which is a text or a list of parts; null is "".
+
+    Args:
+        kinds: the types of parts that are text, each with the field that holds it.
+        joint: what is put between two parts.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in records(content, where, MAX_MESSAGES):
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise BadRequest(f"{where}: a part of type {shorten(kind)} is not supported: this model reads text", where)
+        text = part.get(kinds[kind])
+        if not isinstance(text, str):
+            raise BadRequest(f"{where}: the {kinds[kind]} of a part must be a text, got {shorten(text)}", where)
+        texts.append(text)
+    return joint.join(texts)
+
+
+def tool_schema(name: str, description: Json, parameters: Json, where: str) -> Schema:
+    """Return a tool in the form of `ModelRequest.tools`."""
+    function: dict[str, Json] = {"name": name}
+    if isinstance(description, str) and description:
+        function["description"] = description
+    function["parameters"] = record(parameters, f"{where}.parameters") or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def check_choice(choice: str, tools: Sequence[Schema]) -> str:
+    """Return a tool choice that these tools can satisfy."""
+    name = choice.removeprefix("function:")
+    if choice == "required" and not tools:
+        raise BadRequest("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if name != choice and name not in [tool["function"]["name"] for tool in tools]:
+        raise BadRequest(f"tool_choice names {shorten(name)}, which is none of the tools", "tool_choice")
+    return choice
+
+
+def arguments_of(value: Json, where: str) -> str:
+    """Return a call's arguments as text: what the client sent, or an object as JSON."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    try:
+        parsed = json.loads(value or "{}") if isinstance(value, str) else None
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise BadRequest(f"{where} must be the text of a JSON object, got {shorten(value)}", where)
+    return value or "{}"
+
+
+def json_schema(value: Json, where: str) -> Mapping[str, Json]:
+    """Return the schema that an answer must keep."""
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where} must be a JSON schema, got {shorten(value)}", where)
+    return value
+
+
+def assistant(thought: str = "", content: str = "", calls: Sequence[Call] = ()) -> Message:
+    """A message of the assistant."""
+    message: Message = {"role": "assistant", "content": content}
+    if thought:
+        message["thought"] = thought
+    if calls:
+        message["calls"] = list(calls)
+    return message
+
+
+def append_assistant(messages: list[Message], piece: Message) -> None:
+    """Add a piece of a turn, for dialects that send the thought, the text and the calls of one turn one by one.
+
+    A turn has one thought, at its beginning, and one text. A second of either begins another turn.
+    """
+    turn = messages[-1] if messages else piece
+    joins = turn["role"] == "assistant" and "thought" not in piece and not (turn["content"] and piece["content"])
+    if not messages or not joins:
+        messages.append(piece)
+        return
+    calls = [*turn.get("calls", ()), *piece.get("calls", ())]
+    messages[-1] = assistant(turn.get("thought", ""), turn["content"] + piece["content"], calls)
+
+
+def conversation(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
+    """Arrange the messages of a request: see this module's docstring. Results of tools get the name of their call."""
+    if not messages:
+        raise BadRequest(f"{where} must have at least one message", where)
+    leading = []
+    for message in messages:
+        if message["role"] != "system":
+            break
+        leading.append(message["content"])
+    system = "\n\n".join(filter(None, leading))
+    arranged: list[Message] = [{"role": "system", "content": system}] if system else []
+    names: dict[str, str] = {}
+    for message in messages[len(leading) :]:
+        names.update((call.id, call.name) for call in message.get("calls", ()))
+        if message["role"] == "system":
+            message = {**message, "role": "user"}
+        elif message["role"] == "tool":
+            message = {**message, "name": message.get("name") or names.get(message["call_id"], "")}
+        arranged.append(message)
+    return tuple(arranged)
+
+
+def opaque(identity: str) -> str:
+    """A token that means nothing to a client, where its dialect expects a signature or encrypted text."""
+    return urlsafe_b64encode(identity.encode()).decode()
+
+
+def server_sent(data: Mapping[str, Json], event: str = "") -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+# Clients decide by the type as much as by the status whether they try again.
+OPENAI_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def openai_error(error: BadRequest) -> Mapping[str, Json]:
+    """The body of an error in both dialects of OpenAI."""
+    kind = "server_error" if error.status >= 500 else OPENAI_ERRORS.get(error.status, "invalid_request_error")
+    body: dict[str, Json] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    if error.details:
+        body["details"] = error.details
+    return {"error": body}

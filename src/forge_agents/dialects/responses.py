@@ -1,0 +1,199 @@
+"""OpenAI's Responses, as codex and the frameworks of OpenAI speak it.
+
+Functions in a namespace are offered to the model as `namespace.function`, and a call of one has both names apart, by
+which codex looks it up. Tools that OpenAI's servers would execute are not offered: a client that lists web search
+beside its functions works without it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+from ..messages import BadRequest, Call, Message, ModelRequest, ModelTurn, Schema
+from . import fields, responses_events
+from .fields import Json
+from .responses_events import SEPARATOR, ResponsesEvents, output_items, response
+
+SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning")
+KNOWN = {
+    *SAMPLING,
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "previous_response_id"),
+    *("max_output_tokens", "text", "include", "stream", "stream_options", "top_logprobs"),
+}
+# A context is never truncated here, and only tools of the server count against `max_tool_calls`.
+IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "client_metadata", "moderation", "truncation", "max_tool_calls", "background_options"),
+}
+NEUTRAL: Mapping[str, Sequence[Json]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+}
+INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
+SERVER_TOOLS = {
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
+    *("tool_search", "local_shell"),
+}
+NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+SUMMARY = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
+
+
+class ResponsesDialect:
+    """Requests to `/v1/responses`."""
+
+    name = "responses"
+    id_prefix = responses_events.ID_PREFIX
+    call_prefix = responses_events.CALL_PREFIX
+
+    def read(self, body: Json) -> ModelRequest:
+        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
+        tools = tuple(_tools(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS)))
+        if len(tools) > fields.MAX_TOOLS:
+            raise BadRequest(f"tools must be at most {fields.MAX_TOOLS}, got {len(tools)}", "tools")
+        text = fields.record(body.get("text"), "text")
+        previous = body.get("previous_response_id")
+        if previous is not None and not isinstance(previous, str):
+            raise BadRequest("previous_response_id must be the id of a response", "previous_response_id")
+        return ModelRequest(
+            body["model"],
+            fields.conversation(_messages(body), "input"),
+            tools,
+            fields.check_choice(_choice(body.get("tool_choice")), tools),
+            fields.boolean(body, "parallel_tool_calls", True),
+            max_tokens=fields.integer(body, "max_output_tokens"),
+            schema=_schema(text.get("format")),
+            stream=fields.boolean(body, "stream"),
+            stream_usage=True,
+            previous=previous or "",
+            logprobs=_logprobs(body),
+            overridden={**fields.overridden(body, SAMPLING), **fields.overridden(text, ["verbosity"])},
+        )
+
+    def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
+        """The body of an answer that is not streamed."""
+        turn = turns[0]
+        return response(request, turn.id, output_items(turn), time.time(), turn).model_dump(exclude_unset=True)
+
+    def events(self, request: ModelRequest, ids: Sequence[str]) -> ResponsesEvents:
+        """The writer of a streamed answer."""
+        return ResponsesEvents(request, ids)
+
+    def error(self, error: BadRequest) -> Mapping[str, Json]:
+        """The body of an error."""
+        return fields.openai_error(error)
+
+
+def _messages(body: Mapping[str, Json]) -> list[Message]:
+    messages: list[Message] = []
+    instructions = body.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise BadRequest(f"instructions must be a text, got {fields.shorten(instructions)}", "instructions")
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(body.get("input"), str):
+        return [*messages, {"role": "user", "content": body["input"]}]
+    items = fields.records(body.get("input"), "input", fields.MAX_MESSAGES)
+    if not items:
+        raise BadRequest("input must be a text or a list of at least one item", "input")
+    for index, item in enumerate(items):
+        _add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add_item(messages: list[Message], item: Mapping[str, Json], where: str) -> None:
+    kind = item.get("type") or "message"
+    if kind == "reasoning":
+        # The text is in one of two fields; of a client that sends both, `content` is the unabridged one.
+        thought = fields.text_of(item.get("content"), f"{where}.content", SUMMARY, "")
+        thought = thought or fields.text_of(item.get("summary"), f"{where}.summary", SUMMARY, "")
+        if thought:
+            fields.append_assistant(messages, fields.assistant(thought))
+    elif kind == "function_call":
+        name = fields.string(item, "name", where)
+        if item.get("namespace"):
+            name = f"{fields.string(item, 'namespace', where)}{SEPARATOR}{name}"
+        arguments = fields.arguments_of(item.get("arguments"), f"{where}.arguments")
+        call = Call(fields.string(item, "call_id", where), name, arguments)
+        fields.append_assistant(messages, fields.assistant(calls=[call]))
+    elif kind == "function_call_output":
+        content = fields.text_of(item.get("output"), f"{where}.output", PARTS)
+        call_id = fields.string(item, "call_id", where)
+        messages.append({"role": "tool", "content": content, "call_id": call_id, "name": ""})
+    elif kind == "message":
+        _add_message(messages, item, where)
+    else:
+        raise BadRequest(f"{where}: an item of type {fields.shorten(kind)} is not supported", where)
+
+
+def _add_message(messages: list[Message], item: Mapping[str, Json], where: str) -> None:
+    role = item.get("role")
+    joint = "" if role == "assistant" else "\n"
+    content = fields.text_of(item.get("content"), f"{where}.content", PARTS, joint)
+    if role == "assistant":
+        fields.append_assistant(messages, fields.assistant(content=content))
+    elif role in ("user", "system", "developer"):
+        messages.append({"role": "user" if role == "user" else "system", "content": content})
+    else:
+        raise BadRequest(f"{where}.role {fields.shorten(role)} is none of user, system, developer, assistant", where)
+
+
+def _tools(tools: Sequence[Mapping[str, Json]], namespace: str = "") -> list[Schema]:
+    """Read the functions that a client offers, those of namespaces among them."""
+    schemas: list[Schema] = []
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind in SERVER_TOOLS and not namespace:
+            continue
+        if kind not in ("function", "namespace") or (kind == "namespace" and namespace):
+            raise BadRequest(f"{where}: a tool of type {fields.shorten(kind)} is not supported", "tools")
+        name = fields.string(tool, "name", where)
+        if not NAME.fullmatch(name):
+            raise BadRequest(f"{where}.name {fields.shorten(name)} has other characters than a-z A-Z 0-9 _ -", "tools")
+        if kind == "namespace":
+            schemas += _tools(fields.records(tool.get("tools"), f"{where}.tools", fields.MAX_TOOLS), name)
+        else:
+            name = f"{namespace}{SEPARATOR}{name}" if namespace else name
+            schemas.append(fields.tool_schema(name, tool.get("description"), tool.get("parameters"), where))
+    return schemas
+
+
+def _choice(choice: Json) -> str:
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto"
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        name = fields.string(choice, "name", "tool_choice")
+        namespace = choice.get("namespace")
+        return f"function:{namespace}{SEPARATOR}{name}" if namespace else f"function:{name}"
+    raise BadRequest(f"tool_choice = {fields.shorten(choice)} is not supported", "tool_choice")
+
+
+def _schema(text_format: Json) -> Mapping[str, Json] | None:
+    options = fields.record(text_format, "text.format")
+    kind = options.get("type", "text")
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        return fields.json_schema(options.get("schema"), "text.format.schema")
+    if kind != "text":
+        raise BadRequest(f"text.format of type {fields.shorten(kind)} is not supported", "text")
+    return None
+
+
+def _logprobs(body: Mapping[str, Json]) -> int | None:
+    include = body.get("include") or []
+    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
+        raise BadRequest("include must be a list of names", "include")
+    unsupported = sorted(set(include) - INCLUDES)
+    if unsupported:
+        raise BadRequest(f"include of {fields.shorten(unsupported[0])} is not supported", "include")
+    top = fields.integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
+    return top or 0 if top or "message.output_text.logprobs" in include else None

@@ -1,0 +1,264 @@
+"""Answers in the form of OpenAI's Responses: items of output, and the events in which a stream sends them.
+
+The ids of items are made of the ids of the turn and of its calls, so that a stream and its last event name the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Literal, get_args
+
+from openai.types import responses as api
+from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response_output_text import Logprob
+from openai.types.responses.response_reasoning_item import Summary
+from pydantic import BaseModel
+
+from ..messages import BadRequest, Call, Delta, ModelRequest, ModelTurn, TokenLogprob
+from .fields import Json, opaque, server_sent
+
+Item = api.ResponseOutputMessage | api.ResponseFunctionToolCall | api.ResponseReasoningItem
+Status = Literal["in_progress", "completed", "incomplete"]
+
+ID_PREFIX = "resp_"
+CALL_PREFIX = "call_"
+# Between a namespace and the name of a function in it. OpenAI allows it in neither, so a name can be split again.
+SEPARATOR = "."
+
+
+def output_items(turn: ModelTurn) -> list[Item]:
+    """The items of an answer: thought, text, calls."""
+    items: list[Item] = []
+    if turn.thought:
+        items.append(reasoning_item(turn.id, turn.thought))
+    if turn.content:
+        status: Status = "incomplete" if turn.finish == "length" and not turn.calls else "completed"
+        items.append(message_item(turn.id, turn.content, status, turn.logprobs))
+    return [*items, *(call_item(call) for call in turn.calls)]
+
+
+def reasoning_item(identity: str, thought: str) -> api.ResponseReasoningItem:
+    """A thought, whole, as its summary. Clients send an item back if it has encrypted content, so it has a token."""
+    summary = [Summary(type="summary_text", text=thought)] if thought else []
+    return api.ResponseReasoningItem(
+        id=f"rs_{identity.removeprefix(ID_PREFIX)}",
+        type="reasoning",
+        summary=summary,
+        encrypted_content=opaque(identity),
+    )
+
+
+def message_item(
+    identity: str, text: str, status: Status, logprobs: Sequence[TokenLogprob] = ()
+) -> api.ResponseOutputMessage:
+    """A text; without a part while it is empty."""
+    return api.ResponseOutputMessage(
+        id=f"msg_{identity.removeprefix(ID_PREFIX)}",
+        type="message",
+        role="assistant",
+        status=status,
+        content=[text_part(text, logprobs)] if text else [],
+    )
+
+
+def text_part(text: str, logprobs: Sequence[TokenLogprob] = ()) -> api.ResponseOutputText:
+    """The text of a message, with the log-probabilities of its tokens."""
+    values = [
+        {
+            "token": token.text,
+            "bytes": list(token.text.encode()),
+            "logprob": token.logprob,
+            "top_logprobs": [
+                {"token": top, "bytes": list(top.encode()), "logprob": logprob} for top, logprob in token.top
+            ],
+        }
+        for token in logprobs
+    ]
+    parsed = [Logprob.model_validate(value) for value in values]
+    return api.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=parsed)
+
+
+def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionToolCall:
+    """A call; of a function in a namespace it has both names."""
+    namespace, separator, name = call.name.partition(SEPARATOR)
+    values = {
+        "id": f"fc_{call.id.removeprefix(CALL_PREFIX)}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": name if separator else call.name,
+        "arguments": call.arguments,
+        "status": status,
+    }
+    if separator:
+        values["namespace"] = namespace
+    return api.ResponseFunctionToolCall.model_validate(values)
+
+
+def response(
+    request: ModelRequest, identity: str, items: Sequence[Item], created: float, turn: ModelTurn | None = None
+) -> api.Response:
+    """The object that answers a request; without a turn it is in progress. Tools and settings are not repeated."""
+    tool = request.tool_choice.removeprefix("function:")
+    choice: Json = tool if tool == request.tool_choice else {"type": "function", "name": tool}
+    truncated = turn is not None and turn.finish == "length"
+    values: dict[str, Json] = {
+        "id": identity,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress" if turn is None else "incomplete" if truncated else "completed",
+        "model": request.model,
+        "output": list(items),
+        "error": None,
+        "incomplete_details": IncompleteDetails(reason="max_output_tokens") if truncated else None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": request.parallel_calls,
+        "previous_response_id": request.previous or None,
+        "max_output_tokens": request.max_tokens,
+        "tool_choice": choice,
+        "tools": [],
+        "temperature": None,
+        "top_p": None,
+        "usage": None if turn is None else _usage(turn),
+    }
+    return api.Response.model_validate(values)
+
+
+def _usage(turn: ModelTurn) -> Mapping[str, Json]:
+    # How many of the tokens are the thought's is not counted: the field is required, and 0.
+    return {
+        "input_tokens": turn.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": turn.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+    }
+
+
+class ResponsesEvents:
+    """Writes one answer. At most one item is open, a thought or a text, which ends when something else begins."""
+
+    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
+        self._request = request
+        self._id = ids[0]
+        self._created = time.time()
+        self._numbers = count()
+        self._items: list[Item] = []  # that are complete
+        self._open: Literal["", "thought", "content"] = ""
+        self._text = ""  # of the open item
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """The response while it has no output."""
+        started = response(self._request, self._id, [], self._created)
+        created = self._event(api.ResponseCreatedEvent, response=started)
+        return created + self._event(api.ResponseInProgressEvent, response=started)
+
+    def delta(self, delta: Delta) -> bytes:
+        """A piece of the open item; before it, what ends another and begins this."""
+        events = b""
+        if delta.thought:
+            events += self._turn_to("thought")
+            self._text += delta.thought
+            place = self._place("summary_index")
+            events += self._event(api.ResponseReasoningSummaryTextDeltaEvent, **place, delta=delta.thought)
+        if delta.content:
+            events += self._turn_to("content")
+            self._text += delta.content
+            place = self._place("content_index")
+            events += self._event(api.ResponseTextDeltaEvent, **place, delta=delta.content, logprobs=[])
+        if delta.call is not None:
+            events += self._close() + self._call(delta.call)
+        return events
+
+    def end(self, turns: Sequence[ModelTurn]) -> bytes:
+        """The end of the open item, and the whole response."""
+        turn = turns[0]
+        truncated = turn.finish == "length"
+        closing = self._close("incomplete" if truncated else "completed", turn.logprobs)
+        whole = response(self._request, self._id, self._items, self._created, turn)
+        last = api.ResponseIncompleteEvent if truncated else api.ResponseCompletedEvent
+        return closing + self._event(last, response=whole)
+
+    def ping(self) -> bytes:
+        """A comment."""
+        return b": ping\n\n"
+
+    def failure(self, error: BadRequest) -> bytes:
+        """The event of a failed response."""
+        # The codes of the package's type are fewer than those that clients act on.
+        code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
+        failed = response(self._request, self._id, self._items, self._created)
+        failed.status = "failed"
+        failed.error = api.ResponseError.model_construct(code=code, message=str(error))
+        return self._event(api.ResponseFailedEvent, response=failed)
+
+    def _event(self, model: type[BaseModel], **values: Json) -> bytes:
+        kind = get_args(model.model_fields["type"].annotation)[0]
+        event = model(type=kind, sequence_number=next(self._numbers), **values)
+        return server_sent(event.model_dump(exclude_unset=True, warnings=False), kind)
+
+    def _place(self, index: str = "") -> dict[str, Json]:
+        """The fields of an event that say which item it is about, and which part of it, always the first."""
+        item = self._blank()
+        place: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
+        if index:
+            place[index] = 0
+        return place
+
+    def _blank(self) -> Item:
+        """The open item as it began."""
+        if self._open == "thought":
+            return reasoning_item(self._id, "")
+        return message_item(self._id, "", "in_progress")
+
+    def _turn_to(self, kind: Literal["thought", "content"]) -> bytes:
+        if self._open == kind:
+            return b""
+        events = self._close()
+        self._open = kind
+        events += self._event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank())
+        if kind == "thought":
+            part = {"type": "summary_text", "text": ""}
+            place = self._place("summary_index")
+            return events + self._event(api.ResponseReasoningSummaryPartAddedEvent, **place, part=part)
+        place = self._place("content_index")
+        return events + self._event(api.ResponseContentPartAddedEvent, **place, part=text_part(""))
+
+    def _close(self, status: Status = "completed", logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        if not self._open:
+            return b""
+        item: Item
+        if self._open == "thought":
+            place = self._place("summary_index")
+            part: Json = {"type": "summary_text", "text": self._text}
+            events = self._event(api.ResponseReasoningSummaryTextDoneEvent, **place, text=self._text)
+            events += self._event(api.ResponseReasoningSummaryPartDoneEvent, **place, part=part)
+            item = reasoning_item(self._id, self._text)
+        else:
+            place = self._place("content_index")
+            part = text_part(self._text, logprobs)
+            values = [value.model_dump(include={"token", "logprob", "top_logprobs"}) for value in part.logprobs]
+            events = self._event(api.ResponseTextDoneEvent, **place, text=self._text, logprobs=values)
+            events += self._event(api.ResponseContentPartDoneEvent, **place, part=part)
+            item = message_item(self._id, self._text, status, logprobs)
+        self._open = ""
+        self._text = ""
+        return events + self._finish(item)
+
+    def _call(self, call: Call) -> bytes:
+        item = call_item(call)
+        index = len(self._items)
+        started = item.model_copy(update={"arguments": "", "status": "in_progress"})
+        place: dict[str, Json] = {"item_id": item.id, "output_index": index}
+        events = self._event(api.ResponseOutputItemAddedEvent, output_index=index, item=started)
+        events += self._event(api.ResponseFunctionCallArgumentsDeltaEvent, **place, delta=call.arguments)
+        done: dict[str, Json] = {"name": item.name, "arguments": call.arguments}
+        events += self._event(api.ResponseFunctionCallArgumentsDoneEvent, **place, **done)
+        return events + self._finish(item)
+
+    def _finish(self, item: Item) -> bytes:
+        done = self._event(api.ResponseOutputItemDoneEvent, output_index=len(self._items), item=item)
+        self._items.append(item)
+        return done

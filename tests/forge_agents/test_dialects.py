@@ -1,0 +1,367 @@
+"""The vendors' own clients read every answer, and what they send back reads as what was answered."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+from pydantic import BaseModel
+
+from forge_agents.messages import BadRequest, Call, ModelTurn, TokenLogprob
+
+CALLS = (
+    Call("", "write", '{ "text":  "hé \\"x\\"", "path": "a.txt" }'),
+    Call("", "read", "{}"),
+)
+TURNS = {
+    "text": ModelTurn("", "A text of\nsome length – é.", prompt_tokens=21, completion_tokens=9),
+    "thought": ModelTurn("", "Forty-two.", "Let me think about this.", prompt_tokens=21, completion_tokens=9),
+    "cut": ModelTurn("", "A text that is", finish="length", prompt_tokens=21, completion_tokens=9),
+    "only a thought": ModelTurn("", "", "Without end", finish="length", prompt_tokens=21, completion_tokens=9),
+    "calls": ModelTurn(
+        "", "Two files.", "I need both.", CALLS, "tool_calls", prompt_tokens=21, cached_tokens=4, completion_tokens=9
+    ),
+    "bare call": ModelTurn("", "", "", CALLS[:1], "tool_calls", prompt_tokens=21, completion_tokens=9),
+}
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
+CHAT_TOOLS = [{"type": "function", "function": {"name": n, "parameters": PARAMETERS}} for n in ("write", "read")]
+FLAT_TOOLS = [{"type": "function", "name": n, "parameters": PARAMETERS, "strict": False} for n in ("write", "read")]
+CLAUDE_TOOLS = [{"name": n, "input_schema": PARAMETERS} for n in ("write", "read")]
+QUESTION = [{"role": "user", "content": "Do it."}]
+
+
+class Answer(BaseModel):
+    value: int
+
+
+@pytest.fixture(params=TURNS)
+def turn(request, gateway):
+    gateway.answer = lambda _: [TURNS[request.param]]
+    return TURNS[request.param]
+
+
+def meaning(message):
+    """A turn of the assistant without the spelling of its arguments."""
+    calls = [(call.id, call.name, json.loads(call.arguments)) for call in message.get("calls", ())]
+    return message["role"], message["content"], message.get("thought", ""), calls
+
+
+def expected(turn, prefix, number=0):
+    """What a turn must read as when a client sends it back."""
+    calls = [
+        (f"{prefix}{number}x0x{index}", call.name, json.loads(call.arguments)) for index, call in enumerate(turn.calls)
+    ]
+    return "assistant", turn.content, turn.thought, calls
+
+
+# Chat Completions
+
+
+def chat_plain(client, **extra):
+    return client.chat.completions.create(model="m", messages=QUESTION, tools=CHAT_TOOLS, **extra)
+
+
+def chat_raw(client):
+    """The message that a program builds which adds the chunks up by itself."""
+    message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in chat_plain(client, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            message["content"] += choice.delta.content or ""
+            message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+            for piece in choice.delta.tool_calls or ():
+                if piece.id:
+                    function = {"name": piece.function.name, "arguments": ""}
+                    message["tool_calls"].append({"id": piece.id, "type": "function", "function": function})
+                message["tool_calls"][piece.index]["function"]["arguments"] += piece.function.arguments or ""
+            finish = choice.finish_reason or ""
+    return message, finish, chunk.usage
+
+
+def chat_helper(client):
+    options = {"include_usage": True}
+    with client.chat.completions.stream(
+        model="m", messages=QUESTION, tools=CHAT_TOOLS, stream_options=options
+    ) as events:
+        kinds = [event.type for event in events]
+        assert "chunk" in kinds
+        return events.get_final_completion()
+
+
+def test_chat_completions(gpt, turn):
+    completion = chat_plain(gpt)
+    [choice] = completion.choices
+    assert completion.id.startswith("chatcmpl-")
+    assert choice.finish_reason == turn.finish
+    assert (choice.message.content or "") == turn.content
+    assert (choice.message.content is None) == bool(turn.calls and not turn.content)
+    assert [call.function.arguments for call in choice.message.tool_calls or ()] == [c.arguments for c in turn.calls]
+    usage = completion.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (21, 9, 30)
+    assert usage.prompt_tokens_details.cached_tokens == turn.cached_tokens
+
+
+def test_chat_completions_come_back_as_they_were(gpt, gateway, turn):
+    plain = chat_plain(gpt).choices[0].message
+    raw, finish, usage = chat_raw(gpt)
+    assert finish == turn.finish
+    assert (usage.prompt_tokens, usage.completion_tokens) == (21, 9)
+    messages = [(0, plain), (0, plain.model_dump()), (0, plain.model_dump(exclude_none=True)), (1, raw)]
+    if turn.finish != "length":
+        messages.append((2, chat_helper(gpt).choices[0].message))
+    for number, message in messages:
+        gpt.chat.completions.create(model="m", messages=[*QUESTION, message, *QUESTION])
+        read = gateway.requests[-1][1].messages[1]
+        assert meaning(read) == expected(turn, "call_", number)
+
+
+def test_the_helper_reports_an_answer_that_was_cut(gpt, gateway):
+    gateway.answer = lambda _: [TURNS["cut"]]
+    with pytest.raises(openai.LengthFinishReasonError):
+        chat_helper(gpt)
+
+
+def test_several_samples(gpt, gateway):
+    gateway.answer = lambda request: [
+        ModelTurn("", f"Answer {n}", prompt_tokens=5, completion_tokens=n) for n in range(request.samples)
+    ]
+    completion = gpt.chat.completions.create(model="m", messages=QUESTION, n=3)
+    assert [choice.message.content for choice in completion.choices] == ["Answer 0", "Answer 1", "Answer 2"]
+    assert completion.usage.completion_tokens == 3
+    with gpt.chat.completions.stream(model="m", messages=QUESTION, n=3) as events:
+        streamed = events.get_final_completion()
+    assert [choice.message.content for choice in streamed.choices] == ["Answer 0", "Answer 1", "Answer 2"]
+    assert streamed.usage is None
+
+
+def test_logprobs(gpt, gateway):
+    tokens = (TokenLogprob("A", -0.5, (("A", -0.5), ("é", -1.5))), TokenLogprob("!", -0.25))
+    gateway.answer = lambda _: [ModelTurn("", "A!", logprobs=tokens)]
+    completion = gpt.chat.completions.create(model="m", messages=QUESTION, logprobs=True, top_logprobs=2)
+    with gpt.chat.completions.stream(model="m", messages=QUESTION, logprobs=True, top_logprobs=2) as events:
+        streamed = events.get_final_completion()
+    for choice in (*completion.choices, *streamed.choices):
+        first, second = choice.logprobs.content
+        assert (first.token, first.logprob, second.logprob) == ("A", -0.5, -0.25)
+        assert [(top.token, top.bytes) for top in first.top_logprobs] == [("A", [65]), ("é", [195, 169])]
+    assert [request.logprobs for _, request in gateway.requests] == [2, 2]
+    include = ["message.output_text.logprobs"]
+    response = gpt.responses.create(model="m", input="Do it.", include=include, top_logprobs=2)
+    [token, _] = response.output[0].content[0].logprobs
+    assert (token.token, token.logprob, token.top_logprobs[1].token) == ("A", -0.5, "é")
+    with gpt.responses.stream(model="m", input="Do it.", include=include, top_logprobs=2) as events:
+        done = [event for event in events if event.type == "response.output_text.done"]
+        assert events.get_final_response().output[0].content[0].logprobs[0].logprob == -0.5
+    assert [token.logprob for token in done[0].logprobs] == [-0.5, -0.25]
+
+
+# Responses
+
+
+def without_ids(item):
+    ids = ("id", "call_id", "encrypted_content")
+    return {name: value for name, value in item.to_dict().items() if name not in ids}
+
+
+def test_responses(gpt, turn):
+    response = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS)
+    assert response.id.startswith("resp_")
+    assert response.status == ("incomplete" if turn.finish == "length" else "completed")
+    assert response.output_text == turn.content
+    assert (response.incomplete_details is not None) == (turn.finish == "length")
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.name, call.arguments) for call in calls] == [(call.name, call.arguments) for call in turn.calls]
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (21, 9, 30)
+    assert usage.input_tokens_details.cached_tokens == turn.cached_tokens
+
+
+def test_responses_that_are_streamed_are_the_same(gpt, turn):
+    plain = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS)
+    events = list(gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS, stream=True))
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(events)))
+    last = events[-1].response
+    assert [without_ids(item) for item in last.output] == [without_ids(item) for item in plain.output]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.to_dict() for item in done] == [item.to_dict() for item in last.output]
+    deltas = "".join(event.delta for event in events if event.type == "response.reasoning_summary_text.delta")
+    assert deltas == turn.thought
+    if turn.finish == "length":
+        assert events[-1].type == "response.incomplete"
+        return
+    with gpt.responses.stream(model="m", input="Do it.", tools=FLAT_TOOLS) as stream:
+        final = stream.get_final_response()
+    assert final.output_text == turn.content
+    arguments = [item.arguments for item in final.output if item.type == "function_call"]
+    assert arguments == [call.arguments for call in turn.calls]
+
+
+def test_responses_come_back_as_they_were(gpt, gateway, turn):
+    plain = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS).output
+    *_, last = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS, stream=True)
+    bare = [{name: value for name, value in item.to_dict().items() if name != "id"} for item in plain]
+    for number, items in ((0, plain), (1, last.response.output), (0, bare)):
+        result = {"type": "function_call_output", "call_id": "call_x", "output": "fine"}
+        gpt.responses.create(model="m", input=[*QUESTION, *items, result])
+        read = gateway.requests[-1][1].messages
+        assert [message["role"] for message in read] == ["user", "assistant", "tool"]
+        assert meaning(read[1]) == expected(turn, "call_", number)
+
+
+def test_two_turns_without_a_message_between_them_stay_two(gpt, gateway):
+    gateway.answer = lambda _: [TURNS["thought"]]
+    items = [item for _ in range(2) for item in gpt.responses.create(model="m", input="Do it.").output]
+    gpt.responses.create(model="m", input=items)
+    read = gateway.requests[-1][1].messages
+    assert [meaning(message) for message in read] == [expected(TURNS["thought"], "call_")] * 2
+
+
+def test_functions_in_a_namespace(gpt, gateway):
+    tools = [
+        {"type": "namespace", "name": "agents", "description": "d", "tools": [FLAT_TOOLS[0]]},
+        {"type": "web_search"},
+        FLAT_TOOLS[1],
+    ]
+    calls = (Call("", "agents.write", "{}"), Call("", "read", "{}"))
+    gateway.answer = lambda _: [ModelTurn("", calls=calls, finish="tool_calls")]
+    plain = gpt.responses.create(model="m", input="Do it.", tools=tools).output
+    *_, last = gpt.responses.create(model="m", input="Do it.", tools=tools, stream=True)
+    for items in (plain, last.response.output):
+        assert [(item.name, item.namespace) for item in items] == [("write", "agents"), ("read", None)]
+        gpt.responses.create(model="m", input=items, tools=tools)
+        request = gateway.requests[-1][1]
+        assert [call.name for call in request.messages[0]["calls"]] == ["agents.write", "read"]
+        assert [tool["function"]["name"] for tool in request.tools] == ["agents.write", "read"]
+
+
+# Messages
+
+
+def ask_claude(client, messages=QUESTION, **extra):
+    return client.messages.create(model="m", max_tokens=99, messages=messages, tools=CLAUDE_TOOLS, **extra)
+
+
+def test_messages(claude, turn):
+    message = ask_claude(claude)
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    assert message.stop_reason == reasons[turn.finish]
+    kinds = ["thinking"] * bool(turn.thought) + ["text"] * bool(turn.content) + ["tool_use"] * len(turn.calls)
+    assert [block.type for block in message.content] == kinds
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == 21
+    assert message.usage.output_tokens == 9
+    streamed = claude.messages.stream(model="m", max_tokens=99, messages=QUESTION, tools=CLAUDE_TOOLS)
+    with streamed as events:
+        final = events.get_final_message()
+    assert final.usage.to_dict() == message.usage.to_dict()
+    assert final.stop_reason == message.stop_reason
+    assert [block.type for block in final.content] == kinds
+
+
+def test_messages_come_back_as_they_were(claude, gateway, turn):
+    with claude.messages.stream(model="m", max_tokens=99, messages=QUESTION, tools=CLAUDE_TOOLS) as events:
+        streamed = events.get_final_message().content
+    plain = ask_claude(claude).content
+    for number, content in ((0, streamed), (1, plain), (1, [block.to_dict() for block in plain])):
+        message = {"role": "assistant", "content": content}
+        ask_claude(claude, [*QUESTION, message, *QUESTION])
+        assert meaning(gateway.requests[-1][1].messages[1]) == expected(turn, "toolu_", number)
+
+
+def test_raw_events_of_messages(claude, gateway):
+    gateway.answer = lambda _: [TURNS["calls"]]
+    events = list(ask_claude(claude, stream=True))
+    assert [events[0].type, events[-1].type] == ["message_start", "message_stop"]
+    begun = [event.content_block.type for event in events if event.type == "content_block_start"]
+    assert begun == ["thinking", "text", "tool_use", "tool_use"]
+    pieces = [event.delta for event in events if event.type == "content_block_delta"]
+    arguments = [piece.partial_json for piece in pieces if piece.type == "input_json_delta"]
+    assert arguments == [call.arguments for call in CALLS]
+
+
+def test_a_stop_string(claude, gpt, gateway):
+    gateway.answer = lambda request: [ModelTurn("", "Hello ", stop=request.stop[0])]
+    message = ask_claude(claude, stop_sequences=["wor"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "wor")
+    assert gpt.chat.completions.create(model="m", messages=QUESTION, stop="wor").choices[0].finish_reason == "stop"
+
+
+def test_counting_tokens(claude, gateway):
+    count = claude.messages.count_tokens(model="m", messages=QUESTION, tools=CLAUDE_TOOLS, system="Be brief.")
+    assert count.input_tokens > 0
+
+
+def test_the_tool_runner_sends_the_whole_history_without_threads(claude, gateway):
+    @anthropic.beta_tool
+    def write(path: str) -> str:
+        """Write a file.
+
+        Args:
+            path: where.
+        """
+        return f"wrote {path}"
+
+    call = Call("", "write", '{"path": "a"}')
+    turns = [ModelTurn("", calls=(call,), finish="tool_calls"), ModelTurn("", "Done.")]
+    gateway.answer = lambda _: [turns[len(gateway.requests)]]
+    runner = claude.beta.messages.tool_runner(model="m", max_tokens=99, messages=QUESTION, tools=[write])
+    assert runner.until_done().content[0].text == "Done."
+    last = gateway.requests[-1][1].messages
+    assert [message["role"] for message in last] == ["user", "assistant", "tool"]
+    assert (last[2]["content"], last[2]["name"]) == ("wrote a", "write")
+
+
+# Schemas
+
+
+def test_answers_that_keep_a_schema(gpt, claude, gateway):
+    gateway.answer = lambda _: [ModelTurn("", '{"value": 42}')]
+    parsed = gpt.chat.completions.parse(model="m", messages=QUESTION, response_format=Answer)
+    assert parsed.choices[0].message.parsed == Answer(value=42)
+    # The client sends the parsed object back beside the text.
+    gpt.chat.completions.create(model="m", messages=[*QUESTION, parsed.choices[0].message, *QUESTION])
+    assert gateway.requests.pop()[1].messages[1]["content"] == '{"value": 42}'
+    assert gpt.responses.parse(model="m", input="Do it.", text_format=Answer).output_parsed == Answer(value=42)
+    message = claude.messages.parse(model="m", max_tokens=99, messages=QUESTION, output_format=Answer)
+    assert message.parsed_output == Answer(value=42)
+    schemas = [request.schema for _, request in gateway.requests]
+    assert [schema["properties"]["value"]["type"] for schema in schemas] == ["integer"] * 3
+
+
+# Errors
+
+ERRORS = {
+    400: (openai.BadRequestError, anthropic.BadRequestError, "invalid_request_error", "invalid_request_error"),
+    401: (openai.AuthenticationError, anthropic.AuthenticationError, "authentication_error", "authentication_error"),
+    404: (openai.NotFoundError, anthropic.NotFoundError, "not_found_error", "not_found_error"),
+    429: (openai.RateLimitError, anthropic.RateLimitError, "rate_limit_error", "rate_limit_error"),
+    503: (openai.InternalServerError, anthropic.InternalServerError, "server_error", "overloaded_error"),
+}
+
+
+@pytest.mark.parametrize("status", ERRORS)
+def test_errors(gpt, claude, gateway, status):
+    of_openai, of_anthropic, openai_type, anthropic_type = ERRORS[status]
+
+    def fail(request):
+        raise BadRequest("it is so", "model", status, "a_code")
+
+    gateway.answer = fail
+    for ask in (chat_plain, lambda client: client.responses.create(model="m", input="Do it.")):
+        with pytest.raises(of_openai, match="it is so") as error:
+            ask(gpt)
+        assert (error.value.code, error.value.param, error.value.type) == ("a_code", "model", openai_type)
+    with pytest.raises(of_anthropic, match="it is so") as error:
+        ask_claude(claude)
+    assert error.value.body["error"]["type"] == anthropic_type
+
+
+def test_an_error_in_a_stream(gpt, claude, gateway):
+    gateway.answer = lambda _: [TURNS["text"]]
+    gateway.failure = BadRequest("the context is too long", code="context_length_exceeded")
+    with pytest.raises(openai.APIError, match="the context is too long"):
+        list(chat_plain(gpt, stream=True))
+    *_, last = gpt.responses.create(model="m", input="Do it.", stream=True)
+    assert last.type == "response.failed"
+    assert (last.response.status, last.response.error.code) == ("failed", "context_length_exceeded")
+    with pytest.raises(anthropic.APIError, match="the context is too long"):
+        list(ask_claude(claude, stream=True))
