@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,7 @@ class Policy:
 
 async def sample_turns(
     policy: Policy, session: str, prompt: Sequence[int], sampling: Mapping[str, Any], *, streamed: bool
-) -> AsyncIterator[list[tuple[int, Completion]]]:
+) -> AsyncGenerator[list[tuple[int, Completion]]]:
     """Sample `sampling["n"]` turns after a prompt: lists of (sample, new tokens), whose last piece has a `finish`.
 
     A stream whose generator dies goes on from the tokens that it has.
@@ -54,7 +54,7 @@ async def sample_turns(
 
 async def _streamed(
     service: Any, prompt: Sequence[int], sampling: Mapping[str, Any]
-) -> AsyncIterator[list[tuple[int, Completion]]]:
+) -> AsyncGenerator[list[tuple[int, Completion]]]:
     count = sampling["n"]
     turns = [Completion() for _ in range(count)]
     try:
@@ -80,7 +80,7 @@ async def _streamed(
 
 async def _stream(
     service: Any, prompt: Sequence[int], sampling: Mapping[str, Any]
-) -> AsyncIterator[list[tuple[int, Completion]]]:
+) -> AsyncGenerator[list[tuple[int, Completion]]]:
     """One stream of a generator. StreamLost: its generator is gone."""
     number = secrets.randbits(63)
     running = sampling["n"]

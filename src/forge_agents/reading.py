@@ -13,7 +13,7 @@ from forge.envs.dialogue import Dialogue
 from .messages import Message, Schema
 
 OPENING = "<think>"
-# What begins a call in the syntaxes whose text before it is known to be content. Others show a turn once it is complete.
+# What begins a call, in the syntaxes that have text before it. Others show a turn once it is complete.
 _MARKS = {"hermes": "<tool_call>", "glm": "<tool_call>", "qwen_xml": "<tool_call>"}
 
 

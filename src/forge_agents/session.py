@@ -6,8 +6,8 @@ import asyncio
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from forge.types import Completion
 
 from .dialects import Dialect
 from .keys import conversation_keys, tools_key
-from .messages import BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, TokenLogprob
+from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn, TokenLogprob
 from .policies import Policy, sample_turns
 from .reading import OPENING, TurnReader, turn_message
 from .rendering import extension, prompt
@@ -99,6 +99,9 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.asked: dict[str, set[str]] = defaultdict(set)  # settings of sampling that clients named
         self.ends_at = time.monotonic() + settings.seconds
+        self._idle = asyncio.Event()  # whether no answer is being written
+        self._idle.set()
+        self._readers = 0
         self.limit = ""  # the first limit that an answer met
         self._generations: dict[bytes, list[Generation]] = defaultdict(list)
         self._random = random.Random(f"{settings.seed}/{settings.name}")
@@ -137,9 +140,7 @@ class Session:
                 self.counts["retries"] += 1
                 return generation
         if len(self.open_generations) >= MAX_OPEN:
-            raise BadRequest(
-                f"this session has {MAX_OPEN} requests open already: wait for their answers", status=429
-            )
+            raise BadRequest(f"this session has {MAX_OPEN} requests open already: wait for their answers", status=429)
         ids = tuple(dialect.id_prefix + self._token() for _ in range(request.samples))
         generation = Generation(request, ids)
         self._generations[digest].append(generation)
@@ -149,6 +150,25 @@ class Session:
         # A generation that nobody waits for fails quietly: its client's retry begins another.
         generation.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return generation
+
+    @contextmanager
+    def reading(self, generation: Generation) -> Iterator[None]:
+        """Within the block a connection waits for an answer, or is sent it."""
+        generation.readers += 1
+        self._readers += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            generation.readers -= 1
+            self._readers -= 1
+            if not self._readers:
+                self._idle.set()
+
+    async def written(self, seconds: float) -> None:
+        """Wait until no answer is being written, at most so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
 
     def mark_delivered(self, generation: Generation) -> None:
         """Note that a client has received an answer."""
@@ -164,17 +184,16 @@ class Session:
         if tasks:
             await asyncio.wait(tasks)
 
-    def restore(self, name: str, run: TokenRun, delivered: bool) -> None:
+    def restore(self, name: str, run: TokenRun) -> None:
         """Take back a turn of a journal."""
         self.trees[name].add(run)
-        if delivered:
-            self.delivered.add(run.id)
 
     def policy_of(self, name: str) -> Policy:
         """The policy of this name. BadRequest: there is none."""
         if name not in self.policies:
             known = ", ".join(self.policies)
-            raise BadRequest(f"model {name[:60]!r} is not served here: ask for {known}", "model", 404, "model_not_found")
+            message = f"model {name[:60]!r} is not served here: ask for {known}"
+            raise BadRequest(message, "model", 404, "model_not_found")
         return self.policies[name]
 
     def context(self, request: ModelRequest) -> tuple[Place, list[int], tuple[int, ...]]:
@@ -239,7 +258,7 @@ class Session:
                 for sample, turn in enumerate(turns)
             ]
         )
-        self.counts["surplus_tokens"] += surplus
+        self.counts[f"surplus/{request.model}"] += surplus
         tree = self.trees[request.model]
         runs = [replace(run, number=len(tree.runs) + sample) for sample, run in enumerate(runs)]
         for run in runs:
@@ -276,7 +295,7 @@ class Session:
                         stopped.add(sample)
                     elif generation.request.stream:
                         news = readers[sample].news(turn.token_ids)
-                        generation.tell(*(Delta(sample, **{kind: text}) for kind, text in news))
+                        generation.tell(*(_delta(sample, kind, text) for kind, text in news))
                 if len(stopped) == len(turns):
                     break
         return turns, surplus
@@ -316,9 +335,7 @@ class Session:
             is_constrained=bool(request.schema is not None or request.tool_choice not in ("auto", "none")),
         )
 
-    def _finish(
-        self, generation: Generation, place: Place, readers: Sequence[TurnReader], prompt_tokens: int
-    ) -> None:
+    def _finish(self, generation: Generation, place: Place, readers: Sequence[TurnReader], prompt_tokens: int) -> None:
         """Complete the answer from its runs."""
         tree = self.trees[generation.request.model]
         cached = 0 if place.parent is None else len(tree.tokens(place.parent))
@@ -343,7 +360,7 @@ class Session:
                 )
             )
             text = reader.read(turn.token_ids, truncated=turn.finish == "length")
-            generation.deltas += [Delta(sample, **{kind: rest}) for kind, rest in reader.rest(text)]
+            generation.deltas += [_delta(sample, kind, rest) for kind, rest in reader.rest(text)]
             generation.deltas += [Delta(sample, call=call) for call in calls]
         generation.turns = turns
         generation.tell()
@@ -408,15 +425,11 @@ class Session:
         return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
+def _delta(sample: int, kind: str, text: str) -> Delta:
+    return Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text)
+
+
 def _cut(turn: Completion, count: int) -> None:
     """Keep the first tokens of a turn, which a stop string ends."""
     del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
     turn.finish = "stop"
-
-
-def without_prompt(turn: Completion) -> Completion:
-    """A completion without its prompt, which a run has as context."""
-    return replace(turn, prompt_ids=(), text="")
-
-
-__all__ = ["Generation", "Message", "Session", "without_prompt"]

@@ -101,7 +101,10 @@ class TokenTree:
 
     def tokens(self, run: TokenRun) -> list[int]:
         """All tokens from the root on, with those of this turn."""
-        return [token for step in self.path(run) for part in (step.context, step.completion.token_ids) for token in part]
+        tokens: list[int] = []
+        for step in self.path(run):
+            tokens += [*step.context, *step.completion.token_ids]
+        return tokens
 
     def conversation(self, run: TokenRun) -> list[Message]:
         """All messages from the root on, with this turn."""
@@ -126,7 +129,8 @@ class TokenTree:
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1]["role"] != "assistant":
                 continue
-            candidates = [run for run in self._by_key.get(keys[end - 1], ()) if self._keeps_thoughts(run, messages[:end])]
+            same = self._by_key.get(keys[end - 1], ())
+            candidates = [run for run in same if self._keeps_thoughts(run, messages[:end])]
             if candidates and not any(message["role"] == "assistant" for message in messages[end:]):
                 parent, rule = self._choose(candidates, messages[:end])
                 return Place(parent, messages[end:], "", rule)

@@ -35,6 +35,9 @@ class EpisodeConfig(Section):
     """Of earlier turns: `keep` leaves them in the context, as they were sampled; `template` does what the template
     does, and each turn that thereby changes the context begins a new branch of the episode."""
 
+    agent: dict[str, Any] | None = None
+    """An agent that plays the episodes, in place of `environment` ([agent_gateway.md](agent_gateway.md))."""
+
     def _check(self) -> None:
         if self.template is False:
             raise ValueError("episode.template must be true, a name, a jinja template or a file: turns need one")

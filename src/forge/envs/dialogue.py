@@ -37,6 +37,7 @@ class Dialogue:
             where that changes an earlier turn, `rewrites` is true and a new branch begins.
 
     Attributes:
+        tokenizer: that it was given.
         stop_ids: tokens at which generation stops: those that end a turn in this template, and eos.
 
     Raises:
@@ -55,7 +56,7 @@ class Dialogue:
             raise ValueError(f"the syntax of tool calls must be one of {', '.join(SYNTAXES)}, not {syntax!r}")
         if isinstance(template, str) and template in TEMPLATES:
             template = built_in(template, tokenizer)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._options = dict(options or {})
         self._chat = lru_cache(16)(
             lambda tools: ChatFormat(
@@ -116,7 +117,7 @@ class Dialogue:
         if not self._rewriting:
             return False
         text = self._render(list(map(self._plain, messages)), tools)
-        return not text.startswith(str(self._tokenizer.decode(list(tokens), skip_special_tokens=False)))
+        return not text.startswith(str(self.tokenizer.decode(list(tokens), skip_special_tokens=False)))
 
     def turn_message(self, action: Action) -> Message:
         """A turn of the policy as a message, its tool calls in OpenAI's format."""
@@ -135,14 +136,14 @@ class Dialogue:
     def text(self, tokens: Sequence[int]) -> str:
         """The text of one turn, without the token that ends it."""
         ended = bool(tokens) and tokens[-1] in self._special.ids
-        return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
+        return str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
         chat = self._chat(json.dumps(list(tools)) if tools else "")
         return chat.render(messages, add_generation_prompt=True)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _plain(self, message: Message) -> Message:
         return dict(self._special.inert_values(message))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
 from ..actors.store_ref import share
 from ..algorithms import Algorithm, ValueLoss
+from ..config.plugin import resolve
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.read_once import model_tokenizer
@@ -95,6 +96,7 @@ class RLComponents:
     state: RunState
 
 
+AGENTS = "forge_agents.recipe"  # the extension of `episode.agent`
 MakeEnv = Callable[["RLConfig", Job], Coroutine[Any, Any, GroupEnv]]
 
 
@@ -117,7 +119,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         spell = partial(spelled, model_tokenizer(job.model))
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
-    single_turn = make_env is None and cfg.environment is None
+    single_turn = make_env is None and not cfg.multi_turn
     # All at once: each starts processes, loads a model or opens data, which takes seconds.
     samples, buffer, (policy, policy_trainer), reward_service, reference_model, critic_trainer = await asyncio.gather(
         dataset(cfg, job),
@@ -135,7 +137,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     if single_turn:
         env = SingleTurnEnv(reward_service, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
     else:
-        env = await (make_env or multi_turn_env)(cfg, job)
+        env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, policy)
     state = RunState(policy_trainer, samples, buffer, critic_trainer, reward_service if cfg.reward.learns else None)
     await state.resume(job.record)
     return RLComponents(samples, buffer, policy, policy_trainer, env, reference_model, critic_trainer, state)
@@ -161,9 +163,12 @@ async def nothing() -> None:
     """Start nothing, in place of a component that the run does not need."""
 
 
-async def multi_turn_env(cfg: RLConfig, job: Job) -> GroupEnv:
-    """The environment that the configuration names."""
+async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
+    """The environment that the configuration names, or that of its agent."""
     from ..envs.group import MultiTurnEnv
+
+    if cfg.episode.agent is not None:
+        return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
 
     return MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(job.model), **cfg.limits())
 

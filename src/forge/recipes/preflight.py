@@ -353,6 +353,11 @@ SINGLE_TURN_RULES: list[ConfigRule[RLConfig]] = [
 
 MULTI_TURN_RULES: list[ConfigRule[RLConfig]] = [
     ConfigRule(
+        lambda cfg: cfg.environment is not None and cfg.episode.agent is not None,
+        "environment and episode.agent both play the episodes",
+        "set one of them",
+    ),
+    ConfigRule(
         lambda cfg: (cfg.episode.max_tokens or 0) > cfg.training.seq_len,
         lambda cfg: f"episode.max_tokens must be at most training.seq_len = {cfg.training.seq_len}",
     ),

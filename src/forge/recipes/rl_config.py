@@ -171,7 +171,7 @@ class RLConfig(RecipeConfig):
     @property
     def multi_turn(self) -> bool:
         """Whether the policy acts in an environment."""
-        return self.environment is not None
+        return self.environment is not None or self.episode.agent is not None
 
     def make_environment(self) -> Any:
         """The callable that makes an environment. ConfigError: the name is unknown, or not callable."""
@@ -253,6 +253,8 @@ class RLConfig(RecipeConfig):
     def _check_multi_turn(self) -> None:
         if self.environment is not None:
             self.make_environment()
+        if self.episode.agent is not None:
+            resolve("forge_agents.recipe:agent_config", "episode.agent")(self.episode.agent)
         if self.episode.max_tokens is None:
             self.episode.max_tokens = self.training.seq_len
         preflight.check(preflight.MULTI_TURN_RULES, self)

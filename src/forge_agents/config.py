@@ -1,0 +1,96 @@
+"""The section `episode.agent` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from forge.config import ConfigError
+from forge.config.plugin import resolve
+from forge.config.sections import Section
+
+from .agent import AgentCommand
+
+
+class TestCommand(Section):
+    """A command that scores what the agent left in its folder: reward 1 if it exits with 0, else 0."""
+
+    __test__ = False  # not a test of pytest's
+
+    command: list[str]
+    """The program and its arguments; `{task}` and `{target}` are replaced."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Texts that are written into the folder before it runs, by path, with the same replacements."""
+    timeout: PositiveFloat = 60.0
+    """Seconds."""
+
+
+class AgentConfig(Section):
+    """An agent that plays the episodes: a program, or a coroutine of Python."""
+
+    command: list[str] | None = None
+    """The program and its arguments; `{task}`, `{url}`, `{key}`, `{model}` and `{folder}` are replaced."""
+    function: Any = None
+    """In place of `command`: `package.module:name` of `async f(client, task) -> float | None`, where the client is an
+    `openai.AsyncOpenAI`."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables beside those by which clients find the gateway."""
+    files: str | None = None
+    """A folder that is copied into the task folder."""
+    readable: list[str] = Field(default_factory=list)
+    """What the program may read beside the system and this Python."""
+    timeout: PositiveFloat = 600.0
+    """Seconds of an episode."""
+    memory_mb: PositiveInt = 4096
+    """Of all its processes."""
+    processes: PositiveInt = 256
+    """At once, threads included."""
+    network: Literal["gateway", "host"] = "gateway"
+    """What it reaches."""
+    allow_unsafe: bool = False
+    """Run the program with all rights of this user where it cannot be confined."""
+    test: TestCommand | None = None
+    """Scores the folder."""
+    reward: Any = None
+    """In place of `test`: a reward function or verifier, of the agent's last answer."""
+    auxiliary: Literal["drop", "train"] = "drop"
+    """Calls beside the task, such as for titles and summaries."""
+    concurrency: PositiveInt = 64
+    """Agents at once."""
+
+    def _check(self) -> None:
+        if (self.command is None) == (self.function is None):
+            raise ConfigError("episode.agent needs either a command or a function")
+        if self.command is not None:
+            self.agent_command()
+            if (self.test is None) == (self.reward is None):
+                raise ConfigError("episode.agent.command needs either a test or a reward")
+        else:
+            for name in ("env", "files", "readable", "test"):
+                if getattr(self, name):
+                    raise ConfigError(f"episode.agent.{name} does nothing: it is of a command")
+            self.load_function()
+
+    def agent_command(self) -> AgentCommand:
+        """The command with its limits. ConfigError: a limit is invalid, or a folder is not there."""
+        try:
+            return AgentCommand(
+                self.command or [],
+                env=self.env,
+                files=self.files,
+                timeout=self.timeout,
+                memory_mb=self.memory_mb,
+                processes=self.processes,
+                readable=self.readable,
+                network=self.network,
+            )
+        except ValueError as error:
+            raise ConfigError(f"episode.agent: {error}") from None
+
+    def load_function(self) -> Any:
+        """The coroutine function. ConfigError: there is none of this name."""
+        function = resolve(self.function, "episode.agent.function") if isinstance(self.function, str) else self.function
+        if not callable(function):
+            raise ConfigError(f"episode.agent.function {self.function!r} is not callable")
+        return function

@@ -1,0 +1,132 @@
+"""Agents in the RL recipe: the environment that `episode.agent` configures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from openai import AsyncOpenAI
+
+from forge.actors import RewardActor
+from forge.config.sections import build
+from forge.types import Sample
+
+from .actor import GatewayActor, PolicySettings
+from .command import CommandRunner
+from .config import AgentConfig
+from .environment import POLICY, AgentEnv, Outcome, Play, Score
+from .listener import SharedListener
+from .settings import Access
+
+if TYPE_CHECKING:
+    from forge.recipes.components import Job
+    from forge.recipes.rl_config import RLConfig
+
+
+def agent_config(values: Any) -> AgentConfig:
+    """The section `episode.agent`. ConfigError: it is invalid."""
+    return build(AgentConfig, dict(values), "episode.agent")
+
+
+async def agent_env(cfg: RLConfig, job: Job, policy: Any) -> AgentEnv:
+    """Start the gateway, and return the environment whose episodes its agents play."""
+    agent = agent_config(cfg.episode.agent)
+    listener = SharedListener()
+    policies = {
+        POLICY: PolicySettings(
+            policy,
+            job.model,
+            cfg.episode,
+            sampling={"temperature": cfg.grpo.temperature},
+            whole_turns=cfg.generator.router_replay,
+        )
+    }
+    gateway = await GatewayActor.options(num_replicas=1).as_service(
+        policies, listener.path, job.record.folder / "gateway"
+    )
+    await gateway.listen.route()
+    runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
+    play = await command_play(agent, runner) if agent.command is not None else function_play(agent)
+    limits = {
+        "max_turns": cfg.episode.max_turns,
+        "max_tokens": cfg.episode.max_tokens,
+        "max_turn_tokens": cfg.grpo.max_tokens,
+        "seconds": agent.timeout,
+    }
+    return AgentEnv(
+        gateway,
+        play,
+        await reward_score(agent),
+        limits=limits,
+        retries=cfg.episode.retries,
+        auxiliary=agent.auxiliary,
+        concurrency=agent.concurrency,
+        resources=(listener, runner),
+    )
+
+
+async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
+    """How a command plays a task, and how its test scores it."""
+    await runner.start()
+    command = agent.agent_command()
+
+    async def play(access: Access, sample: Sample) -> Outcome:
+        task = sample.prompt.text
+        result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task)
+        try:
+            info = {"exit_code": result.exit_code, "stdout": result.stdout[-500:], "stderr": result.stderr[-500:]}
+            info |= {"reason": result.reason} if result.reason else {}
+            if result.status in ("missing", "failed"):
+                return Outcome(None, "infrastructure", True, info)
+            stop = "crashed" if result.status == "exited" and result.exit_code else result.status
+            if agent.test is None:
+                return Outcome(None, stop, info=info)
+            words = {"{task}": task, "{target}": sample.target}
+            test = command_of(agent, [_filled(word, words) for word in agent.test.command])
+            files = {path: _filled(text, words) for path, text in agent.test.files.items()}
+            verdict = await runner.run(test, files=files, folder=result.folder)
+            info |= {"test": (verdict.stdout + verdict.stderr)[-500:]}
+            if verdict.status in ("missing", "failed"):
+                return Outcome(None, "infrastructure", True, info | {"reason": verdict.reason})
+            return Outcome(float(verdict.status == "exited" and verdict.exit_code == 0), stop, info=info)
+        finally:
+            result.remove()
+
+    return play
+
+
+def command_of(agent: AgentConfig, words: list[str]) -> Any:
+    """The test as a command, with the agent's limits."""
+    assert agent.test is not None
+    settings = agent.model_copy(update={"command": words, "timeout": agent.test.timeout, "files": None})
+    return settings.agent_command()
+
+
+def function_play(agent: AgentConfig) -> Play:
+    """How a coroutine plays a task: it gets a client of the session, and may return the reward."""
+    function = agent.load_function()
+
+    async def play(access: Access, sample: Sample) -> Outcome:
+        async with AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key) as client:
+            reward = await function(client, sample)
+        return Outcome(reward, "ended")
+
+    return play
+
+
+async def reward_score(agent: AgentConfig) -> Score | None:
+    """The reward of `episode.agent.reward`."""
+    if agent.reward is None:
+        return None
+    reward = await RewardActor.as_local([agent.reward])
+
+    async def score(sample: Sample, answer: str, evaluation: bool) -> float | None:
+        (result,) = await reward.score.route(sample.prompt, [answer], sample.target, evaluation)
+        return result.reward  # type: ignore[no-any-return]
+
+    return score
+
+
+def _filled(text: str, words: dict[str, str]) -> str:
+    for name, value in words.items():
+        text = text.replace(name, value)
+    return text

@@ -1,0 +1,203 @@
+"""What a session leaves, and the episode that it becomes: all branches of its tree, each sampled token in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from forge.types import Episode, Origin, Turn
+
+from .certificate import Certificate
+from .messages import Message
+from .tree import TokenRun, TokenTree
+
+Auxiliary = Literal["drop", "train"]
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """A closed session: the runs of each policy, the ids of delivered turns, and counts.
+
+    counts: "requests", "retries", "cancelled", "limited" and so on.
+    surplus: tokens that were sampled after a stop string.
+    limit: the first limit that an answer met; "" if none did.
+    """
+
+    runs: Mapping[str, Sequence[TokenRun]]
+    delivered: frozenset[str]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    limit: str = ""
+    overridden: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def tree(self, policy: str) -> TokenTree:
+        """The tree of one policy's turns."""
+        tree = TokenTree()
+        for run in self.runs.get(policy, ()):
+            tree.add(run)
+        return tree
+
+    def episode(
+        self, policy: str, reward: float | None, *, auxiliary: Auxiliary = "drop", info: Mapping[str, Any] | None = None
+    ) -> Episode | None:
+        """The turns of one policy as an episode: a branch for each leaf, which all have the outcome `reward`. A turn
+        that several branches share is trained in the first of them and context in the others.
+
+        Args:
+            auxiliary: whether calls beside the task, such as for titles, are trained.
+            info: of the episode; "certificate" is added.
+
+        Returns:
+            None if no turn is to be trained: `unlearned` has the account then.
+
+        Raises:
+            AssertionError: the account of tokens does not add up.
+        """
+        tree = self.tree(policy)
+        reasons = self.exclusions(policy, auxiliary)
+        covered: set[int] = set()
+        branches: list[Episode] = []
+        trained = 0
+        for run in tree.runs:
+            # The leaves of what is trained: below them are excluded turns alone.
+            path = tree.path(run)
+            if run.number in reasons or self._has_trained_child(tree, run, reasons):
+                continue
+            new = [step for step in path if step.number not in reasons and step.number not in covered]
+            covered |= {step.number for step in new}
+            trained += sum(len(step.completion.token_ids) for step in new)
+            branches.append(_branch(path, {step.number for step in new}, reward))
+        certificate = self._account(policy, reasons, trained)
+        certificate.check()
+        if not branches:
+            return None
+        *earlier, last = branches
+        last.branches = tuple(earlier)
+        last.text = transcript(tree)
+        last.info = {**(info or {}), **self._numbers(tree), "certificate": dict(certificate)}
+        for branch in earlier:
+            branch.info = dict(last.info)
+        return last
+
+    def unlearned(self, policy: str, auxiliary: Auxiliary = "drop") -> Certificate:
+        """The account of a session that becomes no episode, whose trainable tokens are unscored."""
+        reasons = self.exclusions(policy, auxiliary)
+        trained = sum(len(run.completion.token_ids) for run in self.runs.get(policy, ()) if run.number not in reasons)
+        account = self._account(policy, reasons, trained).without_training("unscored")
+        account.check()
+        return account
+
+    def exclusions(self, policy: str, auxiliary: Auxiliary = "drop") -> dict[int, str]:
+        """Why turns are not trained, by their numbers."""
+        tree = self.tree(policy)
+        reasons: dict[int, str] = {}
+        for run in tree.runs:
+            if run.id not in self.delivered and not tree.is_continued(run):
+                reasons[run.number] = "orphan"
+            elif run.is_constrained:
+                reasons[run.number] = "constrained"
+        if auxiliary == "drop":
+            for run in auxiliary_runs(tree):
+                reasons.setdefault(run.number, "auxiliary")
+        return reasons
+
+    def _has_trained_child(self, tree: TokenTree, run: TokenRun, reasons: Mapping[int, str]) -> bool:
+        return any(
+            run.number in {step.number for step in tree.path(other)[:-1]}
+            for other in tree.runs[run.number + 1 :]
+            if other.number not in reasons
+        )
+
+    def _account(self, policy: str, reasons: Mapping[int, str], trained: int) -> Certificate:
+        account = Certificate(trained=trained)
+        for run in self.runs.get(policy, ()):
+            size = len(run.completion.token_ids)
+            account["sampled"] += size
+            if run.number in reasons:
+                account[reasons[run.number]] += size
+        surplus = self.counts.get(f"surplus/{policy}", 0)
+        account["sampled"] += surplus
+        account["surplus"] += surplus
+        return account
+
+    def _numbers(self, tree: TokenTree) -> dict[str, Any]:
+        calls = sum(len(run.added[-1].get("calls", ())) for run in tree.runs)
+        roots = [run for run in tree.runs if run.parent is None]
+        reasons: dict[str, int] = {}
+        for run in roots:
+            reasons[run.reason] = reasons.get(run.reason, 0) + 1
+        differences = [run.difference for run in roots if run.reason not in ("", "start") and run.difference]
+        return {
+            "turns": len(tree.runs),
+            "calls": calls,
+            "unread_calls": 0,
+            "messages": tree.conversation(tree.runs[-1]) if tree.runs else [],
+            "roots": reasons,
+            "differences": differences[:4],
+            "requests": dict(self.counts),
+        }
+
+
+def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
+    """Calls beside the task, such as for a title or a summary: turns without tools that nothing continues, where other
+    turns of the session have tools. The last turn is none: some agents ask for their answer without tools."""
+    if not any(run.tools for run in tree.runs):
+        return
+    for run in tree.runs:
+        is_last_word = run is tree.runs[-1] and _has_turns(run.added[:-1])
+        if run.parent is None and not run.tools and not tree.is_continued(run) and not is_last_word:
+            yield run
+
+
+def transcript(tree: TokenTree) -> str:
+    """The conversations of a tree as text, for people."""
+    parts = []
+    for run in tree.runs:
+        if run.parent is None and run.number:
+            parts.append(f"[new branch: {run.reason or 'start'}]")
+        for message in run.added:
+            calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
+            parts.append(f"[{message['role']}] {message['content']}{calls}")
+    return "\n".join(parts)
+
+
+def _has_turns(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
+
+
+def _branch(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:
+    """The runs of a path as an episode in which only the new ones are trained."""
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    turns: list[Turn] = []
+    origins: set[Origin] = set()
+    experts: np.ndarray | None = None
+    for run in path:
+        turn = run.completion
+        ids = turn.token_ids
+        tokens += [*run.context, *ids]
+        mask += [False] * len(run.context)
+        logprobs += [0.0] * len(run.context)
+        versions += [-1] * len(run.context)
+        if run.number in new:
+            turns.append(Turn(len(mask), len(mask) + len(ids), turn.version, turn.finish))
+            mask += [True] * len(ids)
+            logprobs += turn.logprobs
+            versions += turn.versions
+            origins |= {Origin(v, turn.identities.get(v, ""), turn.sampled_by) for v in {*turn.versions}}
+        else:
+            mask += [False] * len(ids)
+            logprobs += [0.0] * len(ids)
+            versions += [-1] * len(ids)
+        if turn.experts is not None:
+            recorded = turn.experts.copy()
+            if experts is not None:  # all but the last token's, which is known only now
+                recorded[: len(experts) - 1] = experts[:-1]
+            experts = recorded
+    return Episode.played(
+        tokens, mask, logprobs, versions, turns=turns, reward=reward, origins=origins, experts=experts
+    )
