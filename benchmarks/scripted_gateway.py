@@ -23,7 +23,7 @@ from forge_agents.dialects import Dialect
 from forge_agents.dialects.anthropic import AnthropicDialect
 from forge_agents.dialects.chat import ChatDialect
 from forge_agents.dialects.responses import ResponsesDialect
-from forge_agents.messages import BadRequest, Call, Delta, ModelRequest, ModelTurn
+from forge_agents.messages import BadRequest, Call, Delta, Finish, Message, ModelRequest, ModelTurn
 
 Answer = Callable[[ModelRequest], Sequence[ModelTurn]]
 
@@ -34,6 +34,9 @@ DIALECTS: dict[str, Dialect] = {
     "/messages/count_tokens": AnthropicDialect(),
 }
 COMMAND = "echo hello > out.txt"
+END = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # what a command prints at the end of a task of mini-swe-agent
+# A text that says the same to programs which read files from the text, as aider does.
+DONE = "Done:\n\nout.txt\n```\nhello\n```\n"
 # Names of tools that run a command, in the programs that were seen.
 SHELLS = ("exec_command", "shell", "shell_command", "bash", "Bash", "run_shell_command", "execute_bash", "run_command")
 PIECE = 7  # characters of a delta
@@ -148,26 +151,38 @@ def write_hello(request: ModelRequest) -> list[ModelTurn]:
     """One call of a tool that runs commands, if there is one and no result yet; else a text."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
     shell = next((name for name in SHELLS if name in schemas), None)
-    prompt = sum(len(str(message)) for message in request.messages) // 4 + 1
+    has_result = any(map(is_result, request.messages))
+    ends_by_command = any(END in message["content"] for message in request.messages)
+    content = ""
+    calls: tuple[Call, ...] = ()
     if request.schema is not None:
-        return [ModelTurn("", '{"title": "Write hello"}', prompt_tokens=prompt, completion_tokens=8)]
-    if shell is None or any(message["role"] == "tool" for message in request.messages):
-        text = "Done: out.txt says hello."
-        return [ModelTurn("", text, prompt_tokens=prompt, completion_tokens=8)]
-    arguments = json.dumps(command_arguments(schemas[shell]))
-    call = Call("", shell, arguments)
-    thought = "One command is enough."
-    turn = ModelTurn("", "", thought, (call,), "tool_calls", prompt_tokens=prompt, completion_tokens=32)
-    return [turn]
+        content = '{"title": "Write hello"}'
+    elif has_result and "final_answer" in schemas:
+        calls = (Call("", "final_answer", '{"answer": "Done."}'),)
+    elif shell is not None and has_result and ends_by_command:
+        calls = (Call("", shell, json.dumps(command_arguments(schemas[shell], f"echo {END}"))),)
+    elif shell is not None and not has_result:
+        calls = (Call("", shell, json.dumps(command_arguments(schemas[shell], COMMAND))),)
+    else:
+        content = DONE
+    thought = "One command is enough." if calls else ""
+    finish: Finish = "tool_calls" if calls else "stop"
+    prompt = sum(len(str(message)) for message in request.messages) // 4 + 1
+    return [ModelTurn("", content, thought, calls, finish, prompt_tokens=prompt, completion_tokens=32)]
 
 
-def command_arguments(schema: dict) -> dict:
-    """Arguments that run the command, for the schema of a shell's arguments."""
+def is_result(message: Message) -> bool:
+    """Whether a message is the result of a call, of which smolagents makes a text of the user."""
+    return message["role"] == "tool" or message["content"].startswith("Observation:")
+
+
+def command_arguments(schema: dict, command: str) -> dict:
+    """Arguments that run a command, for the schema of a shell's arguments."""
     blanks = {"string": "write a file", "boolean": False, "integer": 1000, "number": 1000, "array": [], "object": {}}
     arguments = {}
     for name, field in schema.get("properties", {}).items():
         if name in ("cmd", "command"):
-            arguments[name] = ["bash", "-lc", COMMAND] if field.get("type") == "array" else COMMAND
+            arguments[name] = ["bash", "-lc", command] if field.get("type") == "array" else command
         elif name in schema.get("required", ()):
             arguments[name] = blanks[field.get("type", "string")]
     return arguments
