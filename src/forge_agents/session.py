@@ -415,7 +415,7 @@ class Session:
         try:
             if request.schema is not None:
                 return json_grammar(request.schema)
-            choice = request.tool_choice.removeprefix("function:") if ":" in request.tool_choice else ""
+            choice = request.tool_choice.removeprefix("function:")
             return calls_grammar(policy.dialogue.syntax, request.tools, choice, request.parallel_calls)
         except ValueError as error:
             raise BadRequest(str(error), field) from None

@@ -1,0 +1,306 @@
+"""Sessions over a tiny model, by the vendors' clients."""
+
+import json
+import threading
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from forge_agents.record import SessionRecord
+from forge_agents.settings import SessionSettings
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "run", "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}}},
+}
+CALL = 'I look.\n<tool_call>\n{"name": "run", "arguments": {"b": 1, "cmd": "ls  -l"}}\n</tool_call>'
+
+
+def opened(served, **settings):
+    gateway, _ = served
+    return gateway.open(SessionSettings(**{"max_tokens": 1000, "max_turn_tokens": 24, "seed": 1} | settings))
+
+
+def closed(served, access) -> SessionRecord:
+    gateway, run = served
+    return run(gateway.close(access.key))
+
+
+def client_of(access, **options):
+    return openai.OpenAI(base_url=f"{access.url}/v1", api_key=access.key, **{"max_retries": 0, "timeout": 60} | options)
+
+
+def ask(client, messages, **options):
+    return client.chat.completions.create(model="policy", messages=messages, **options)
+
+
+def script(policy, *says):
+    said = list(says)
+    policy.script = lambda prompt: said.pop(0) if said else "Done."
+
+
+def test_a_conversation_is_one_branch_of_the_sampled_tokens(served, forced_policy, bpe):
+    access = opened(served)
+    with client_of(access) as client:
+        messages = [{"role": "user", "content": "hello"}]
+        for word in ("more", "and more", "last"):
+            message = ask(client, messages).choices[0].message
+            messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": word}]
+    record = closed(served, access)
+    runs = record.runs["policy"]
+    assert [run.parent for run in runs] == [None, 0, 1]
+    episode = record.episode("policy", 1.0)
+    assert not episode.branches
+    assert sum(episode.mask) == forced_policy.sampled == episode.info["certificate"]["trained"]
+    expected = forced_policy.logprobs(episode.tokens)
+    for trained, logprob, reference in zip(episode.mask, episode.logprobs, expected, strict=True):
+        assert not trained or logprob == pytest.approx(reference, abs=1e-5)
+    # A turn was not tokenised again: the tokens that were sampled stand in the episode.
+    first = runs[0].completion.token_ids
+    start = episode.turns[0].start
+    assert episode.tokens[start : start + len(first)] == first
+
+
+def test_calls_come_back_re_ordered_and_without_thoughts(served, forced_policy):
+    script(forced_policy, "<think>\nwhat now\n</think>\n\n" + CALL, "Done.")
+    access = opened(served, max_turn_tokens=None)
+    with client_of(access) as client:
+        messages = [{"role": "user", "content": "go"}]
+        message = ask(client, messages, tools=[TOOL]).choices[0].message
+        assert message.reasoning_content == "what now"
+        assert message.content == "I look."
+        (call,) = message.tool_calls
+        arguments = json.dumps(dict(reversed(json.loads(call.function.arguments).items())), indent=2)
+        again = {"role": "assistant", "content": " I  look.", "tool_calls": [call.model_dump()]}
+        again["tool_calls"][0]["function"]["arguments"] = arguments
+        result = {"role": "tool", "tool_call_id": call.id, "content": "a b"}
+        answer = ask(client, [*messages, again, result], tools=[TOOL])
+        assert answer.choices[0].message.content == "Done."
+        assert answer.usage.prompt_tokens_details.cached_tokens > 0
+    record = closed(served, access)
+    assert [(run.parent, run.rule) for run in record.runs["policy"]] == [(None, ""), (0, "id")]
+    assert record.episode("policy", 1.0).info["roots"] == {"start": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m[:1] + [{**m[1], "content": "something else"}] + m[2:], "edited"),
+        (lambda m: [{"role": "system", "content": "other"}] + m[1:], "other_system"),
+        (lambda m: [m[0], {"role": "user", "content": "Summary: " + m[2]["content"]}], "compacted"),
+        (lambda m: [{"role": "user", "content": "a new one"}], "start"),
+    ],
+)
+def test_a_history_that_differs_begins_a_branch_with_its_reason(served, forced_policy, change, reason):
+    script(forced_policy, "A long enough answer that a summary of it is recognised later on.", "Two.", "Three.")
+    access = opened(served, max_turn_tokens=None)
+    messages = [{"role": "system", "content": "you are"}, {"role": "user", "content": "go"}]
+    with client_of(access) as client:
+        for word in ("next", "then"):
+            answer = ask(client, messages).choices[0].message.content
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": word}]
+        ask(client, change(messages))
+    record = closed(served, access)
+    run = record.runs["policy"][-1]
+    assert (run.parent, run.reason) == (None, reason)
+    episode = record.episode("policy", 0.0)
+    assert len(episode.branches) == 1
+    assert reason == "start" or episode.info["differences"]
+    assert sum(map(sum, (episode.mask, episode.branches[0].mask))) == forced_policy.sampled
+
+
+def test_siblings_share_their_context_and_train_once(served, forced_policy):
+    access = opened(served)
+    with client_of(access) as client:
+        first = ask(client, [{"role": "user", "content": "go"}], n=3)
+        assert len({choice.message.content for choice in first.choices}) > 1
+        history = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": first.choices[1].message.content},
+        ]
+        for word in ("a", "b"):
+            ask(client, [*history, {"role": "user", "content": word}])
+    record = closed(served, access)
+    assert [run.parent for run in record.runs["policy"]] == [None, None, None, 1, 1]
+    episode = record.episode("policy", 1.0)
+    assert len(episode.branches) == 3
+    assert sum(sum(branch.mask) for branch in (*episode.branches, episode)) == forced_policy.sampled
+
+
+def test_an_answer_that_was_not_delivered_goes_to_the_retry_or_never_trains(served, forced_policy):
+    access = opened(served)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "slow"}]}
+    entered, release = threading.Event(), threading.Event()
+
+    def wait(prompt):
+        entered.set()
+        release.wait(30)
+        return "The answer."
+
+    forced_policy.script = None
+    gateway, run = served
+    original = forced_policy._generate
+
+    async def slow(prompt, **sampling):
+        import asyncio
+
+        entered.set()
+        await asyncio.to_thread(release.wait, 30)
+        return await original(prompt, **sampling)
+
+    forced_policy.generate.route = slow
+    try:
+        headers = {"Authorization": f"Bearer {access.key}"}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{access.url}/v1/chat/completions", json=body, headers=headers, timeout=0.5)
+        assert entered.wait(30)
+        release.set()
+        retried = httpx.post(f"{access.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert retried.status_code == 200
+        # A third client loses its answer, and never asks again.
+        release.clear()
+        entered.clear()
+        other = {**body, "messages": [{"role": "user", "content": "lost"}]}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{access.url}/v1/chat/completions", json=other, headers=headers, timeout=0.5)
+        release.set()
+        while len(gateway.sessions[access.key].trees["policy"].runs) < 2:
+            run(_turn())
+    finally:
+        forced_policy.generate.route = original
+    record = closed(served, access)
+    assert record.counts["retries"] == 1
+    orphan = len(record.runs["policy"][1].completion.token_ids)
+    episode = record.episode("policy", 1.0)
+    assert episode.info["certificate"]["orphan"] == orphan > 0
+    assert episode.info["certificate"]["sampled"] == forced_policy.sampled
+
+
+async def _turn():
+    import asyncio
+
+    await asyncio.sleep(0.01)
+
+
+def test_auxiliary_calls_are_not_trained(served, forced_policy):
+    script(forced_policy, "A title", CALL, "Done.")
+    access = opened(served, max_turn_tokens=None)
+    with client_of(access) as client:
+        ask(client, [{"role": "user", "content": "Write a title for: go"}])
+        messages = [{"role": "user", "content": "go"}]
+        message = ask(client, messages, tools=[TOOL]).choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "x"}
+        ask(client, [*messages, message.model_dump(exclude_none=True), result], tools=[TOOL])
+    record = closed(served, access)
+    certificate = record.episode("policy", 1.0).info["certificate"]
+    assert certificate["auxiliary"] == len(record.runs["policy"][0].completion.token_ids)
+    assert record.episode("policy", 1.0, auxiliary="train").info["certificate"].get("auxiliary", 0) == 0
+
+
+def test_messages_and_responses_stream_and_continue(served, forced_policy):
+    script(forced_policy, "First part of it.", "Second.", CALL, "Third.")
+    access = opened(served, max_turn_tokens=None)
+    with anthropic.Anthropic(base_url=access.url, api_key=access.key, max_retries=0) as claude:
+        messages = [{"role": "user", "content": "go"}]
+        with claude.messages.stream(model="policy", max_tokens=100, messages=messages) as stream:
+            assert "".join(stream.text_stream) == "First part of it."
+            message = stream.get_final_message()
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "next"}]
+        counted = claude.messages.count_tokens(model="policy", messages=messages).input_tokens
+        answer = claude.messages.create(model="policy", max_tokens=100, messages=messages)
+        assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted
+        assert [model.id for model in claude.models.list()] == ["policy"]
+    with client_of(access) as client:
+        tool = {"type": "function", **TOOL["function"]}
+        first = client.responses.create(model="policy", input="run it", tools=[tool])
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "fine"}
+        second = client.responses.create(model="policy", previous_response_id=first.id, input=[output], tools=[tool])
+        assert second.output_text == "Third."
+    runs = closed(served, access).runs["policy"]
+    assert [(run.parent, run.rule) for run in runs] == [(None, ""), (0, "history"), (None, ""), (2, "id")]
+
+
+def test_limits_end_with_length(served):
+    access = opened(served, max_turns=2, max_turn_tokens=4)
+    with client_of(access) as client:
+        choices = [ask(client, [{"role": "user", "content": str(n)}]).choices[0] for n in range(3)]
+    assert [choice.finish_reason for choice in choices][1:] == ["length", "length"]
+    assert choices[2].message.content == ""
+    record = closed(served, access)
+    assert record.limit == "max_turns"
+    assert len(record.runs["policy"]) == 2
+
+
+def test_one_sentence_for_what_cannot_be(served):
+    access = opened(served)
+    other = opened(served)
+    url = f"{access.url}/v1/chat/completions"
+    headers = {"Authorization": f"Bearer {access.key}"}
+    body = {"model": "policy", "messages": [{"role": "user", "content": "go"}]}
+
+    def post(body, headers=headers):
+        answer = httpx.post(url, json=body, headers=headers, timeout=60)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    closed(served, other)
+    assert post(body, {"Authorization": f"Bearer {other.key}"}) == (401, "the session of this API key has ended")
+    assert post(body, {"Authorization": "Bearer wrong"}) == (401, "the API key is missing or wrong")
+    status, sentence = post({**body, "n": 4096})
+    assert status == 400
+    assert "4096" in sentence
+    status, sentence = post({**body, "messages": [{"role": "user", "content": "x" * (10 << 20)}]})
+    assert status == 413
+    status, sentence = post({**body, "model": "gpt-5"})
+    assert (status, sentence) == (404, "model 'gpt-5' is not served here: ask for policy")
+    status, sentence = post({**body, "logit_bias": {"1": 5}})
+    assert status == 400
+    assert "logit_bias" in sentence
+    # The episode has lost nothing by that.
+    assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+    assert httpx.post(f"{access.url}/s/{access.key}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+
+def test_a_schema_binds_the_answer_and_is_not_trained(served):
+    pytest.importorskip("llguidance")
+    access = opened(served, max_turn_tokens=200)
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
+    with client_of(access) as client:
+        content = ask(client, [{"role": "user", "content": "go"}], response_format=form).choices[0].message.content
+        forced = ask(client, [{"role": "user", "content": "go"}], tools=[TOOL], tool_choice="required", max_tokens=400)
+    assert json.loads(content)["ok"] in (True, False)
+    assert forced.choices[0].message.tool_calls or forced.choices[0].finish_reason == "length"
+    record = closed(served, access)
+    assert record.episode("policy", 1.0) is None
+    assert record.unlearned("policy")["constrained"] == record.unlearned("policy")["sampled"] > 0
+
+
+def test_a_journal_brings_sessions_back(forced_policy, bpe, tmp_path):
+    from .conftest import serving
+
+    script(forced_policy, "One.", "Two.")
+    messages = [{"role": "user", "content": "go"}]
+    with serving(forced_policy, bpe, tmp_path) as (gateway, _):
+        access = gateway.open(SessionSettings(max_tokens=500))
+        with client_of(access) as client:
+            answer = ask(client, messages).choices[0].message.content
+    # As a death would: nothing was closed.
+    with serving(forced_policy, bpe, tmp_path) as (gateway, run):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "next"}]
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=access.key, max_retries=0) as client:
+            ask(client, messages)
+        record = run(gateway.close(access.key))
+        assert [run.parent for run in record.runs["policy"]] == [None, 0]
+        assert sum(record.episode("policy", 1.0).mask) == sum(
+            len(r.completion.token_ids) for r in record.runs["policy"]
+        )
+        gateway.forget(access.key)
+    assert not list(tmp_path.iterdir())
