@@ -33,6 +33,7 @@ from .settings import MAX_BODY, Access, SessionSettings
 from .tree import TokenRun
 
 PING = 10.0  # seconds without an event after which a client gets one without content
+GONE = 499  # a status for nobody: the client has disconnected
 RETRY_AFTER = 1  # seconds
 SILENCE = 5.0  # seconds that a closing session waits for the last answers to be written
 
@@ -153,14 +154,16 @@ class Gateway:
             session.policy_of(parsed.model)
             digest = hashlib.sha256(dialect.name.encode() + body).digest()
             is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+            await session.settle(digest)
             generation = session.answer(dialect, parsed, digest, is_retry=is_retry)
         except BadRequest as error:
             return _error_response(dialect, error)
         with session.reading(generation):
-            if parsed.stream:
-                response = await self._stream(request, dialect, generation)
-            else:
-                response = await self._whole(request, dialect, generation)
+            write = self._stream if parsed.stream else self._whole
+            try:
+                response = await write(request, dialect, generation)
+            except ConnectionError:  # the client is gone, and may come again
+                return web.Response(status=GONE)
             if response.status == 200 and request.transport is not None and not request.transport.is_closing():
                 session.mark_delivered(generation)
                 if self.journal is not None:

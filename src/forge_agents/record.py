@@ -124,11 +124,11 @@ class SessionRecord:
 
     def _numbers(self, tree: TokenTree) -> dict[str, Any]:
         calls = sum(len(run.added[-1].get("calls", ())) for run in tree.runs)
-        roots = [run for run in tree.runs if run.parent is None]
+        roots = [run for run in tree.runs if run.reason]
         reasons: dict[str, int] = {}
         for run in roots:
             reasons[run.reason] = reasons.get(run.reason, 0) + 1
-        differences = [run.difference for run in roots if run.reason not in ("", "start") and run.difference]
+        differences = [run.difference for run in roots if run.reason != "start" and run.difference]
         return {
             "turns": len(tree.runs),
             "calls": calls,
@@ -155,8 +155,8 @@ def transcript(tree: TokenTree) -> str:
     """The conversations of a tree as text, for people."""
     parts = []
     for run in tree.runs:
-        if run.parent is None and run.number:
-            parts.append(f"[new branch: {run.reason or 'start'}]")
+        if run.reason and run.number:
+            parts.append(f"[new branch: {run.reason}]")
         for message in run.added:
             calls = "".join(f" {call.name}({call.arguments})" for call in message.get("calls", ()))
             parts.append(f"[{message['role']}] {message['content']}{calls}")

@@ -24,6 +24,7 @@ from .rendering import extension, prompt
 from .settings import MAX_OPEN, SessionSettings
 from .tree import Place, TokenRun, TokenTree
 
+CLOSING = 0.2  # seconds in which a closed connection is seen
 WINDOW = 600.0  # seconds in which a retry gets an answer that nobody received: a client's longest timeout
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -121,6 +122,14 @@ class Session:
             if generation.task is not None and not generation.task.done()
         ]
 
+    async def settle(self, digest: bytes) -> None:
+        """Wait a moment if an equal request has a connection: a client may ask again before its last connection is
+        seen to be closed. What still has one then is another request, not a lost one."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING):
+                while any(generation.readers for generation in self._generations[digest]):
+                    await asyncio.sleep(CLOSING / 20)
+
     def answer(self, dialect: Dialect, request: ModelRequest, digest: bytes, *, is_retry: bool) -> Generation:
         """Begin the answer to a request, or return the one that its client has lost.
 
@@ -217,7 +226,7 @@ class Session:
             tokens = tree.tokens(place.parent)
             conversation = [*tree.conversation(place.parent), *place.messages]
             try:
-                if not dialogue.rewrites(tokens, prompt(conversation), place.parent.tools):
+                if not dialogue.rewrites(tokens, prompt(dialogue, conversation), place.parent.tools):
                     context = tuple(extension(dialogue, tokens, place.messages, place.parent.tools))
                     return place, [*tokens, *context], context
             except ValueError as error:
@@ -225,7 +234,7 @@ class Session:
             request = replace(request, messages=tuple(conversation), previous="")
             place = Place(None, request.messages, "thoughts_dropped", "", "")
         try:
-            ids = dialogue.initial(prompt(request.messages), request.tools)
+            ids = dialogue.initial(prompt(dialogue, request.messages), request.tools)
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
         # A conversation that is cut into other messages may still have the tokens of one that was sampled.
@@ -233,7 +242,7 @@ class Session:
         if parent is None:
             return place, ids, tuple(ids)
         context = tuple(ids[len(tree.tokens(parent)) :])
-        return Place(parent, place.messages, "", "tokens"), ids, context
+        return place._replace(parent=parent, rule="tokens"), ids, context
 
     async def _generate(self, generation: Generation, dialect: Dialect) -> None:
         request = generation.request

@@ -34,9 +34,9 @@ class TokenRun:
     added: the messages of `context`, and the turn as a message.
     tools: those that its request offered.
     key: of the conversation up to and with this turn.
-    reason: why it begins a root; "" for a turn with a parent.
+    reason: why its history is none that was sampled; "" where it continues its parent's.
     rule: how the parent was recognised.
-    difference: of a root, the first message that differs from an earlier conversation.
+    difference: with a reason, the first message that differs from an earlier conversation.
     is_constrained: drawn under a grammar, so from another distribution than the policy's.
     id: of the answer, and of each sibling's.
     """
@@ -108,7 +108,11 @@ class TokenTree:
 
     def conversation(self, run: TokenRun) -> list[Message]:
         """All messages from the root on, with this turn."""
-        return [message for step in self.path(run) for message in step.added]
+        messages: list[Message] = []
+        for step in self.path(run):
+            # A turn that was found by its tokens has been sent other messages for them.
+            messages = [*([] if step.rule == "tokens" else messages), *step.added]
+        return messages
 
     def by_id(self, name: str) -> TokenRun | None:
         """The turn with this id, or with a call of this id."""
@@ -174,6 +178,10 @@ class TokenTree:
         text = _shown(messages, nearest, shared)
         sampled = {message_key(run.added[-1]) for run in self.runs}
         repeats = any(key in sampled for message, key in zip(messages, keys, strict=True) if _is_turn(message))
+        # An earlier conversation up to its first turn, and there another turn than the one that was sampled.
+        first_turn = next((index for index, message in enumerate(messages) if _is_turn(message)), None)
+        if not repeats and first_turn is not None and shared >= first_turn:
+            return "edited", text
         if not repeats:
             # A new conversation, unless it holds what the policy wrote before as text.
             return ("compacted", text) if self._holds_summary(messages) else ("start", "")
@@ -183,8 +191,9 @@ class TokenTree:
             return "other_tools", text
         if shared == 0 and messages[0]["role"] == nearest[0]["role"] == "system":
             return "other_system", text
-        same_words = keys[shared] == message_key(nearest[shared])
-        if not same_words and not _is_turn(messages[shared]) and len(messages) < len(nearest):
+        # Messages before a turn that was sampled are gone.
+        returns = any(key in sampled and _is_turn(m) for m, key in zip(messages[shared:], keys[shared:], strict=True))
+        if returns and not _is_turn(messages[shared]) and len(messages) < len(nearest):
             return "compacted", text
         return "edited", text
 

@@ -87,8 +87,8 @@ def test_calls_come_back_re_ordered_and_without_thoughts(served, forced_policy):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: m[:1] + [{**m[1], "content": "something else"}] + m[2:], "edited"),
-        (lambda m: [{"role": "system", "content": "other"}] + m[1:], "other_system"),
+        (lambda m: [*m[:1], {**m[1], "content": "something else"}, *m[2:]], "edited"),
+        (lambda m: [{"role": "system", "content": "other"}, *m[1:]], "other_system"),
         (lambda m: [m[0], {"role": "user", "content": "Summary: " + m[2]["content"]}], "compacted"),
         (lambda m: [{"role": "user", "content": "a new one"}], "start"),
     ],

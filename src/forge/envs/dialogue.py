@@ -80,6 +80,11 @@ class Dialogue:
         if not self._rewriting:
             self._closers.add(self._between([{"role": "user", "content": "more"}], ())[0])
 
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template has a place for the tool calls of messages; otherwise they are a part of the text."""
+        return self._chat("").writer.form() is not None
+
     def initial(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """The tokens before the policy's first turn. ValueError: no messages, or the template fails."""
         if not messages:
@@ -121,7 +126,7 @@ class Dialogue:
 
     def turn_message(self, action: Action) -> Message:
         """A turn of the policy as a message, its tool calls in OpenAI's format."""
-        if not action.calls or action.errors or self._chat("").writer.form() is None:
+        if not action.calls or action.errors or not self.writes_calls:
             return {"role": "assistant", "content": action.content if self.syntax == "harmony" else action.text}
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
