@@ -57,6 +57,7 @@ class GeminiDialect:
 
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the field that cannot be honoured."""
+        fields.check_body(body)
         body = _camel(body)
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
         # The model stands for the one of the path: the check of fields wants one.
@@ -171,16 +172,16 @@ def _camel(value: Json) -> Json:
     return renamed
 
 
-def _parts(content: Mapping[str, Json], where: str) -> list[dict[str, Json]]:
+def _parts(content: Mapping[str, Json], path: str) -> list[dict[str, Json]]:
     """The parts of a content, of kinds that this model reads."""
-    parts = fields.records(content.get("parts"), f"{where}.parts", fields.MAX_MESSAGES)
+    parts = fields.records(content.get("parts"), f"{path}.parts", fields.MAX_MESSAGES)
     for index, part in enumerate(parts):
         unread = sorted(name for name, value in part.items() if value is not None and name not in PARTS)
         if unread:
             kind = fields.shorten(unread[0])
-            raise BadRequest(f"{where}.parts[{index}]: {kind} is not supported: this model reads text", where)
+            raise BadRequest(f"{path}.parts[{index}]: {kind} is not supported: this model reads text", path)
         if not isinstance(part.get("text", ""), str):
-            raise BadRequest(f"{where}.parts[{index}].text must be a text", where)
+            raise BadRequest(f"{path}.parts[{index}].text must be a text", path)
     return parts
 
 
@@ -194,51 +195,53 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
     # Calls without a result yet: clients may omit the ids of both, and then names and order tell which is whose.
     open_calls: list[Call] = []
     for index, content in enumerate(contents):
-        where = f"contents[{index}]"
-        parts = _parts(content, where)
+        path = f"contents[{index}]"
+        parts = _parts(content, path)
         role = content.get("role") or "user"
         if role == "model":
-            turn = _model_turn(parts, where, len(messages))
+            turn = _model_turn(parts, path, len(messages))
             open_calls += turn.get("calls", ())
             fields.append_assistant(messages, turn)
         elif role in ("user", "function"):
-            _add_user(messages, parts, where, open_calls)
+            _add_user(messages, parts, path, open_calls)
         else:
-            raise BadRequest(f"{where}.role {fields.shorten(role)} is neither user nor model", where)
+            raise BadRequest(f"{path}.role {fields.shorten(role)} is neither user nor model", path)
     return messages
 
 
-def _model_turn(parts: Sequence[Mapping[str, Json]], where: str, number: int) -> Message:
+def _model_turn(parts: Sequence[Mapping[str, Json]], path: str, number: int) -> Message:
     thought = "".join(part.get("text", "") for part in parts if part.get("thought"))
     content = "".join(part.get("text", "") for part in parts if not part.get("thought"))
     calls: list[Call] = []
     for part in parts:
         if part.get("functionCall") is None:
             continue
-        function = fields.record(part["functionCall"], f"{where}.functionCall")
-        arguments = fields.arguments_of(function.get("args") or {}, f"{where}.functionCall.args")
+        function = fields.record(part["functionCall"], f"{path}.functionCall")
+        arguments = fields.arguments_of(function.get("args") or {}, f"{path}.functionCall.args")
         identity = function.get("id") or f"call_{number}_{len(calls)}"
-        calls.append(Call(str(identity), fields.string(function, "name", f"{where}.functionCall"), arguments))
+        calls.append(Call(str(identity), fields.string(function, "name", f"{path}.functionCall"), arguments))
     return fields.assistant(thought, content, calls)
 
 
-def _add_user(messages: list[Message], parts: Sequence[Mapping[str, Json]], where: str, open_calls: list[Call]) -> None:
+def _add_user(messages: list[Message], parts: Sequence[Mapping[str, Json]], path: str, open_calls: list[Call]) -> None:
     """Add the results of tools among parts, and then the texts as one message of the user."""
     for part in parts:
         if part.get("functionResponse") is None:
             continue
-        function = fields.record(part["functionResponse"], f"{where}.functionResponse")
-        name = fields.string(function, "name", f"{where}.functionResponse")
+        function = fields.record(part["functionResponse"], f"{path}.functionResponse")
+        name = fields.string(function, "name", f"{path}.functionResponse")
         identity = function.get("id")
+        # The first call of the name that has no result yet, if the client sends no ids.
         call = next((call for call in open_calls if identity in (None, call.id) and call.name == name), None)
         if call is not None:
             open_calls.remove(call)
         elif identity is None:
-            raise BadRequest(f"{where}: there is no call of {fields.shorten(name)} that this is the result of", where)
+            raise BadRequest(f"{path}: there is no call of {fields.shorten(name)} that this is the result of", path)
         call_id = call.id if call is not None else str(identity)
         text = _result(function.get("response"))
         messages.append({"role": "tool", "content": text, "call_id": call_id, "name": name})
     texts = [part["text"] for part in parts if part.get("text")]
+    # A message without any part is an empty one of the user.
     if texts or not any(part.get("functionResponse") for part in parts):
         messages.append({"role": "user", "content": "\n".join(texts)})
 
@@ -257,14 +260,14 @@ def _result(value: Json) -> str:
 def _tools(tools: Sequence[Mapping[str, Json]]) -> list[Schema]:
     schemas = []
     for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
+        path = f"tools[{index}]"
         unsupported = sorted(tool.keys() - SERVER_TOOLS - {"functionDeclarations"})
         if unsupported:
-            raise BadRequest(f"{where}: the tool {fields.shorten(unsupported[0])} is not supported", "tools")
-        for function in fields.records(tool.get("functionDeclarations"), f"{where}.functionDeclarations", 1024):
-            name = fields.string(function, "name", f"{where}.functionDeclarations")
+            raise BadRequest(f"{path}: the tool {fields.shorten(unsupported[0])} is not supported", "tools")
+        for function in fields.records(tool.get("functionDeclarations"), f"{path}.functionDeclarations", 1024):
+            name = fields.string(function, "name", f"{path}.functionDeclarations")
             parameters = function.get("parametersJsonSchema") or _json_schema(function.get("parameters"))
-            schemas.append(fields.tool_schema(name, function.get("description"), parameters, where))
+            schemas.append(fields.tool_schema(name, function.get("description"), parameters, path))
     return schemas
 
 
@@ -274,6 +277,7 @@ def _json_schema(schema: Json) -> Json:
         return [_json_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    # Also below `properties`, where "type" may be the name of a property, whose value is an object.
     lowered = {name: _json_schema(value) for name, value in schema.items()}
     kind = lowered.get("type")
     if isinstance(kind, str):
