@@ -45,6 +45,7 @@ class Generation:
     prompt_tokens: int = 0
     task: asyncio.Task[None] | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    alone: asyncio.Event = field(default_factory=asyncio.Event)  # whether no connection reads it
 
     def tell(self, *deltas: Delta) -> None:
         """Append pieces of the answer, and wake its readers."""
@@ -127,8 +128,7 @@ class Session:
         seen to be closed. What still has one then is another request, not a lost one."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSING):
-                while any(generation.readers for generation in self._generations[digest]):
-                    await asyncio.sleep(CLOSING / 20)
+                await asyncio.gather(*(generation.alone.wait() for generation in self._generations[digest]))
 
     def answer(self, dialect: Dialect, request: ModelRequest, digest: bytes, *, is_retry: bool) -> Generation:
         """Begin the answer to a request, or return the one that its client has lost.
@@ -164,12 +164,15 @@ class Session:
     def reading(self, generation: Generation) -> Iterator[None]:
         """Within the block a connection waits for an answer, or is sent it."""
         generation.readers += 1
+        generation.alone.clear()
         self._readers += 1
         self._idle.clear()
         try:
             yield
         finally:
             generation.readers -= 1
+            if not generation.readers:
+                generation.alone.set()
             self._readers -= 1
             if not self._readers:
                 self._idle.set()
