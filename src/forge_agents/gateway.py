@@ -33,7 +33,7 @@ from .settings import MAX_BODY, Access, SessionSettings
 from .tree import TokenRun
 
 PING = 10.0  # seconds without an event after which a client gets one without content
-GONE = 499  # a status for nobody: the client has disconnected
+GONE = 499  # a status that no client sees: it has disconnected
 RETRY_AFTER = 1  # seconds
 SILENCE = 5.0  # seconds that a closing session waits for the last answers to be written
 

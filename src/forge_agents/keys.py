@@ -1,6 +1,6 @@
 """Keys of conversations: equal where a client sends the same history again, however it has serialised it.
 
-Clients order the keys of arguments anew, move white space, drop thoughts and ids, and join the parts of a text. The
+Clients reorder the keys of arguments, change white space, drop thoughts and ids, and join the parts of a text. The
 tokens that were sampled stay the authority; a key only finds them.
 """
 

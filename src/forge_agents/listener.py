@@ -29,7 +29,7 @@ class SharedListener:
         threading.Thread(target=self._give, name="forge-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Close the socket; clients that wait on it are refused."""
+        """Close the socket; clients that wait on it lose their connection."""
         self._giver.close()
         self.socket.close()
         self._scratch.close()

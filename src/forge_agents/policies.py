@@ -40,7 +40,7 @@ async def sample_turns(
 ) -> AsyncGenerator[list[tuple[int, Completion]]]:
     """Sample `sampling["n"]` turns after a prompt: lists of (sample, new tokens), whose last piece has a `finish`.
 
-    A stream whose generator dies goes on from the tokens that it has.
+    A stream whose generator dies continues from the tokens that it has.
     """
     async with policy.service.session(session):
         if policy.whole_turns or not streamed:
@@ -65,7 +65,7 @@ async def _streamed(
                 yield new
         return
     except StreamLost:
-        # A grammar knows only its own tokens, so that a constrained turn begins anew, where nothing was sent of it.
+        # A grammar knows only its own tokens, so a constrained turn starts again, unless a part of it was sent.
         if sampling.get("grammar") and any(turn.token_ids for turn in turns):
             raise
     for sample, turn in enumerate(turns):

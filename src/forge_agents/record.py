@@ -1,4 +1,4 @@
-"""What a session leaves, and the episode that it becomes: all branches of its tree, each sampled token in one."""
+"""The record of a session, and the episode that it becomes: all branches of its tree, each sampled token in one."""
 
 from __future__ import annotations
 

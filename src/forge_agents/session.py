@@ -25,7 +25,7 @@ from .settings import MAX_OPEN, SessionSettings
 from .tree import Place, TokenRun, TokenTree
 
 CLOSING = 0.2  # seconds in which a closed connection is seen
-WINDOW = 600.0  # seconds in which a retry gets an answer that nobody received: a client's longest timeout
+WINDOW = 600.0  # seconds in which a retry gets an answer that was not received: a client's longest timeout
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -115,7 +115,7 @@ class Session:
 
     @property
     def open_generations(self) -> list[Generation]:
-        """Those that are being sampled."""
+        """The generations that are being sampled."""
         return [
             generation
             for generations in self._generations.values()
@@ -156,7 +156,7 @@ class Session:
         for name, value in request.overridden.items():
             self.asked[name].add(str(value))
         generation.task = asyncio.create_task(self._generate(generation, dialect))
-        # A generation that nobody waits for fails quietly: its client's retry begins another.
+        # A failure is raised to the connections that wait; without any, the client's retry begins another generation.
         generation.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return generation
 

@@ -153,7 +153,7 @@ class TokenTree:
         return best
 
     def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> tuple[TokenRun, Rule]:
-        """Of turns that say the same, the one whose call ids the client sends back, else the latest."""
+        """The parent among turns that say the same: the one whose call ids the client sends back, else the latest."""
         ids = {call.id for call in history[-1].get("calls", ())}
         for run in reversed(candidates):
             if ids & {call.id for call in run.added[-1].get("calls", ())}:

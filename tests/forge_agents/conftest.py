@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("anthropic")
 pytest.importorskip("openai")
 
-from tests.envs.conftest import bpe, small_model  # noqa: E402, F401
+from tests.envs.conftest import bpe, small_model  # noqa: F401
 
 
 @pytest.fixture(scope="module")

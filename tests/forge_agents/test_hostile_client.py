@@ -88,6 +88,7 @@ class HostileClient:
         if action == "edit":
             messages = [dict(message) for message in messages]
             messages[turns[-1]]["content"] = sentence(self.rng, 9)
+            messages[turns[-1]].pop("reasoning_content", None)
             self.invented.add(messages[turns[-1]]["content"])
             self.expected["edited"] += 1
             return messages
