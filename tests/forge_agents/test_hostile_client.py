@@ -246,7 +246,9 @@ def check(policy, tokenizer, count):
             while session.open_generations:
                 run(asyncio.sleep(0.01))
             record = run(gateway.close(key))
-            differences = Counter(run.reason for run in record.runs["policy"] if run.reason)
+            # Of a request that came again before its connection was seen to be closed there are two answers.
+            branches = {(run.reason, run.parent, run.context) for run in record.runs["policy"] if run.reason}
+            differences = Counter(reason for reason, *_ in branches)
             # What a client gave up may never have arrived.
             missing = client.expected - differences
             assert not differences - client.expected
