@@ -97,7 +97,7 @@ class GatewayActor(ForgeActor):
 
     @endpoint
     async def forget(self, key: str) -> None:
-        """Drop what is left of a closed session."""
+        """Drop the record of a closed session."""
         assert self.gateway is not None
         self.gateway.forget(key)
 
