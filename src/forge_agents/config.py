@@ -32,8 +32,8 @@ class AgentConfig(Section):
     command: list[str] | None = None
     """The program and its arguments; `{task}`, `{url}`, `{key}`, `{model}` and `{folder}` are replaced."""
     function: Any = None
-    """In place of `command`: `package.module:name` of `async f(client, task) -> float | None`, where the client is an
-    `openai.AsyncOpenAI`."""
+    """In place of `command`: `package.module:name` of `async f(client, sample) -> float | None`, where the client is an
+    `openai.AsyncOpenAI` whose model is "policy", and the task `sample.prompt.text`; it returns the reward."""
     env: dict[str, str] = Field(default_factory=dict)
     """Variables beside those by which clients find the gateway."""
     files: str | None = None

@@ -21,7 +21,7 @@ class SharedListener:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.socket = bind(host, port)
-        self._scratch = Scratch("forge-gateway-")
+        self._scratch = Scratch("forge-agents-")
         self.path = self._scratch.path / "listener"
         self._giver = socket.socket(socket.AF_UNIX)
         self._giver.bind(str(self.path))
@@ -29,7 +29,8 @@ class SharedListener:
         threading.Thread(target=self._give, name="forge-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Close the socket; clients that wait on it lose their connection."""
+        """Close the socket; clients that wait on it get an error."""
+        self._giver.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
         self._giver.close()
         self.socket.close()
         self._scratch.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 
 from forge.actors import RewardActor
+from forge.config import ConfigError
 from forge.config.sections import build
+from forge.envs.environment import InfrastructureError
 from forge.types import Sample
 
 from .actor import GatewayActor, PolicySettings
@@ -20,6 +23,8 @@ from .settings import Access
 if TYPE_CHECKING:
     from forge.recipes.components import Job
     from forge.recipes.rl_config import RLConfig
+
+RETRIES = 5  # of a coroutine's client, within which a gateway that died is back
 
 
 def agent_config(values: Any) -> AgentConfig:
@@ -45,6 +50,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Any) -> AgentEnv:
     )
     await gateway.listen.route()
     runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
+    holder = asyncio.create_task(hold(listener, runner))
     play = await command_play(agent, runner) if agent.command is not None else function_play(agent)
     limits = {
         "max_turns": cfg.episode.max_turns,
@@ -60,8 +66,17 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Any) -> AgentEnv:
         retries=cfg.episode.retries,
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
-        resources=(listener, runner),
+        resources=holder,
     )
+
+
+async def hold(listener: SharedListener, runner: CommandRunner) -> None:
+    """Hold what the episodes need until the run's event loop ends."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await runner.close()
+        listener.close()
 
 
 async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
@@ -75,7 +90,10 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
         try:
             info = {"exit_code": result.exit_code, "stdout": result.stdout[-500:], "stderr": result.stderr[-500:]}
             info |= {"reason": result.reason} if result.reason else {}
-            if result.status in ("missing", "failed"):
+            if result.status == "missing":
+                # It will be missing in each episode: the run ends instead of waiting for one.
+                raise ConfigError(f"episode.agent.command: {result.reason}")
+            if result.status == "failed":
                 return Outcome(None, "infrastructure", True, info)
             stop = "crashed" if result.status == "exited" and result.exit_code else result.status
             if agent.test is None:
@@ -106,9 +124,15 @@ def function_play(agent: AgentConfig) -> Play:
     function = agent.load_function()
 
     async def play(access: Access, sample: Sample) -> Outcome:
-        async with AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key) as client:
-            reward = await function(client, sample)
-        return Outcome(reward, "ended")
+        client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES)
+        try:
+            async with client, asyncio.timeout(agent.timeout):
+                reward = await function(client, sample)
+        except TimeoutError:
+            return Outcome(None, "timeout")
+        except (APIConnectionError, InternalServerError) as error:
+            raise InfrastructureError(f"the gateway did not answer: {error}") from error
+        return Outcome(None if reward is None else float(reward), "ended")
 
     return play
 

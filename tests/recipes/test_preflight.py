@@ -25,6 +25,7 @@ TASK = {"task": "apps.toys.words:Reverse", "prompt_template": "{question}>"}
 STEPS = {"use": "forge.rewards:StepRewards", "model": {"path": "a model", "marker": "<step>"}}
 COLOCATED = {"colocated": True, "async": {"max_policy_age": 0}}
 ENVIRONMENT = {"environment": "apps.tools.main:environment"}
+AGENT = {"function": "apps.agent.main:play"}
 
 # Each breaks one rule: the recipe, its settings, and the message.
 CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
@@ -204,7 +205,21 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
         {"grpo": {"correction_level": "sequence"}},
         "grpo.correction_high and grpo.correction_level do nothing: grpo.correction is not set",
     ),
-    (RLConfig, {"episode": {"max_turns": 3}}, "episode does nothing: environment is not set"),
+    (
+        RLConfig,
+        {"episode": {"max_turns": 3}},
+        "episode does nothing: neither environment nor episode.agent is set",
+    ),
+    (
+        RLConfig,
+        {**ENVIRONMENT, "episode": {"agent": AGENT}},
+        "environment and episode.agent both play the episodes: set one of them",
+    ),
+    (
+        RLConfig,
+        {"episode": {"agent": AGENT}, "reward": {"functions": ["ExactMatch"]}},
+        "reward does nothing: episode.agent.reward or its test scores",
+    ),
     (
         RLConfig,
         {**ENVIRONMENT, "episode": {"max_tokens": 8192}},

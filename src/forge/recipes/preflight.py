@@ -348,7 +348,7 @@ RL_RULES: list[ConfigRule[RLFacts]] = [
 ]
 
 SINGLE_TURN_RULES: list[ConfigRule[RLConfig]] = [
-    ConfigRule(lambda cfg: is_set(cfg.episode), "episode does nothing", "environment is not set"),
+    ConfigRule(lambda cfg: is_set(cfg.episode), "episode does nothing", "neither environment nor episode.agent is set"),
 ]
 
 MULTI_TURN_RULES: list[ConfigRule[RLConfig]] = [
@@ -361,7 +361,13 @@ MULTI_TURN_RULES: list[ConfigRule[RLConfig]] = [
         lambda cfg: (cfg.episode.max_tokens or 0) > cfg.training.seq_len,
         lambda cfg: f"episode.max_tokens must be at most training.seq_len = {cfg.training.seq_len}",
     ),
-    ConfigRule(lambda cfg: is_set(cfg.reward), "reward does nothing", "the environment scores"),
+    ConfigRule(
+        lambda cfg: is_set(cfg.reward),
+        "reward does nothing",
+        lambda cfg: (
+            "the environment scores" if cfg.episode.agent is None else "episode.agent.reward or its test scores"
+        ),
+    ),
     ConfigRule(
         lambda cfg: cfg.services.reward != Options(),
         "services.reward does nothing",

@@ -1,0 +1,140 @@
+"""Whole runs whose episodes are played by agents that know only their vendor's client."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+
+import forge
+from forge.config import ConfigError
+from forge_agents.certificate import EXCLUSIONS
+
+pytestmark = pytest.mark.processes
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
+SETTINGS = {
+    "from_scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 128},
+    "dataset": {"task": "apps.toys.expressions:Expression", "difficulty": [2, 2]},
+    "training": {"batch_size": 2, "steps": 2, "learning_rate": 1e-3, "seq_len": 256},
+    "grpo": {"n_samples": 3, "max_tokens": 8},
+}
+PROGRAM = """
+import os, sys
+from openai import OpenAI
+
+client = OpenAI()
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    reply = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
+    content = reply.choices[0].message.content
+    messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "sure?"}]
+with open("answer.txt", "w") as file:
+    file.write(content)
+"""
+# Passes the answers that have an odd number of characters.
+TEST = "import sys; sys.exit(1 - len(open('answer.txt').read()) % 2)"
+
+
+def run(root, agent, **settings):
+    """A run in `root` whose episodes the agent plays; its metrics, with the certificates checked."""
+    episode = {"max_turns": 3, "max_tokens": 96, "template": TEMPLATE, "agent": agent}
+    values = {**SETTINGS, "episode": episode, "run": {"name": "run", "root": str(root)}, **settings}
+    rows = forge.train(None, **values).metrics
+    counted = [row for row in rows if "certificate/sampled" in row]
+    assert counted
+    for row in counted:
+        excluded = sum(row.get(f"certificate/{name}", 0) for name in EXCLUSIONS)
+        assert row["certificate/sampled"] == row["certificate/trained"] + excluded
+    assert sum(row["certificate/trained"] for row in counted) > 0
+    assert rows[-1]["step"] == 2
+    assert not list((root / "run/gateway").glob("*.jsonl"))
+    return rows
+
+
+async def chat(client, sample):
+    """Asks twice, and rewards answers with an odd number of characters."""
+    messages = [{"role": "user", "content": sample.prompt.text}]
+    for _ in range(2):
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+        content = reply.choices[0].message.content
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "sure?"}]
+    return float(len(content) % 2)
+
+
+def test_a_coroutine_plays_a_run(tmp_path):
+    rows = run(tmp_path, {"function": chat})
+    assert all(row.get("episode/unscored", 0) == 0 for row in rows)
+    assert {row["episode/turns"] for row in rows if "episode/turns" in row} == {2}
+
+
+def test_a_program_plays_a_run_and_a_test_scores_its_folder(tmp_path):
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "program.py", "{task}"]
+    rows = run(tmp_path, {"command": command, "files": str(files), "test": {"command": [sys.executable, "-c", TEST]}})
+    assert {row["episode/turns"] for row in rows if "episode/turns" in row} == {2}
+    assert all(row.get("episode/infrastructure", 0) == 0 for row in rows)
+
+
+def test_a_gateway_that_is_killed_comes_back_with_its_sessions(tmp_path):
+    numbers = itertools.count()
+
+    async def kill_once(client, sample):
+        first = asyncio.create_task(chat(client, sample))
+        if next(numbers) == 4:
+            await asyncio.sleep(0.02)
+            os.kill(gateway_process(client.base_url.port), signal.SIGKILL)
+        return await first
+
+    rows = run(tmp_path, {"function": kill_once})
+    assert sum(row.get("restarts/gateway_actor", 0) for row in rows) == 1
+    assert all(row.get("episode/unscored", 0) == 0 for row in rows)
+    # A session that was lost would refuse its key, which ends the run; one without its first turn would have fewer.
+    assert {row["episode/turns"] for row in rows if "episode/turns" in row} == {2}
+
+
+def gateway_process(port):
+    """The process that serves a port beside this one."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (inode,) = (line[9] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A")
+    holders = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue
+        if target == f"socket:[{inode}]":
+            holders.add(int(descriptor.parts[2]))
+    (process,) = holders - {os.getpid()}
+    return process
+
+
+def test_a_program_that_is_missing_ends_the_run_with_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"episode\.agent\.command: no-such-agent cannot be executed .*readable"):
+        run(tmp_path, {"command": ["no-such-agent"], "reward": "ExactMatch"})
+
+
+@pytest.mark.parametrize(
+    ("agent", "problem"),
+    [
+        ({"comand": ["true"]}, r"episode\.agent\.comand.*command"),
+        ({"command": ["true"], "function": chat}, "either a command or a function"),
+        ({"command": ["true"]}, "needs either a test or a reward"),
+        ({"command": ["true"], "test": {"command": ["true"]}, "reward": "ExactMatch"}, "either a test or a reward"),
+        ({"function": chat, "readable": ["/opt"]}, r"episode\.agent\.readable does nothing"),
+        ({"function": "apps.agent.main:plya"}, r"episode\.agent\.function .* was not found"),
+        ({"command": ["true"], "test": {"command": ["true"]}, "files": "nowhere"}, "files must be a folder"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, agent, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        run(tmp_path, agent)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
