@@ -85,7 +85,30 @@ def make_batch(
         recorded_ids = {id(group) for group in recorded}
         is_recorded = np.repeat([id(groups[number]) in recorded_ids for number in batch.groups], batch.lengths)
         batch.recorded = np.where(is_recorded, np.cumsum(is_recorded) - 1, -1)
-    return skip_idle(batch, algorithm)
+    trained = skip_idle(batch, algorithm)
+    check_certificates(groups, int(batch.mask.sum()), int(trained.mask.sum()))
+    return trained
+
+
+def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_tokens: int) -> None:
+    """Check that episodes with an account of their tokens train as many as it says, and record what becomes of them.
+
+    Args:
+        packed_tokens: trained tokens of all episodes.
+        trained_tokens: those that have a gradient.
+
+    Raises:
+        AssertionError: tokens of an episode were lost or doubled on the way.
+    """
+    episodes = [episode for group in groups for episode in group.episodes if "certificate" in episode.info]
+    for episode in episodes:
+        account = episode.info["certificate"]["trained"]
+        trained = sum(sum(branch.mask) for branch in (*episode.branches, episode))
+        if trained != account:
+            raise AssertionError(f"an episode trains {trained} tokens, and its certificate has {account}")
+    if episodes:
+        record_metric("certificate/batch", trained_tokens, Reduce.SUM)
+        record_metric("certificate/no_signal", packed_tokens - trained_tokens, Reduce.SUM)
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
