@@ -2,12 +2,14 @@
 
 import json
 
-import anthropic
-import openai
 import pytest
 from pydantic import BaseModel
 
-from forge_agents.messages import BadRequest, Call, ModelTurn, TokenLogprob
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+
+from benchmarks.scripted_gateway import ScriptedGateway  # noqa: E402
+from forge_agents.messages import BadRequest, Call, ModelTurn, TokenLogprob  # noqa: E402
 
 CALLS = (
     Call("", "write", '{ "text":  "hé \\"x\\"", "path": "a.txt" }'),
@@ -32,6 +34,35 @@ QUESTION = [{"role": "user", "content": "Do it."}]
 
 class Answer(BaseModel):
     value: int
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The gateway and its URL, for all tests."""
+    gateway = ScriptedGateway(lambda request: [])
+    with gateway.serve() as url:
+        yield gateway, url
+
+
+@pytest.fixture
+def gateway(address):
+    gateway, _ = address
+    gateway.failure = None
+    gateway.requests.clear()
+    gateway.bodies.clear()
+    return gateway
+
+
+@pytest.fixture
+def gpt(address):
+    with openai.OpenAI(base_url=f"{address[1]}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(address):
+    with anthropic.Anthropic(base_url=address[1], api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 @pytest.fixture(params=TURNS)
@@ -313,6 +344,7 @@ def test_the_tool_runner_sends_the_whole_history_without_threads(claude, gateway
 # Schemas
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, which sends the parsed object
 def test_answers_that_keep_a_schema(gpt, claude, gateway):
     gateway.answer = lambda _: [ModelTurn("", '{"value": 42}')]
     parsed = gpt.chat.completions.parse(model="m", messages=QUESTION, response_format=Answer)

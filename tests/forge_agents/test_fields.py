@@ -1,16 +1,27 @@
 """What each dialect reads: every field is honoured, known to change nothing, or named in an error of one line."""
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("anthropic")
 pytest.importorskip("openai")
 
 from forge_agents.dialects.anthropic import AnthropicDialect
 from forge_agents.dialects.chat import ChatDialect
+from forge_agents.dialects.gemini import GeminiDialect
 from forge_agents.dialects.responses import ResponsesDialect
 from forge_agents.messages import BadRequest
 
-DIALECTS = {"chat": ChatDialect(), "responses": ResponsesDialect(), "anthropic": AnthropicDialect()}
+DIALECTS = {
+    "chat": ChatDialect(),
+    "responses": ResponsesDialect(),
+    "anthropic": AnthropicDialect(),
+    "gemini": GeminiDialect(),
+}
+OPENAI_AND_ANTHROPIC = ("chat", "responses", "anthropic")
 USER = {"role": "user", "content": "Do it."}
 CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"a": 1}'}}
 CHAT_TOOL = {"type": "function", "function": {"name": "read", "description": "Reads.", "strict": True}}
@@ -171,7 +182,7 @@ NEUTRAL = {
 }
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", NEUTRAL)
 def test_what_changes_nothing_is_accepted(dialect):
     assert read(dialect, **NEUTRAL[dialect]) == read(dialect)
 
@@ -237,7 +248,7 @@ def test_parallel_calls():
     assert not read("responses", parallel_tool_calls=False).parallel_calls
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     assert not read("anthropic", tool_choice=choice).parallel_calls
-    assert all(read(dialect).parallel_calls for dialect in DIALECTS)
+    assert all(read(dialect).parallel_calls for dialect in OPENAI_AND_ANTHROPIC)
 
 
 def test_schemas_of_answers():
@@ -348,3 +359,127 @@ def test_pieces_of_a_turn_in_separate_messages_are_one_turn():
         "Two files.",
         ["t1", "t2"],
     )
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.floats()
+    | st.sampled_from(["", "a", "text", "function", "[", "{}"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "text", "a"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+BODIES = {
+    "chat": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "a"},
+        ],
+        "tools": [CHAT_TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "read"}},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stop": ["a"],
+        "n": 2,
+    },
+    "responses": {
+        "instructions": "a",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}], "content": None},
+            {"type": "function_call", "call_id": "c1", "name": "read", "namespace": "a", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "a"},
+        ],
+        "tools": [FLAT_TOOL, {"type": "namespace", "name": "a", "tools": [FLAT_TOOL]}],
+        "tool_choice": {"type": "function", "name": "read"},
+        "text": {"format": {"type": "json_schema", "schema": SCHEMA}, "verbosity": "low"},
+        "include": ["message.output_text.logprobs"],
+        "previous_response_id": "a",
+    },
+    "anthropic": {
+        "system": [{"type": "text", "text": "a"}],
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "read", "input": {}}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "a", "is_error": True}],
+            },
+        ],
+        "tools": [CLAUDE_TOOL],
+        "tool_choice": {"type": "tool", "name": "read", "disable_parallel_tool_use": True},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        "context_management": {"edits": [{"type": "a", "keep": "all"}]},
+        "stop_sequences": ["a"],
+    },
+    "gemini": {
+        "systemInstruction": {"parts": [{"text": "a"}]},
+        "contents": [
+            {
+                "role": "model",
+                "parts": [{"text": "a", "thought": True}, {"functionCall": {"name": "read", "args": {}}}],
+            },
+            {"role": "user", "parts": [{"functionResponse": {"name": "read", "response": {"output": "a"}}}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "read", "parameters": {"type": "OBJECT"}}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["read"]}},
+        "generationConfig": {"responseMimeType": "application/json", "responseSchema": SCHEMA, "stopSequences": ["a"]},
+    },
+}
+
+
+def places(value, path=()):
+    """The paths of all values in a body."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(item, (*path, key))
+
+
+def replaced(value, path, new):
+    """A body with another value at a path."""
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("dialect", BODIES)
+@given(data=st.data())
+def test_any_other_value_is_read_or_named(dialect, data):
+    body = {"model": "m", **BODIES[dialect]}
+    path = data.draw(st.sampled_from(list(places(body))))
+    try:
+        request = DIALECTS[dialect].read(replaced(body, path, data.draw(VALUES)))
+    except BadRequest:
+        return
+    # A gateway works with these types.
+    assert all(isinstance(message["content"], str) for message in request.messages)
+    calls = [call for message in request.messages for call in message.get("calls", ())]
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+    assert all(isinstance(text, str) for call in calls for text in (call.id, call.name))
+    assert all(tool["function"].keys() >= {"name", "parameters"} for tool in request.tools)
+
+
+@pytest.mark.parametrize("dialect", BODIES)
+def test_a_body_of_many_levels_is_named(dialect):
+    deep = []
+    for _ in range(50_000):
+        deep = [deep]
+    body = {"model": "m", **BODIES[dialect]}
+    for path in places(body):
+        with pytest.raises(BadRequest, match=r"the body (has more than 128 levels|must be a JSON object)"):
+            DIALECTS[dialect].read(replaced(body, path, deep))
+
+
+def test_arguments_of_many_levels_are_named():
+    function = {"name": "read", "arguments": "[" * 50_000}
+    message = {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}
+    with pytest.raises(BadRequest, match="must be the text of a JSON object"):
+        read("chat", messages=[message])

@@ -83,6 +83,7 @@ class AnthropicDialect:
         """The body of an answer that is not streamed."""
         turn = turns[0]
         content: list[Json] = []
+        # The signature only has to come back: clients drop a thought without one.
         if turn.thought:
             content.append(api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=fields.opaque(turn.id)))
         if turn.content:
@@ -225,6 +226,7 @@ def _stop(turn: ModelTurn) -> StopDelta:
 
 def _messages(body: Mapping[str, Json]) -> list[Message]:
     system = body.get("system")
+    # Both forms of the field as blocks, without the one that changes from version to version of Claude Code.
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     blocks = [
         block
@@ -236,67 +238,68 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
     if not entries:
         raise BadRequest("messages must be a list of at least one message", "messages")
     for index, message in enumerate(entries):
-        where = f"messages[{index}]"
+        path = f"messages[{index}]"
         role = message.get("role")
         if role == "assistant":
-            fields.append_assistant(messages, _assistant(message.get("content"), f"{where}.content"))
+            fields.append_assistant(messages, _assistant(message.get("content"), f"{path}.content"))
         elif role == "user":
-            _add_user(messages, message.get("content"), f"{where}.content")
+            _add_user(messages, message.get("content"), f"{path}.content")
         elif role == "system":
-            messages.append({"role": "system", "content": fields.text_of(message.get("content"), where, TEXT)})
+            messages.append({"role": "system", "content": fields.text_of(message.get("content"), path, TEXT)})
         else:
-            raise BadRequest(f"{where}.role {fields.shorten(role)} is neither user nor assistant", where)
+            raise BadRequest(f"{path}.role {fields.shorten(role)} is neither user nor assistant", path)
     if entries[-1]["role"] == "assistant":
         # In this dialect, such a request asks to continue the text of the last message.
         raise BadRequest("the last message is the assistant's: a text that was begun cannot be continued", "messages")
     return messages
 
 
-def _assistant(content: Json, where: str) -> Message:
+def _assistant(content: Json, path: str) -> Message:
     if isinstance(content, str):
         return fields.assistant(content=content)
     texts: dict[str, str] = {"thinking": "", "text": ""}
     calls = []
-    for index, block in enumerate(fields.records(content, where, fields.MAX_MESSAGES)):
+    for index, block in enumerate(fields.records(content, path, fields.MAX_MESSAGES)):
         kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
-            texts[kind] += fields.text_of([block], where, {kind: kind})
+            texts[kind] += fields.text_of([block], path, {kind: kind})
         elif kind == "tool_use":
-            arguments = fields.arguments_of(block.get("input"), f"{where}[{index}].input")
-            calls.append(Call(fields.string(block, "id", where), fields.string(block, "name", where), arguments))
+            arguments = fields.arguments_of(block.get("input"), f"{path}[{index}].input")
+            calls.append(Call(fields.string(block, "id", path), fields.string(block, "name", path), arguments))
+        # A thought that was made unreadable is of another model.
         elif kind != "redacted_thinking":
-            raise BadRequest(f"{where}: a block of type {fields.shorten(kind)} is not supported", where)
+            raise BadRequest(f"{path}: a block of type {fields.shorten(kind)} is not supported", path)
     return fields.assistant(texts["thinking"], texts["text"], calls)
 
 
-def _add_user(messages: list[Message], content: Json, where: str) -> None:
+def _add_user(messages: list[Message], content: Json, path: str) -> None:
     """Add the results of tools in a message, and as messages of the user the texts between them."""
     if isinstance(content, str):
         messages.append({"role": "user", "content": content})
         return
     texts: list[Json] = []
-    for index, block in enumerate(fields.records(content, where, fields.MAX_MESSAGES)):
+    for index, block in enumerate(fields.records(content, path, fields.MAX_MESSAGES)):
         if block.get("type") != "tool_result":
             texts.append(block)
             continue
         if texts:
-            messages.append({"role": "user", "content": fields.text_of(texts, where, TEXT)})
+            messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
             texts = []
-        text = fields.text_of(block.get("content"), f"{where}[{index}].content", TEXT)
+        text = fields.text_of(block.get("content"), f"{path}[{index}].content", TEXT)
         # A word marks an error, unless the text has one at its beginning.
         if block.get("is_error") and "error" not in text[:80].lower():
             text = f"error: {text}"
-        call_id = fields.string(block, "tool_use_id", f"{where}[{index}]")
+        call_id = fields.string(block, "tool_use_id", f"{path}[{index}]")
         messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
     if texts:
-        messages.append({"role": "user", "content": fields.text_of(texts, where, TEXT)})
+        messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
 
 
-def _tool(tool: Mapping[str, Json], where: str) -> Schema:
+def _tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") not in (None, "custom"):
-        raise BadRequest(f"{where}: a tool of type {fields.shorten(tool['type'])} is not supported", "tools")
-    name = fields.string(tool, "name", where)
-    return fields.tool_schema(name, tool.get("description"), tool.get("input_schema"), where)
+        raise BadRequest(f"{path}: a tool of type {fields.shorten(tool['type'])} is not supported", "tools")
+    name = fields.string(tool, "name", path)
+    return fields.tool_schema(name, tool.get("description"), tool.get("input_schema"), path)
 
 
 def _choice(choice: Mapping[str, Json]) -> str:

@@ -123,6 +123,7 @@ class ChatEvents:
 
     def begin(self, prompt_tokens: int) -> bytes:
         """One chunk with the role for each sample."""
+        # Programs that add up the chunks begin with this text.
         role = ChoiceDelta(role="assistant", content="")
         return b"".join(self._chunk(index, role) for index in range(len(self._ids)))
 
@@ -148,8 +149,8 @@ class ChatEvents:
         """Each sample's reason and log-probabilities, then the usage if the client asked for it."""
         chunks = b""
         for index, turn in enumerate(turns):
-            wanted = self._request.logprobs is not None
-            logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if wanted else None
+            # They come at once: a piece of text need not be a token.
+            logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
             choice = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
             chunks += self._write([choice])
         if self._request.stream_usage:
@@ -179,47 +180,49 @@ class ChatEvents:
         return fields.server_sent(chunk.model_dump(exclude_unset=True))
 
 
-def _message(message: Mapping[str, Json], where: str) -> Message:
+def _message(message: Mapping[str, Json], path: str) -> Message:
     """Read a message. Fields that clients add to those of an answer, such as ids and parsed arguments, are ignored."""
     role = message.get("role")
+    # Content of other kinds than text and calls, which must not be lost.
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
-            raise BadRequest(f"{where}.{name} is not supported", where)
+            raise BadRequest(f"{path}.{name} is not supported", path)
     joint = "" if role == "assistant" else "\n"
-    content = fields.text_of(message.get("content"), f"{where}.content", PARTS, joint)
+    content = fields.text_of(message.get("content"), f"{path}.content", PARTS, joint)
     if role == "assistant":
         thoughts = (message.get("reasoning_content"), message.get("reasoning"))
         thought = next((text for text in thoughts if isinstance(text, str) and text), "")
+        # What the assistant said in declining is its text too, under another name.
         refusal = message.get("refusal")
         calls = [
-            _call(call, f"{where}.tool_calls[{index}]")
-            for index, call in enumerate(fields.records(message.get("tool_calls"), f"{where}.tool_calls", 1 << 10))
+            _call(call, f"{path}.tool_calls[{index}]")
+            for index, call in enumerate(fields.records(message.get("tool_calls"), f"{path}.tool_calls", 1 << 10))
         ]
         return fields.assistant(thought, content or (refusal if isinstance(refusal, str) else ""), calls)
     if role == "tool":
-        call_id = fields.string(message, "tool_call_id", where)
+        call_id = fields.string(message, "tool_call_id", path)
         return {"role": "tool", "content": content, "call_id": call_id, "name": str(message.get("name") or "")}
     if role not in ("system", "developer", "user"):
-        raise BadRequest(f"{where}.role {fields.shorten(role)} is none of system, user, assistant and tool", where)
+        raise BadRequest(f"{path}.role {fields.shorten(role)} is none of system, user, assistant and tool", path)
     if message.get("content") is None:
-        raise BadRequest(f"{where}.content must be a text", where)
+        raise BadRequest(f"{path}.content must be a text", path)
     return {"role": "user" if role == "user" else "system", "content": content}
 
 
-def _call(call: Mapping[str, Json], where: str) -> Call:
+def _call(call: Mapping[str, Json], path: str) -> Call:
     if call.get("type") not in (None, "function"):
-        raise BadRequest(f"{where}: a call of type {fields.shorten(call['type'])} is not supported", where)
-    function = fields.record(call.get("function"), f"{where}.function")
-    arguments = fields.arguments_of(function.get("arguments"), f"{where}.function.arguments")
-    return Call(fields.string(call, "id", where), fields.string(function, "name", f"{where}.function"), arguments)
+        raise BadRequest(f"{path}: a call of type {fields.shorten(call['type'])} is not supported", path)
+    function = fields.record(call.get("function"), f"{path}.function")
+    arguments = fields.arguments_of(function.get("arguments"), f"{path}.function.arguments")
+    return Call(fields.string(call, "id", path), fields.string(function, "name", f"{path}.function"), arguments)
 
 
-def _tool(tool: Mapping[str, Json], where: str) -> Schema:
+def _tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") != "function":
-        raise BadRequest(f"{where}: a tool of type {fields.shorten(tool.get('type'))} is not supported", "tools")
-    function = fields.record(tool.get("function"), f"{where}.function")
-    name = fields.string(function, "name", f"{where}.function")
-    return fields.tool_schema(name, function.get("description"), function.get("parameters"), f"{where}.function")
+        raise BadRequest(f"{path}: a tool of type {fields.shorten(tool.get('type'))} is not supported", "tools")
+    function = fields.record(tool.get("function"), f"{path}.function")
+    name = fields.string(function, "name", f"{path}.function")
+    return fields.tool_schema(name, function.get("description"), function.get("parameters"), f"{path}.function")
 
 
 def _choice(choice: Json) -> str:
@@ -256,6 +259,7 @@ def _logprobs(body: Mapping[str, Json]) -> int | None:
 def _answer(turn: ModelTurn) -> ChatCompletionMessage:
     # A text that is empty beside calls is null in OpenAI's answers.
     message: dict[str, Json] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
+    # The package's type has no field for a thought, and keeps further fields.
     if turn.thought:
         message["reasoning_content"] = turn.thought
     if turn.calls:
@@ -281,6 +285,7 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
 
 
 def _usage(turns: Sequence[ModelTurn]) -> CompletionUsage:
+    # All samples have the same prompt, which counts once.
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)
     details = PromptTokensDetails(cached_tokens=turns[0].cached_tokens)

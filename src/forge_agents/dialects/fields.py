@@ -24,6 +24,7 @@ MAX_STOPS = 16  # stop strings
 MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_TOKENS = 1 << 31
 MAX_TOP_LOGPROBS = 20
+MAX_LEVELS = 128  # lists and objects, one in the other: what reads a value calls itself for each
 MAX_SHOWN = 60  # characters of a value in an error
 
 
@@ -33,23 +34,36 @@ def shorten(value: Json) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
+def check_body(body: Json) -> None:
+    """Raise BadRequest unless a body is an object with at most MAX_LEVELS levels."""
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    containers: list[Json] = [body]
+    for _ in range(MAX_LEVELS):
+        children = [item.values() if isinstance(item, dict) else item for item in containers]
+        containers = [item for group in children for item in group if isinstance(item, dict | list)]
+        if not containers:
+            return
+    raise BadRequest(f"the body has more than {MAX_LEVELS} levels of lists and objects")
+
+
 def check_fields(
-    body: Json, known: Collection[str], ignored: Collection[str], neutral: Mapping[str, Sequence[Json]]
+    body: Json, supported: Collection[str], ignored: Collection[str], neutral: Mapping[str, Sequence[Json]]
 ) -> None:
     """Raise BadRequest unless this is an object whose fields can all be honoured. A field that is null is absent.
 
     Args:
-        known: fields that the caller reads.
+        supported: fields that the caller reads.
         ignored: fields without effect on the tokens.
         neutral: unsupported fields, each with the values that change nothing.
     """
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
+    check_body(body)
     for name, value in body.items():
-        if value is None or name in known or name in ignored:
+        # Clients send the fields that they leave to the server as null.
+        if value is None or name in supported or name in ignored:
             continue
         if name not in neutral:
-            hint = nearest(name[:MAX_SHOWN], sorted(known))
+            hint = nearest(name[:MAX_SHOWN], sorted(supported))
             raise BadRequest(f"unknown field {shorten(name)}{hint}", name[:MAX_SHOWN])
         if value not in neutral[name]:
             raise BadRequest(f"{name} = {shorten(value)} is not supported", name)
@@ -62,6 +76,7 @@ def integer(body: Mapping[str, Json], name: str, lowest: int = 1, highest: int =
     value = body.get(name)
     if value is None:
         return None
+    # In Python, true is a number too.
     if type(value) is not int or not lowest <= value <= highest:
         limits = f"{lowest} or more" if highest == MAX_TOKENS else f"{lowest} to {highest}"
         raise BadRequest(f"{name} must be a whole number, {limits}, got {shorten(value)}", name)
@@ -78,31 +93,31 @@ def boolean(body: Mapping[str, Json], name: str, default: bool = False) -> bool:
     return value
 
 
-def record(value: Json, where: str) -> Mapping[str, Json]:
+def record(value: Json, path: str) -> Mapping[str, Json]:
     """Return a value that must be an object; null is an empty one."""
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise BadRequest(f"{where} must be an object, got {shorten(value)}", where)
+        raise BadRequest(f"{path} must be an object, got {shorten(value)}", path)
     return value
 
 
-def records(value: Json, where: str, most: int) -> list[dict[str, Json]]:
-    """Return a value that must be a list of at most `most` objects; null is an empty list."""
+def records(value: Json, path: str, limit: int) -> list[dict[str, Json]]:
+    """Return a value that must be a list of at most `limit` objects; null is an empty list."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadRequest(f"{where} must be a list of objects, got {shorten(value)}", where)
-    if len(value) > most:
-        raise BadRequest(f"{where} must be at most {most}, got {len(value)}", where)
+        raise BadRequest(f"{path} must be a list of objects, got {shorten(value)}", path)
+    if len(value) > limit:
+        raise BadRequest(f"{path} must be at most {limit}, got {len(value)}", path)
     return value
 
 
-def string(item: Mapping[str, Json], name: str, where: str) -> str:
+def string(item: Mapping[str, Json], name: str, path: str) -> str:
     """Return a field of an object that must be a text which is not empty."""
     value = item.get(name)
     if not isinstance(value, str) or not value:
-        raise BadRequest(f"{where}.{name} must be a text that is not empty, got {shorten(value)}", where)
+        raise BadRequest(f"{path}.{name} must be a text that is not empty, got {shorten(value)}", path)
     return value
 
 
@@ -131,7 +146,7 @@ def overridden(body: Mapping[str, Json], names: Iterable[str]) -> dict[str, Json
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
-def text_of(content: Json, where: str, kinds: Mapping[str, str], joint: str = "\n") -> str:
+def text_of(content: Json, path: str, kinds: Mapping[str, str], joint: str = "\n") -> str:
     """Return the text of a message's content, which is a text or a list of parts; null is "".
 
     Args:
@@ -141,23 +156,24 @@ def text_of(content: Json, where: str, kinds: Mapping[str, str], joint: str = "\
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for part in records(content, where, MAX_MESSAGES):
+    for part in records(content, path, MAX_MESSAGES):
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in kinds:
-            raise BadRequest(f"{where}: a part of type {shorten(kind)} is not supported: this model reads text", where)
+            raise BadRequest(f"{path}: a part of type {shorten(kind)} is not supported: this model reads text", path)
         text = part.get(kinds[kind])
         if not isinstance(text, str):
-            raise BadRequest(f"{where}: the {kinds[kind]} of a part must be a text, got {shorten(text)}", where)
+            raise BadRequest(f"{path}: the {kinds[kind]} of a part must be a text, got {shorten(text)}", path)
         texts.append(text)
     return joint.join(texts)
 
 
-def tool_schema(name: str, description: Json, parameters: Json, where: str) -> Schema:
+def tool_schema(name: str, description: Json, parameters: Json, path: str) -> Schema:
     """Return a tool in the form of `ModelRequest.tools`."""
+    # Nothing else of a tool is for the model; so a tool reads the same to it in each dialect.
     function: dict[str, Json] = {"name": name}
     if isinstance(description, str) and description:
         function["description"] = description
-    function["parameters"] = record(parameters, f"{where}.parameters") or {"type": "object", "properties": {}}
+    function["parameters"] = record(parameters, f"{path}.parameters") or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 
@@ -171,23 +187,24 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
     return choice
 
 
-def arguments_of(value: Json, where: str) -> str:
+def arguments_of(value: Json, path: str) -> str:
     """Return a call's arguments as text: what the client sent, or an object as JSON."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     try:
         parsed = json.loads(value or "{}") if isinstance(value, str) else None
+    # A few thousand brackets, one in the other, are too deep for the parser.
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise BadRequest(f"{where} must be the text of a JSON object, got {shorten(value)}", where)
+        raise BadRequest(f"{path} must be the text of a JSON object, got {shorten(value)}", path)
     return value or "{}"
 
 
-def json_schema(value: Json, where: str) -> Mapping[str, Json]:
+def json_schema(value: Json, path: str) -> Mapping[str, Json]:
     """Return the schema that an answer must keep."""
     if not isinstance(value, dict):
-        raise BadRequest(f"{where} must be a JSON schema, got {shorten(value)}", where)
+        raise BadRequest(f"{path} must be a JSON schema, got {shorten(value)}", path)
     return value
 
 
@@ -206,6 +223,7 @@ def append_assistant(messages: list[Message], piece: Message) -> None:
 
     A turn has one thought, at its beginning, and one text. A second of either begins another turn.
     """
+    # What is before it belongs to the same turn only if it is of the assistant, and could come before it in a turn.
     turn = messages[-1] if messages else piece
     joins = turn["role"] == "assistant" and "thought" not in piece and not (turn["content"] and piece["content"])
     if not messages or not joins:
@@ -215,10 +233,11 @@ def append_assistant(messages: list[Message], piece: Message) -> None:
     messages[-1] = assistant(turn.get("thought", ""), turn["content"] + piece["content"], calls)
 
 
-def conversation(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
+def conversation(messages: Sequence[Message], path: str) -> tuple[Message, ...]:
     """Arrange the messages of a request: see this module's docstring. Results of tools get the name of their call."""
     if not messages:
-        raise BadRequest(f"{where} must have at least one message", where)
+        raise BadRequest(f"{path} must have at least one message", path)
+    # Templates want one system message, and at the beginning.
     leading = []
     for message in messages:
         if message["role"] != "system":

@@ -98,6 +98,7 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
         raise BadRequest(f"instructions must be a text, got {fields.shorten(instructions)}", "instructions")
     if instructions:
         messages.append({"role": "system", "content": instructions})
+    # A bare text is the message of a user.
     if isinstance(body.get("input"), str):
         return [*messages, {"role": "user", "content": body["input"]}]
     items = fields.records(body.get("input"), "input", fields.MAX_MESSAGES)
@@ -108,61 +109,63 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
     return messages
 
 
-def _add_item(messages: list[Message], item: Mapping[str, Json], where: str) -> None:
+def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> None:
     kind = item.get("type") or "message"
     if kind == "reasoning":
         # The text is in one of two fields; of a client that sends both, `content` is the unabridged one.
-        thought = fields.text_of(item.get("content"), f"{where}.content", SUMMARY, "")
-        thought = thought or fields.text_of(item.get("summary"), f"{where}.summary", SUMMARY, "")
+        thought = fields.text_of(item.get("content"), f"{path}.content", SUMMARY, "")
+        thought = thought or fields.text_of(item.get("summary"), f"{path}.summary", SUMMARY, "")
         if thought:
             fields.append_assistant(messages, fields.assistant(thought))
     elif kind == "function_call":
-        name = fields.string(item, "name", where)
+        name = fields.string(item, "name", path)
         if item.get("namespace"):
-            name = f"{fields.string(item, 'namespace', where)}{SEPARATOR}{name}"
-        arguments = fields.arguments_of(item.get("arguments"), f"{where}.arguments")
-        call = Call(fields.string(item, "call_id", where), name, arguments)
+            name = f"{fields.string(item, 'namespace', path)}{SEPARATOR}{name}"
+        arguments = fields.arguments_of(item.get("arguments"), f"{path}.arguments")
+        call = Call(fields.string(item, "call_id", path), name, arguments)
         fields.append_assistant(messages, fields.assistant(calls=[call]))
     elif kind == "function_call_output":
-        content = fields.text_of(item.get("output"), f"{where}.output", PARTS)
-        call_id = fields.string(item, "call_id", where)
+        content = fields.text_of(item.get("output"), f"{path}.output", PARTS)
+        call_id = fields.string(item, "call_id", path)
         messages.append({"role": "tool", "content": content, "call_id": call_id, "name": ""})
     elif kind == "message":
-        _add_message(messages, item, where)
+        _add_message(messages, item, path)
     else:
-        raise BadRequest(f"{where}: an item of type {fields.shorten(kind)} is not supported", where)
+        raise BadRequest(f"{path}: an item of type {fields.shorten(kind)} is not supported", path)
 
 
-def _add_message(messages: list[Message], item: Mapping[str, Json], where: str) -> None:
+def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -> None:
     role = item.get("role")
     joint = "" if role == "assistant" else "\n"
-    content = fields.text_of(item.get("content"), f"{where}.content", PARTS, joint)
+    content = fields.text_of(item.get("content"), f"{path}.content", PARTS, joint)
     if role == "assistant":
         fields.append_assistant(messages, fields.assistant(content=content))
     elif role in ("user", "system", "developer"):
         messages.append({"role": "user" if role == "user" else "system", "content": content})
     else:
-        raise BadRequest(f"{where}.role {fields.shorten(role)} is none of user, system, developer, assistant", where)
+        raise BadRequest(f"{path}.role {fields.shorten(role)} is none of user, system, developer, assistant", path)
 
 
 def _tools(tools: Sequence[Mapping[str, Json]], namespace: str = "") -> list[Schema]:
     """Read the functions that a client offers, those of namespaces among them."""
     schemas: list[Schema] = []
     for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
+        path = f"tools[{index}]"
         kind = tool.get("type")
+        # A client that offers one of these works without it.
         if isinstance(kind, str) and kind in SERVER_TOOLS and not namespace:
             continue
         if kind not in ("function", "namespace") or (kind == "namespace" and namespace):
-            raise BadRequest(f"{where}: a tool of type {fields.shorten(kind)} is not supported", "tools")
-        name = fields.string(tool, "name", where)
+            raise BadRequest(f"{path}: a tool of type {fields.shorten(kind)} is not supported", "tools")
+        name = fields.string(tool, "name", path)
+        # OpenAI's rule for names; one with a dot would read as a namespace and a function in it.
         if not NAME.fullmatch(name):
-            raise BadRequest(f"{where}.name {fields.shorten(name)} has other characters than a-z A-Z 0-9 _ -", "tools")
+            raise BadRequest(f"{path}.name {fields.shorten(name)} has other characters than a-z A-Z 0-9 _ -", "tools")
         if kind == "namespace":
-            schemas += _tools(fields.records(tool.get("tools"), f"{where}.tools", fields.MAX_TOOLS), name)
+            schemas += _tools(fields.records(tool.get("tools"), f"{path}.tools", fields.MAX_TOOLS), name)
         else:
             name = f"{namespace}{SEPARATOR}{name}" if namespace else name
-            schemas.append(fields.tool_schema(name, tool.get("description"), tool.get("parameters"), where))
+            schemas.append(fields.tool_schema(name, tool.get("description"), tool.get("parameters"), path))
     return schemas
 
 

@@ -161,25 +161,26 @@ class ResponsesEvents:
         if delta.thought:
             events += self._turn_to("thought")
             self._text += delta.thought
-            place = self._place("summary_index")
-            events += self._event(api.ResponseReasoningSummaryTextDeltaEvent, **place, delta=delta.thought)
+            position = self._position("summary_index")
+            events += self._event(api.ResponseReasoningSummaryTextDeltaEvent, **position, delta=delta.thought)
         if delta.content:
             events += self._turn_to("content")
             self._text += delta.content
-            place = self._place("content_index")
-            events += self._event(api.ResponseTextDeltaEvent, **place, delta=delta.content, logprobs=[])
+            position = self._position("content_index")
+            events += self._event(api.ResponseTextDeltaEvent, **position, delta=delta.content, logprobs=[])
         if delta.call is not None:
             events += self._close() + self._call(delta.call)
         return events
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """The end of the open item, and the whole response."""
+        # The limit of tokens also cuts what the item would have said.
         turn = turns[0]
         truncated = turn.finish == "length"
         closing = self._close("incomplete" if truncated else "completed", turn.logprobs)
-        whole = response(self._request, self._id, self._items, self._created, turn)
+        finished = response(self._request, self._id, self._items, self._created, turn)
         last = api.ResponseIncompleteEvent if truncated else api.ResponseCompletedEvent
-        return closing + self._event(last, response=whole)
+        return closing + self._event(last, response=finished)
 
     def ping(self) -> bytes:
         """A comment."""
@@ -199,13 +200,13 @@ class ResponsesEvents:
         event = model(type=kind, sequence_number=next(self._numbers), **values)
         return server_sent(event.model_dump(exclude_unset=True, warnings=False), kind)
 
-    def _place(self, index: str = "") -> dict[str, Json]:
+    def _position(self, index: str = "") -> dict[str, Json]:
         """The fields of an event that say which item it is about, and which part of it, always the first."""
         item = self._blank()
-        place: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
+        position: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
         if index:
-            place[index] = 0
-        return place
+            position[index] = 0
+        return position
 
     def _blank(self) -> Item:
         """The open item as it began."""
@@ -221,27 +222,27 @@ class ResponsesEvents:
         events += self._event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank())
         if kind == "thought":
             part = {"type": "summary_text", "text": ""}
-            place = self._place("summary_index")
-            return events + self._event(api.ResponseReasoningSummaryPartAddedEvent, **place, part=part)
-        place = self._place("content_index")
-        return events + self._event(api.ResponseContentPartAddedEvent, **place, part=text_part(""))
+            position = self._position("summary_index")
+            return events + self._event(api.ResponseReasoningSummaryPartAddedEvent, **position, part=part)
+        position = self._position("content_index")
+        return events + self._event(api.ResponseContentPartAddedEvent, **position, part=text_part(""))
 
     def _close(self, status: Status = "completed", logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         if not self._open:
             return b""
         item: Item
         if self._open == "thought":
-            place = self._place("summary_index")
+            position = self._position("summary_index")
             part: Json = {"type": "summary_text", "text": self._text}
-            events = self._event(api.ResponseReasoningSummaryTextDoneEvent, **place, text=self._text)
-            events += self._event(api.ResponseReasoningSummaryPartDoneEvent, **place, part=part)
+            events = self._event(api.ResponseReasoningSummaryTextDoneEvent, **position, text=self._text)
+            events += self._event(api.ResponseReasoningSummaryPartDoneEvent, **position, part=part)
             item = reasoning_item(self._id, self._text)
         else:
-            place = self._place("content_index")
+            position = self._position("content_index")
             part = text_part(self._text, logprobs)
             values = [value.model_dump(include={"token", "logprob", "top_logprobs"}) for value in part.logprobs]
-            events = self._event(api.ResponseTextDoneEvent, **place, text=self._text, logprobs=values)
-            events += self._event(api.ResponseContentPartDoneEvent, **place, part=part)
+            events = self._event(api.ResponseTextDoneEvent, **position, text=self._text, logprobs=values)
+            events += self._event(api.ResponseContentPartDoneEvent, **position, part=part)
             item = message_item(self._id, self._text, status, logprobs)
         self._open = ""
         self._text = ""
@@ -250,15 +251,16 @@ class ResponsesEvents:
     def _call(self, call: Call) -> bytes:
         item = call_item(call)
         index = len(self._items)
+        # A call is generated before it is read: its arguments come in one piece.
         started = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        place: dict[str, Json] = {"item_id": item.id, "output_index": index}
+        position: dict[str, Json] = {"item_id": item.id, "output_index": index}
         events = self._event(api.ResponseOutputItemAddedEvent, output_index=index, item=started)
-        events += self._event(api.ResponseFunctionCallArgumentsDeltaEvent, **place, delta=call.arguments)
-        done: dict[str, Json] = {"name": item.name, "arguments": call.arguments}
-        events += self._event(api.ResponseFunctionCallArgumentsDoneEvent, **place, **done)
+        events += self._event(api.ResponseFunctionCallArgumentsDeltaEvent, **position, delta=call.arguments)
+        values: dict[str, Json] = {"name": item.name, "arguments": call.arguments}
+        events += self._event(api.ResponseFunctionCallArgumentsDoneEvent, **position, **values)
         return events + self._finish(item)
 
     def _finish(self, item: Item) -> bytes:
-        done = self._event(api.ResponseOutputItemDoneEvent, output_index=len(self._items), item=item)
+        event = self._event(api.ResponseOutputItemDoneEvent, output_index=len(self._items), item=item)
         self._items.append(item)
-        return done
+        return event
