@@ -243,7 +243,9 @@ def account(record: SessionRecord, model: str, file: Path) -> str:
     """The columns of a closed session. AssertionError: its tokens do not add up."""
     episode = record.episode(model, 1.0)
     if episode is None:
-        return " | 0 | | 0 of 0 | 0 |"
+        certificate = record.unlearned(model)
+        excluded = ", ".join(f"{name} {certificate[name]}" for name in EXCLUSIONS if certificate[name])
+        return f" | {len(record.runs[model])} | | none ({excluded}) | {record.counts.get('retries', 0)} |"
     file.write_text("\n".join([episode.text, *episode.info["differences"]]))
     certificate = episode.info["certificate"]
     roots = ", ".join(f"{count} {reason}" for reason, count in episode.info["roots"].items())
