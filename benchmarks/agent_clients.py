@@ -34,6 +34,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 from forced_gateway import ForcedGateway
 
 from forge.system.web import bind, listen
+from forge_agents.certificate import EXCLUSIONS
 from forge_agents.record import SessionRecord
 
 PROGRAMS = Path(__file__).with_name("agent_programs")
