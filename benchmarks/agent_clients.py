@@ -1,12 +1,16 @@
-"""Which programs that people ship as agents work against a gateway: installs and runs each, and prints a table.
+"""Which programs that people ship as agents work against the gateway: installs and runs each, and prints a table.
 
-    python benchmarks/agent_clients.py --folder build/agents                    # against a scripted model
+    python benchmarks/agent_clients.py --folder build/agents                    # the gateway over a scripted policy
     python benchmarks/agent_clients.py --folder build/agents --url URL --key K  # against a gateway
     python benchmarks/agent_clients.py --folder build/agents --only codex qwen-code
 
 Each program has one folder, where npm or pip installs it once; --update asks for the newest versions. Programs of node
 need npm. The task is to write hello into out.txt. A relay in front of the gateway counts the requests and keeps them in
 PROGRAM/requests.jsonl; what the program printed is in PROGRAM/output.txt.
+
+Without --url, the session of each run is closed and must become an episode whose account of tokens adds up. Then the
+table has its turns, the conversations that it began and why (`roots`), its tokens, and the retries that were answered
+without sampling. PROGRAM/DIALECT.txt is the conversation, and where a new one left an earlier one.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ from pathlib import Path
 from threading import Thread
 
 from aiohttp import ClientSession, ClientTimeout, web
-from scripted_gateway import ScriptedGateway, write_hello
+from forced_gateway import ForcedGateway
 
 from forge.system.web import bind, listen
+from forge_agents.certificate import EXCLUSIONS
+from forge_agents.record import SessionRecord
 
 PROGRAMS = Path(__file__).with_name("agent_programs")
 TASK = "Write hello into out.txt"
@@ -194,14 +200,14 @@ class Relay:
             return response
 
 
-def run(program: Program, dialect: str, url: str, args: argparse.Namespace) -> str:
-    """Run a program in a fresh home folder; one line of the table."""
+def run(program: Program, dialect: str, url: str, key: str, args: argparse.Namespace) -> str:
+    """Run a program in a fresh home folder; one line of the table, without the bar at its end."""
     folder = Path(args.folder).resolve() / program.name
     try:
         version = install(program, folder, args.update)
     except (OSError, subprocess.CalledProcessError) as error:
         print(error, file=sys.stderr)
-        return f"| {program.name} | | {dialect} | no | not installed | | | |"
+        return f"| {program.name} | | {dialect} | no | not installed | | |"
     home = folder / "home"
     shutil.rmtree(home, ignore_errors=True)
     work = home / "work"
@@ -209,7 +215,7 @@ def run(program: Program, dialect: str, url: str, args: argparse.Namespace) -> s
     relay = Relay(url)
     with relay.serve() as address:
         executables = folder / ("node_modules/.bin" if program.node else "bin")
-        values = {"task": TASK, "model": args.model, "dialect": dialect, "url": address, "key": args.key}
+        values = {"task": TASK, "model": args.model, "dialect": dialect, "url": address, "key": key}
         for name, text in program.files.items():
             file = home / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +237,25 @@ def run(program: Program, dialect: str, url: str, args: argparse.Namespace) -> s
     posts = sum(request["method"] == "POST" for request in relay.requests)
     result = "yes" if done and code == 0 else "out.txt only" if done else "no"
     end = "timeout" if code is None else f"exit {code}"
-    return f"| {program.name} | {version} | {dialect} | {result} | {end} | {posts} | {failed} | {seconds:.1f} |"
+    return f"| {program.name} | {version} | {dialect} | {result} | {end} | {posts} | {failed} | {seconds:.1f}"
+
+
+def account(record: SessionRecord, model: str, file: Path) -> str:
+    """The columns of a closed session. AssertionError: its tokens do not add up."""
+    episode = record.episode(model, 1.0)
+    if episode is None:
+        certificate = record.unlearned(model)
+        excluded = ", ".join(f"{name} {certificate[name]}" for name in EXCLUSIONS if certificate[name])
+        return f" | {len(record.runs[model])} | | none ({excluded}) | {record.counts.get('retries', 0)} |"
+    file.write_text("\n".join([episode.text, *episode.info["differences"]]))
+    certificate = episode.info["certificate"]
+    roots = ", ".join(f"{count} {reason}" for reason, count in episode.info["roots"].items())
+    tokens = f"{certificate['trained']} of {certificate['sampled']}"
+    excluded = [
+        f"{name} {count}" for name, count in certificate.items() if name not in ("trained", "sampled") and count
+    ]
+    notes = f" ({', '.join(excluded)})" if excluded else ""
+    return f" | {episode.info['turns']} | {roots} | {tokens}{notes} | {record.counts.get('retries', 0)} |"
 
 
 def environment(home: Path, executables: Path, values: Mapping[str, str]) -> dict[str, str]:
@@ -279,24 +303,29 @@ def main() -> None:
     """Print the table, one line as soon as a program has ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", required=True, help="where programs are installed")
-    parser.add_argument("--url", help="of a gateway, without /v1; by default one with a scripted model is started")
+    parser.add_argument("--url", help="of a gateway, without /v1; by default one with a scripted policy is started")
     parser.add_argument("--key", default="none")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--only", nargs="*", choices=[program.name for program in ALL], help="some programs alone")
     parser.add_argument("--update", action="store_true", help="install the newest versions")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of one run")
     args = parser.parse_args()
-    print("| program | version | dialect | done | end | requests | of these errors | seconds |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
-    for program in ALL:
-        if args.only and program.name not in args.only:
-            continue
-        for dialect in program.dialects:
-            if args.url:
-                print(run(program, dialect, args.url.rstrip("/"), args), flush=True)
-                continue
-            with ScriptedGateway(write_hello).serve() as url:
-                print(run(program, dialect, url, args), flush=True)
+    columns = "| program | version | dialect | done | end | requests | of these errors | seconds |"
+    columns += "" if args.url else " turns | roots | trained tokens | retries |"
+    print(columns)
+    print("|" + "---|" * columns.count(" | ") + "---|", flush=True)
+    chosen = [program for program in ALL if not args.only or program.name in args.only]
+    runs = [(program, dialect) for program in chosen for dialect in program.dialects]
+    if args.url:
+        for program, dialect in runs:
+            print(run(program, dialect, args.url.rstrip("/"), args.key, args) + " |", flush=True)
+        return
+    with ForcedGateway(args.model).serve() as gateway:
+        for program, dialect in runs:
+            access = gateway.open()
+            line = run(program, dialect, access.url, access.key, args)
+            folder = Path(args.folder).resolve() / program.name
+            print(line + account(gateway.close(access), args.model, folder / f"{dialect}.txt"), flush=True)
 
 
 if __name__ == "__main__":

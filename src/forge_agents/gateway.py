@@ -1,4 +1,5 @@
-"""The gateway: an address that clients of OpenAI and Anthropic take for their provider, with a session for each key."""
+"""The gateway: an address that clients of OpenAI, Anthropic and Google take for their provider, with a session for each
+key."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from . import journal as events
 from .dialects import Dialect
 from .dialects.anthropic import AnthropicDialect
 from .dialects.chat import ChatDialect
+from .dialects.gemini import GeminiDialect
 from .dialects.responses import ResponsesDialect
 from .journal import Journal
 from .messages import BadRequest
@@ -42,6 +44,10 @@ DIALECTS: dict[str, Dialect] = {
     "/responses": ResponsesDialect(),
     "/messages": AnthropicDialect(),
 }
+GEMINI = GeminiDialect()
+# Its paths name the model and what to do with it.
+GEMINI_MODEL = "models/{model}:{method:generateContent|streamGenerateContent}"
+GEMINI_COUNT = "models/{model}:{method:countTokens}"
 log = logging.getLogger(__name__)
 
 
@@ -117,6 +123,9 @@ class Gateway:
                 app.router.add_post(prefix + path, self._answer)
             app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
             app.router.add_get(f"{prefix}/models", self._models)
+        for prefix in ("/v1beta", "/v1", "/s/{key}/v1beta", "/s/{key}/v1"):
+            app.router.add_post(f"{prefix}/{GEMINI_MODEL}", self._answer)
+            app.router.add_post(f"{prefix}/{GEMINI_COUNT}", self._count)
         async with listen(app, listener) as url:
             self.url = url
             yield url
@@ -146,13 +155,13 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        dialect = DIALECTS[next(path for path in DIALECTS if request.path.endswith(path))]
+        dialect = _dialect_of(request)
         try:
             session = self._session_of(request)
             body = await request.read()
-            parsed = dialect.read(await _json(request))
+            parsed = dialect.read(await _body_of(request, dialect))
             session.policy_of(parsed.model)
-            digest = hashlib.sha256(dialect.name.encode() + body).digest()
+            digest = hashlib.sha256(request.path.encode(errors="surrogateescape") + body).digest()
             is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
             await session.settle(digest)
             generation = session.answer(dialect, parsed, digest, is_retry=is_retry)
@@ -207,14 +216,14 @@ class Gateway:
         return response
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        dialect = DIALECTS["/messages"]
+        dialect = _dialect_of(request)
         try:
             session = self._session_of(request)
-            parsed = dialect.read(await _json(request))
+            parsed = dialect.read(await _body_of(request, dialect))
             _, ids, _ = await self._in_thread(partial(session.context, parsed))
         except BadRequest as error:
             return _error_response(dialect, error)
-        return web.json_response({"input_tokens": len(ids)})
+        return web.json_response({"totalTokens" if dialect is GEMINI else "input_tokens": len(ids)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -234,7 +243,8 @@ class Gateway:
     def _session_of(self, request: web.Request) -> Session:
         """The session of a request's key. BadRequest: it has none, or another one."""
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = request.match_info.get("key") or request.headers.get("x-api-key") or bearer
+        named = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or request.query.get("key")
+        key = request.match_info.get("key") or named or bearer
         # A dict's lookup is by hash: its time tells nothing of other keys.
         session = self.sessions.get(key)
         if session is None:
@@ -246,11 +256,30 @@ class Gateway:
         return session
 
 
-async def _json(request: web.Request) -> Any:
+def _dialect_of(request: web.Request) -> Dialect:
+    """The dialect of a path; of an unknown one OpenAI's."""
+    if "/models/" in request.path:
+        return GEMINI
+    path = request.path.removesuffix("/count_tokens")
+    return next((dialect for end, dialect in DIALECTS.items() if path.endswith(end)), DIALECTS["/chat/completions"])
+
+
+async def _body_of(request: web.Request, dialect: Dialect) -> Any:
+    """The JSON of a request, with what Google's dialect has in the path."""
     try:
-        return await json_of(request)
+        body = await json_of(request)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
+    if dialect is not GEMINI or not isinstance(body, dict):
+        return body
+    is_stream = request.match_info["method"] == "streamGenerateContent"
+    if is_stream and request.query.get("alt") != "sse":
+        raise BadRequest("streams are events here: add ?alt=sse to the path", "alt")
+    if request.match_info["method"] == "countTokens":
+        body = body.get("generateContentRequest") or body
+    if not isinstance(body, dict):
+        raise BadRequest("generateContentRequest must be an object", "generateContentRequest")
+    return {**body, "model": request.match_info["model"], "stream": is_stream}
 
 
 def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
@@ -276,7 +305,7 @@ def _as_request_error(raised: BaseException) -> BadRequest:
 @web.middleware
 async def _errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
     """Return every error of the server in the client's dialect."""
-    dialect = next((d for path, d in DIALECTS.items() if request.path.endswith(path)), DIALECTS["/chat/completions"])
+    dialect = _dialect_of(request)
     try:
         return await handler(request)
     except web.HTTPRequestEntityTooLarge:

@@ -483,3 +483,10 @@ def test_arguments_of_many_levels_are_named():
     message = {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}
     with pytest.raises(BadRequest, match="must be the text of a JSON object"):
         read("chat", messages=[message])
+
+
+def test_a_thought_within_the_text_is_the_thought_of_the_turn():
+    from forge_agents.dialects.fields import assistant
+
+    assert assistant("", "<think>\nWhy\n</think>\n\nSo.") == assistant("Why", "So.")
+    assert assistant("", "Open <think> and </think>.")["content"] == "Open <think> and </think>."

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from forge.config.plugin import nearest
+from forge.data.turns import thought_of
 
 from ..messages import MAX_SAMPLES, BadRequest, Call, Message, Schema
 
@@ -209,7 +210,9 @@ def json_schema(value: Json, path: str) -> Mapping[str, Json]:
 
 
 def assistant(thought: str = "", content: str = "", calls: Sequence[Call] = ()) -> Message:
-    """A message of the assistant."""
+    """A message of the assistant. A thought that a client wrote into the text, as Pydantic AI does, is its thought."""
+    if not thought and content.lstrip().startswith("<think>") and "</think>" in content:
+        thought, content = thought_of({"content": content})
     message: Message = {"role": "assistant", "content": content}
     if thought:
         message["thought"] = thought
