@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any
 
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, InternalServerError
@@ -103,6 +104,9 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             files = {path: _filled(text, words) for path, text in agent.test.files.items()}
             verdict = await runner.run(test, files=files, folder=result.folder)
             info |= {"test": (verdict.stdout + verdict.stderr)[-500:]}
+            if verdict.status == "missing" and not os.path.isabs(test.command[0]) and "/" in test.command[0]:
+                # A program of the task folder, which the agent has removed.
+                return Outcome(0.0, stop, info=info | {"reason": verdict.reason})
             if verdict.status in ("missing", "failed"):
                 return Outcome(None, "infrastructure", True, info | {"reason": verdict.reason})
             return Outcome(float(verdict.status == "exited" and verdict.exit_code == 0), stop, info=info)
