@@ -243,19 +243,15 @@ def run(program: Program, dialect: str, url: str, key: str, args: argparse.Names
 def account(record: SessionRecord, model: str, file: Path) -> str:
     """The columns of a closed session. AssertionError: its tokens do not add up."""
     episode = record.episode(model, 1.0)
+    certificate = record.unlearned(model) if episode is None else episode.info["certificate"]
+    excluded = ", ".join(f"{name} {certificate[name]}" for name in EXCLUSIONS if certificate.get(name))
+    retries = record.counts.get("retries", 0)
     if episode is None:
-        certificate = record.unlearned(model)
-        excluded = ", ".join(f"{name} {certificate[name]}" for name in EXCLUSIONS if certificate[name])
-        return f" | {len(record.runs[model])} | | none ({excluded}) | {record.counts.get('retries', 0)} |"
+        return f" | {len(record.runs[model])} | | none ({excluded}) | {retries} |"
     file.write_text("\n".join([episode.text, *episode.info["differences"]]))
-    certificate = episode.info["certificate"]
     roots = ", ".join(f"{count} {reason}" for reason, count in episode.info["roots"].items())
-    tokens = f"{certificate['trained']} of {certificate['sampled']}"
-    excluded = [
-        f"{name} {count}" for name, count in certificate.items() if name not in ("trained", "sampled") and count
-    ]
-    notes = f" ({', '.join(excluded)})" if excluded else ""
-    return f" | {episode.info['turns']} | {roots} | {tokens}{notes} | {record.counts.get('retries', 0)} |"
+    tokens = f"{certificate['trained']} of {certificate['sampled']}" + (f" ({excluded})" if excluded else "")
+    return f" | {episode.info['turns']} | {roots} | {tokens} | {retries} |"
 
 
 def environment(home: Path, executables: Path, values: Mapping[str, str]) -> dict[str, str]:
