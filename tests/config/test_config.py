@@ -28,6 +28,7 @@ from forge.runtime.controller import Options
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {
+    "agent": GRPOConfig,
     "code": CodeConfig,
     "distill": DistillConfig,
     "dpo": DPOConfig,

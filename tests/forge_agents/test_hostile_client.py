@@ -55,6 +55,10 @@ class HostileClient:
             answer = await self.ask(messages)
             if answer is None:
                 return
+            if set(answer) == {"role", "content"} and not answer["content"]:
+                # At the limit of tokens answers are empty, and no turns.
+                self.gave_up = True
+                return
             messages = [*messages, answer]
             messages = self.continued(messages)
             messages = self.changed(messages)
