@@ -96,7 +96,9 @@ class Session:
     ) -> None:
         self.key, self.settings, self.policies = key, settings, policies
         self.in_thread, self.commit = in_thread, commit
-        self.trees = {name: TokenTree() for name in policies}
+        self.trees = {
+            name: TokenTree(restores_thoughts=policy.dialogue.thoughts == "keep") for name, policy in policies.items()
+        }
         self.delivered: set[str] = set()  # ids of turns
         self.counts: Counter[str] = Counter()
         self.asked: dict[str, set[str]] = defaultdict(set)  # settings of sampling that clients named
@@ -237,7 +239,7 @@ class Session:
             request = replace(request, messages=tuple(conversation), previous="")
             place = Place(None, request.messages, "thoughts_dropped", "", "")
         try:
-            ids = dialogue.initial(prompt(dialogue, request.messages), request.tools)
+            ids = dialogue.initial(prompt(dialogue, place.messages), request.tools)
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
         # A conversation that is cut into other messages may still have the tokens of one that was sampled.

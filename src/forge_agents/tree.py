@@ -70,10 +70,15 @@ class Place(NamedTuple):
 
 
 class TokenTree:
-    """The runs of one policy in one session, in the order in which their turns ended."""
+    """The runs of one policy in one session, in the order in which their turns ended.
 
-    def __init__(self) -> None:
+    Args:
+        restores_thoughts: where a history that was not sampled repeats a turn without its thought, put it back.
+    """
+
+    def __init__(self, *, restores_thoughts: bool = True) -> None:
         self.runs: list[TokenRun] = []
+        self._restores_thoughts = restores_thoughts
         self._by_key: dict[bytes, list[TokenRun]] = {}
         self._by_id: dict[str, TokenRun] = {}
         self._parents: set[int] = set()
@@ -139,6 +144,8 @@ class TokenTree:
                 parent, rule = self._choose(candidates, messages[:end])
                 return Place(parent, messages[end:], "", rule)
         reason, difference = self._difference(request)
+        if self._restores_thoughts:
+            messages = tuple(self._with_thought(message) for message in messages)
         return Place(None, messages, reason, "", difference)
 
     def by_tokens(self, tokens: Sequence[int]) -> TokenRun | None:
@@ -159,6 +166,15 @@ class TokenTree:
             if ids & {call.id for call in run.added[-1].get("calls", ())}:
                 return run, "id"
         return candidates[-1], "history"
+
+    def _with_thought(self, message: Message) -> Message:
+        """A turn that a client repeats, with the thought that was sampled."""
+        if not _is_turn(message) or message.get("thought"):
+            return message
+        key = message_key(message)
+        turns = (run.added[-1] for run in reversed(self.runs))
+        thought = next((turn["thought"] for turn in turns if turn.get("thought") and message_key(turn) == key), None)
+        return message if thought is None else {**message, "thought": thought}
 
     def _difference(self, request: ModelRequest) -> tuple[Reason, str]:
         """Why a request continues no turn, and the first message that differs."""

@@ -37,7 +37,7 @@ class Dialogue:
             where that changes an earlier turn, `rewrites` is true and a new branch begins.
 
     Attributes:
-        tokenizer: that it was given.
+        tokenizer, thoughts: as they were given.
         stop_ids: tokens at which generation stops: those that end a turn in this template, and eos.
 
     Raises:
@@ -63,6 +63,7 @@ class Dialogue:
                 tokenizer, template, {**self._options, **({"tools": json.loads(tools)} if tools else {})}
             )
         )
+        self.thoughts: Thoughts = thoughts
         self._rewriting = thoughts == "template"
         self.syntax: Syntax = syntax or syntax_of(self._chat("").template)
         self._special = SpecialTokens(tokenizer)
