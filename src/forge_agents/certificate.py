@@ -1,6 +1,6 @@
 """The account of every sampled token: it was trained once, or there is a named reason why not.
 
-sampled = trained + orphan + auxiliary + constrained + surplus + unscored + no_signal
+sampled = trained + orphan + auxiliary + constrained + surplus + unscored
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-# Why the tokens of a turn are not trained. The last two are known only when the episode's group is.
-EXCLUSIONS = ("orphan", "auxiliary", "constrained", "surplus", "unscored", "no_signal")
+# Why the tokens of a turn are not trained. The last is known only once the episode has ended.
+EXCLUSIONS = ("orphan", "auxiliary", "constrained", "surplus", "unscored")
 
 
 class Certificate(Counter[str]):

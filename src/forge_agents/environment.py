@@ -150,7 +150,7 @@ def _record(episode: Episode) -> None:
         certificate = certificate.without_training("unscored")
     certificate.check()
     record_metric("episode/infrastructure", episode.info["stop"] == "infrastructure")
-    for name in ("sampled", "trained", *EXCLUSIONS[:-1]):
+    for name in ("sampled", "trained", *EXCLUSIONS):
         record_metric(f"certificate/{name}", certificate[name], Reduce.SUM)
     for reason, count in episode.info.get("roots", {}).items():
         record_metric(f"branches/{reason or 'start'}", count, Reduce.SUM)

@@ -108,7 +108,7 @@ def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_toke
             raise AssertionError(f"an episode trains {trained} tokens, and its certificate has {account}")
     if episodes:
         record_metric("certificate/batch", trained_tokens, Reduce.SUM)
-        record_metric("certificate/no_signal", packed_tokens - trained_tokens, Reduce.SUM)
+        record_metric("certificate/idle", packed_tokens - trained_tokens, Reduce.SUM)
 
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
