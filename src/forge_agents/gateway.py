@@ -173,7 +173,8 @@ class Gateway:
                 response = await write(request, dialect, generation)
             except ConnectionError:  # the client is gone, and may come again
                 return web.Response(status=GONE)
-            if response.status == 200 and request.transport is not None and not request.transport.is_closing():
+            # A generation that failed has no turns, also where its stream had begun.
+            if generation.turns and request.transport is not None and not request.transport.is_closing():
                 session.mark_delivered(generation)
                 if self.journal is not None:
                     await asyncio.to_thread(self.journal.write, session.key, events.delivered(generation.ids))
@@ -211,8 +212,8 @@ class Gateway:
             error = _as_request_error(raised)
             if not response.prepared:
                 return _error_response(dialect, error)
-            response.set_status(error.status)
             await response.write(writer.failure(error))
+            await response.write_eof()
         return response
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
@@ -295,7 +296,7 @@ def _as_request_error(raised: BaseException) -> BadRequest:
         return raised
     if isinstance(raised, ValueError):
         return BadRequest(str(raised))
-    if isinstance(raised, RuntimeError | StreamLost | CallTimeout | asyncio.CancelledError):
+    if isinstance(raised, RuntimeError | StreamLost | CallTimeout):
         log.warning("a request waits for its retry: %s", raised)
         return BadRequest(f"the policy is not available now: {raised}", status=503, code="overloaded")
     log.error("a generation failed", exc_info=raised)

@@ -20,7 +20,7 @@ MAX_SAMPLES = 16  # answers of one request
 
 
 class BadRequest(ValueError):
-    """A request that cannot be honoured.
+    """A request that is invalid or unsupported.
 
     Attributes:
         field: the field at fault.

@@ -304,3 +304,28 @@ def test_a_journal_brings_sessions_back(forced_policy, bpe, tmp_path):
         )
         gateway.forget(access.key)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stream_that_fails_midway_is_no_answer(served, forced_policy, monkeypatch):
+    script(forced_policy, "A first answer of several words.", "A second one.")
+    access = opened(served, max_turn_tokens=None)
+    original = forced_policy._next
+    reads = 0
+
+    async def failing(stream):
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            raise RuntimeError("all replicas are gone")
+        return await original(stream)
+
+    monkeypatch.setattr(forced_policy.next_pieces, "route", failing)
+    messages = [{"role": "user", "content": "go"}]
+    with client_of(access) as client:
+        with pytest.raises(openai.APIError, match="not available now: all replicas are gone"):
+            for _ in ask(client, messages, stream=True):
+                pass
+        content = "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, messages, stream=True))
+    assert content == "A second one."
+    record = closed(served, access)
+    assert len(record.runs["policy"]) == len(record.delivered) == 1

@@ -35,7 +35,7 @@ class Dialect(Protocol):
     call_prefix: str  # of a call's id
 
     def read(self, body: Any) -> ModelRequest:
-        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        """Parse a body. BadRequest: names the unsupported field."""
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Any]:
         """The body of an answer that is not streamed."""

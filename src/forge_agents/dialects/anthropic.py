@@ -49,7 +49,7 @@ class AnthropicDialect:
     call_prefix = "toolu_"
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
         if body.get("thread") is not None:
             # The client's own helper repeats the request with the whole history when it reads these details.

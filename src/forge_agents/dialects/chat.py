@@ -53,7 +53,7 @@ class ChatDialect:
     call_prefix = "call_"
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
         messages = [
             _message(message, f"messages[{index}]")

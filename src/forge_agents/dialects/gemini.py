@@ -56,7 +56,7 @@ class GeminiDialect:
     call_prefix = "call_"
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        """Parse a body. BadRequest: names the unsupported field."""
         fields.check_body(body)
         body = _camel(body)
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)

@@ -53,7 +53,7 @@ class ResponsesDialect:
     call_prefix = responses_events.CALL_PREFIX
 
     def read(self, body: Json) -> ModelRequest:
-        """Parse a body. BadRequest: names the field that cannot be honoured."""
+        """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
         tools = tuple(_tools(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS)))
         if len(tools) > fields.MAX_TOOLS:
