@@ -45,7 +45,7 @@ def collect(section: type[Section], where: str, recipe: str, found: Found) -> No
     for key, field in keys_of(section).items():
         inner = section_in(field.annotation)
         if inner is not None and inner is not Options:
-            several = "[]" if typing.get_origin(field.annotation) is list else ""
+            several = {list: "[]", dict: ".NAME"}.get(typing.get_origin(field.annotation), "")
             collect(inner, f"{where}.{key}{several}".lstrip("."), recipe, found)
 
 
@@ -55,7 +55,7 @@ def kind(hint: Any, limits: typing.Iterable[Any] = ()) -> str:
     if origin is typing.Annotated:
         return kind(options[0], options[1:])
     if section_in(hint) is not None:
-        text = "list of sections" if origin is list else "section"
+        text = {list: "list of sections", dict: "sections by name"}.get(origin, "section")
         return f"{text}, null" if type(None) in options else text
     if origin is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in choices_in(hint))
@@ -120,7 +120,8 @@ def made() -> str:
     found = {section: places for section, places in found.items() if section not in RECIPES.values()}
     titles: dict[str, list[type[Section]]] = {}
     for section, places in found.items():
-        titles.setdefault(next(iter(places)).rpartition(".")[2].removesuffix("[]"), []).append(section)
+        place = next(iter(places)).removesuffix("[]").removesuffix(".NAME")
+        titles.setdefault(place.rpartition(".")[2], []).append(section)
     for title, sections in titles.items():
         alike = set.intersection(*({(k, str(f)) for k, f in keys_of(section).items()} for section in sections))
         common = {key for key, _ in alike} if len(sections) > 1 else set()

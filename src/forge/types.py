@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -156,6 +156,9 @@ class Turn(NamedTuple):
     reward: float = 0.0
 
 
+NO_TURN = "no_turn"  # how an episode ended for a policy that was never asked
+
+
 @dataclass(slots=True, init=False)
 class Episode:
     """A token sequence to learn from, with mask, logprob and version of every token.
@@ -168,7 +171,8 @@ class Episode:
     Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
     are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
     come when it began. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
-    `experts` are those of a completion, for all tokens.
+    `experts` are those of a completion, for all tokens. `policy` is the name of the one that played it, where a run
+    trains several.
 
     Call forms: `Episode(completion, reward)`,
     `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`; for tokens that somebody else
@@ -189,6 +193,7 @@ class Episode:
     branches: tuple[Episode, ...]
     steps: tuple[tuple[int, float], ...]
     experts: np.ndarray | None = field(default=None, compare=False)
+    policy: str = ""
 
     def __init__(
         self,
@@ -233,12 +238,14 @@ class Episode:
         self.origins = frozenset(Origin(v, identities.get(v, ""), sampled_by) for v in {*(versions or ())})
         self.turns = self.branches = self.steps = ()
         self.experts = None if completion is None else completion.experts
+        self.policy = ""
         if completion is not None:
             self.info.setdefault("finish", completion.finish)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         self.turns = self.branches = self.steps = ()  # a checkpoint may be older than they are
         self.experts = None
+        self.policy = ""
         for name, value in state[1].items():
             setattr(self, name, value)
 
@@ -286,6 +293,7 @@ class Episode:
         episode.tokens, episode.mask, episode.logprobs, episode.versions = tokens, mask, logprobs, versions
         episode.turns, episode.branches, episode.steps = tuple(turns), (), ()
         episode.experts = experts
+        episode.policy = ""
         episode.origins = frozenset(origins)
         if sum(turn.end - turn.start for turn in episode.turns) != sum(mask) or (reward is not None and not any(mask)):
             raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
@@ -298,6 +306,11 @@ class Episode:
         """The oldest known version among the tokens the policy wrote, in all branches; -1 where none is known."""
         known_versions = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
         return oldest([*known_versions, *(branch.version for branch in self.branches)])
+
+    @property
+    def had_no_turn(self) -> bool:
+        """Whether its policy was never asked in a game of several: it has nothing to score, and nothing was lost."""
+        return bool(self.policy) and self.info.get("stop") == NO_TURN
 
     @property
     def outcome(self) -> float | None:
@@ -322,6 +335,17 @@ class Group:
     def version(self) -> int:
         """The oldest known policy version among the group's episodes; -1 where none is known."""
         return oldest(episode.version for episode in self.episodes)
+
+    def of(self, policy: str) -> Group:
+        """The group with the episodes of one policy alone."""
+        return replace(self, episodes=[episode for episode in self.episodes if episode.policy == policy])
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the outcomes of a policy's episodes differ. ValueError: as of `rewards`."""
+        return len(set(zip(self.rewards, (episode.policy for episode in self.episodes), strict=True))) > len(
+            {episode.policy for episode in self.episodes}
+        )
 
     @property
     def rewards(self) -> list[float]:

@@ -14,6 +14,7 @@ from forge.runtime.controller import ForgeActor, Service, endpoint
 from .gateway import Gateway
 from .listener import take_listener
 from .policies import Policy
+from .provider import Provider
 from .record import SessionRecord
 from .settings import Access, SessionSettings
 
@@ -47,11 +48,19 @@ class GatewayActor(ForgeActor):
         policies: by the name that clients ask for.
         listener: path of the `SharedListener` whose socket it serves.
         journal: folder of the sessions' journal.
+        providers: of models that somebody else serves, by name.
     """
 
     vital = True
 
-    def __init__(self, policies: Mapping[str, PolicySettings], listener: Path, journal: Path) -> None:
+    def __init__(
+        self,
+        policies: Mapping[str, PolicySettings],
+        listener: Path,
+        journal: Path,
+        providers: Mapping[str, Provider] | None = None,
+    ) -> None:
+        self.providers = providers
         self.policies, self.listener, self.journal = policies, listener, journal
         self.gateway: Gateway | None = None
         self._begun = asyncio.Lock()
@@ -60,7 +69,7 @@ class GatewayActor(ForgeActor):
     def setup(self) -> None:
         """Open the tokenizers and read the journal; the server begins with the first call, in its event loop."""
         policies = {name: settings.build() for name, settings in self.policies.items()}
-        self.gateway = Gateway(policies, self.journal)
+        self.gateway = Gateway(policies, self.journal, self.providers)
 
     async def on_respawn(self) -> None:
         """Serve at once: clients wait at the socket."""

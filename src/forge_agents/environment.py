@@ -6,42 +6,47 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge.envs.environment import InfrastructureError
 from forge.envs.group import GroupEnv
 from forge.envs.rollout import PolicyService
-from forge.observability import Reduce, record_metric
+from forge.observability import Reduce, metrics_of, record_metric
+from forge.recipes.models_config import POLICY
 from forge.runtime.controller import ForgeError
-from forge.types import Episode, Sample
+from forge.types import NO_TURN, Episode, Sample
 
 from .certificate import EXCLUSIONS, Certificate, total
 from .record import Auxiliary, SessionRecord
 from .settings import Access, SessionSettings
 
 log = logging.getLogger(__name__)
-POLICY = "policy"  # the name of the trained model for clients
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How an agent ended.
 
-    reward: None if it could not be scored.
+    reward: None if it could not be scored; where several policies played, of all of them, or by their names.
     stop: in a word, such as "exited" or "timeout".
     is_lost: whether something else than the agent failed, so that the episode is to be played again.
     """
 
-    reward: float | None
+    reward: float | Mapping[str, float] | None
     stop: str
     is_lost: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    def reward_of(self, seat: str) -> float | None:
+        """The reward of what played under this name."""
+        return self.reward.get(seat) if isinstance(self.reward, Mapping) else self.reward
+
 
 # Plays a task with the access to its session. The scorer is awaited with the last answer, once the agent has ended.
-Play = Callable[[Access, Sample], Awaitable[Outcome]]
+# `bool`: whether it is an evaluation.
+Play = Callable[[Access, Sample, bool], Awaitable[Outcome]]
 Score = Callable[[Sample, str, bool], Awaitable[float | None]]
 
 
@@ -55,6 +60,7 @@ class AgentEnv(GroupEnv):
         limits: fields of `SessionSettings`.
         retries: how often an episode that was lost is played again.
         concurrency: episodes at once.
+        seats: by each name whose turns become an episode, the trained policy that plays there.
     """
 
     def __init__(
@@ -68,30 +74,38 @@ class AgentEnv(GroupEnv):
         auxiliary: Auxiliary = "drop",
         concurrency: int = 64,
         resources: Any = None,
+        seats: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.gateway, self.play_agent, self.score = gateway, play, score
         self.limits, self.retries, self.auxiliary = dict(limits or {}), retries, auxiliary
         self.resources = resources  # such as the runner of commands, which lives as long as this
+        self.seats = dict(seats or {POLICY: POLICY})
         self._room = asyncio.Semaphore(concurrency)
 
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Play n episodes of a task, each in a session."""
-        plays = (self._episode(sample, seed, number, evaluation, sampling) for number in range(n))
-        episodes = await asyncio.gather(*plays)
-        for episode in episodes:
+        """Play n sessions of a task; returns an episode for each and for each seat. An evaluation has the first seat's
+        alone."""
+        plays = (self._episodes(sample, seed, number, evaluation, sampling) for number in range(n))
+        by_session = await asyncio.gather(*plays)
+        # Those of a seat are neighbours, and numbered through.
+        episodes = [session[seat] for seat in range(len(self.seats)) for session in by_session]
+        for number, episode in enumerate(episodes):
             outcome = episode.outcome
             episode.info["correct"] = None if outcome is None else outcome >= 1.0
+            episode.info["sample"] = number
             if not evaluation:
-                _record(episode)
-        return episodes
+                with nullcontext() if episode.policy in ("", POLICY) else metrics_of(episode.policy):
+                    _record(episode)
+        return episodes[:n] if evaluation else episodes
 
-    async def _episode(
+    async def _episodes(
         self, sample: Sample, seed: int, number: int, evaluation: bool, sampling: Mapping[str, Any]
-    ) -> Episode:
-        lost = Certificate()
+    ) -> list[Episode]:
+        """Play one session; an episode for each seat."""
+        lost = {seat: Certificate() for seat in self.seats}
         outcome = Outcome(None, "infrastructure")
         async with self._room:
             for attempt in range(self.retries + 1):
@@ -105,13 +119,27 @@ class AgentEnv(GroupEnv):
                     continue
                 if not outcome.is_lost:
                     break
-                lost.update(record.unlearned(POLICY, self.auxiliary))
+                for seat, account in lost.items():
+                    account.update(record.unlearned(seat, self.auxiliary))
         info = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
-        if outcome.is_lost or outcome.stop == "infrastructure":
-            return _unscored(info, lost)
-        episode = record.episode(POLICY, outcome.reward, auxiliary=self.auxiliary, info=info)
+        is_lost = outcome.is_lost or outcome.stop == "infrastructure"
+        episodes = []
+        for seat, policy in self.seats.items():
+            account = lost[seat]
+            episode = _unscored(info, account) if is_lost else self._episode(record, seat, outcome, info, account)
+            # Without a second policy an episode needs no name.
+            episode.policy = policy if len(self.seats) > 1 else ""
+            episodes.append(episode)
+        return episodes
+
+    def _episode(
+        self, record: SessionRecord, seat: str, outcome: Outcome, info: Mapping[str, Any], lost: Certificate
+    ) -> Episode:
+        """The episode of one seat. `lost` is the account of its sessions before."""
+        episode = record.episode(seat, outcome.reward_of(seat), auxiliary=self.auxiliary, info=info)
         if episode is None:
-            return _unscored(info, total([record.unlearned(POLICY, self.auxiliary), lost]))
+            no_turn = {} if record.runs.get(seat) or len(self.seats) == 1 else {"stop": NO_TURN}
+            return _unscored({**info, **no_turn}, total([record.unlearned(seat, self.auxiliary), lost]))
         certificate = Certificate(episode.info["certificate"])
         certificate.update(lost)
         episode.info["certificate"] = dict(certificate)
@@ -123,13 +151,17 @@ class AgentEnv(GroupEnv):
         key = secrets.token_hex(16)
         access = await self.gateway.open.route(settings, key)
         try:
-            outcome = await self.play_agent(access, sample)
+            outcome = await self.play_agent(access, sample, evaluation)
+            if isinstance(outcome.reward, Mapping) and outcome.reward.keys() != self.seats.keys():
+                seats, rewarded = (", ".join(sorted(names)) for names in (self.seats, outcome.reward))
+                raise ValueError(f"the agent gives rewards to {rewarded or 'nobody'}; the trained models are {seats}")
         finally:
             record: SessionRecord = await self.gateway.close.route(key)
             with suppress(ForgeError):  # its journal is removed with the run's folder
                 await self.gateway.forget.route(key)
         # A program that asked for nothing and failed says more of the machine than of the policy.
-        if outcome.stop == "crashed" and not record.counts.get("requests"):
+        asked = record.counts.get("requests") or any(name.startswith("forwarded/") for name in record.counts)
+        if outcome.stop == "crashed" and not asked:
             return Outcome(None, "infrastructure", True, outcome.info), record
         if self.score is not None and not outcome.is_lost and record.runs.get(POLICY):
             answer = record.runs[POLICY][-1].added[-1]["content"]

@@ -29,6 +29,7 @@ from .dialects.responses import ResponsesDialect
 from .journal import Journal
 from .messages import BadRequest
 from .policies import Policy
+from .provider import Provider
 from .record import SessionRecord
 from .session import Generation, Session
 from .settings import MAX_BODY, Access, SessionSettings
@@ -57,10 +58,17 @@ class Gateway:
     Args:
         policies: by the name that clients ask for.
         journal: where sessions survive this object; None: they do not.
+        providers: of models that somebody else serves, by name.
     """
 
-    def __init__(self, policies: Mapping[str, Policy], journal: Path | None = None) -> None:
+    def __init__(
+        self,
+        policies: Mapping[str, Policy],
+        journal: Path | None = None,
+        providers: Mapping[str, Provider] | None = None,
+    ) -> None:
         self.policies = policies
+        self.providers = providers or {}
         self.journal = None if journal is None else Journal(journal)
         self.sessions: dict[str, Session] = {}
         self.closed: dict[str, SessionRecord] = {}
@@ -136,7 +144,7 @@ class Gateway:
                 lines = [events.sampled(policy, run) for run in runs]
                 await asyncio.to_thread(self.journal.write, key, *lines)
 
-        return Session(key, settings, self.policies, self._in_thread, commit)
+        return Session(key, settings, self.policies, self._in_thread, commit, known=(*self.policies, *self.providers))
 
     def _restore(self, journal: Journal) -> None:
         for key, (first, *rest) in journal.read():
@@ -159,7 +167,11 @@ class Gateway:
         try:
             session = self._session_of(request)
             body = await request.read()
-            parsed = dialect.read(await _body_of(request, dialect))
+            content = await _body_of(request, dialect)
+            if (provider := self._provider_of(content)) is not None:
+                with session.forwarding(content["model"]):
+                    return await provider.answer(request, _path_of(request), content)
+            parsed = dialect.read(content)
             session.policy_of(parsed.model)
             digest = hashlib.sha256(request.path.encode(errors="surrogateescape") + body).digest()
             is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
@@ -220,7 +232,10 @@ class Gateway:
         dialect = _dialect_of(request)
         try:
             session = self._session_of(request)
-            parsed = dialect.read(await _body_of(request, dialect))
+            content = await _body_of(request, dialect)
+            if (provider := self._provider_of(content)) is not None:
+                return await provider.answer(request, _path_of(request), content)
+            parsed = dialect.read(content)
             _, ids, _ = await self._in_thread(partial(session.context, parsed))
         except BadRequest as error:
             return _error_response(dialect, error)
@@ -234,12 +249,17 @@ class Gateway:
         models = [
             {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "torchforge"}
             | {"display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-            for name in session.policies
+            for name in (*session.policies, *self.providers)
         ]
         first = models[0]["id"]
         return web.json_response(
             {"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": models[-1]["id"]}
         )
+
+    def _provider_of(self, content: Any) -> Provider | None:
+        """The provider of the model that a request's JSON names; None: it is sampled here, or unknown."""
+        model = content.get("model") if isinstance(content, dict) else None
+        return self.providers.get(model) if isinstance(model, str) else None
 
     def _session_of(self, request: web.Request) -> Session:
         """The session of a request's key. BadRequest: it has none, or another one."""
@@ -255,6 +275,12 @@ class Gateway:
                 code="invalid_api_key",
             )
         return session
+
+
+def _path_of(request: web.Request) -> str:
+    """The path from `/v1` on, which clients may omit, without the session's key."""
+    path = request.path.removeprefix(f"/s/{request.match_info.get('key')}")
+    return path if path.startswith("/v1") else f"/v1{path}"
 
 
 def _dialect_of(request: web.Request) -> Dialect:

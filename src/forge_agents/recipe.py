@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, InternalServerError
 
-from forge.actors import RewardActor
+from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
 from forge.config.sections import build
 from forge.envs.environment import InfrastructureError
+from forge.recipes.models_config import POLICY
 from forge.types import Sample
 
 from .actor import GatewayActor, PolicySettings
 from .command import CommandRunner
 from .config import AgentConfig
-from .environment import POLICY, AgentEnv, Outcome, Play, Score
+from .environment import AgentEnv, Outcome, Play, Score
 from .listener import SharedListener
+from .provider import Provider
 from .settings import Access
 
 if TYPE_CHECKING:
@@ -33,21 +37,22 @@ def agent_config(values: Any) -> AgentConfig:
     return build(AgentConfig, dict(values), "episode.agent")
 
 
-async def agent_env(cfg: RLConfig, job: Job, policy: Any) -> AgentEnv:
-    """Start the gateway, and return the environment whose episodes its agents play."""
+async def agent_env(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> AgentEnv:
+    """Start the gateway, and return the environment whose episodes its agents play.
+
+    Args:
+        policies: the generators of the policies that train, by name.
+    """
     agent = agent_config(cfg.episode.agent)
     listener = SharedListener()
-    policies = {
-        POLICY: PolicySettings(
-            policy,
-            job.model,
-            cfg.episode,
-            sampling={"temperature": cfg.grpo.temperature},
-            whole_turns=cfg.generator.router_replay,
-        )
+    settings = await policy_settings(cfg, job, policies)
+    providers = {
+        name: Provider(further.url, further.key, further.name)
+        for name, further in cfg.models.items()
+        if further.url is not None
     }
     gateway = await GatewayActor.options(num_replicas=1).as_service(
-        policies, listener.path, job.record.folder / "gateway"
+        settings, listener.path, job.record.folder / "gateway", providers
     )
     await gateway.listen.route()
     runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
@@ -68,7 +73,35 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Any) -> AgentEnv:
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
         resources=holder,
+        seats=cfg.seats,
     )
+
+
+async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> dict[str, PolicySettings]:
+    """All models that the gateway samples from, by the names that agents use; starts the frozen ones."""
+    frozen = [name for name, further in cfg.models.items() if further.is_frozen]
+    generators = await asyncio.gather(*(frozen_generator(cfg, job, name) for name in frozen))
+    settings = {}
+    for seat, policy in cfg.seats.items():
+        model = job.model if policy == POLICY else cfg.models[policy].model or job.model
+        sampling = {"temperature": cfg.grpo.temperature}
+        whole_turns = cfg.generator.router_replay
+        settings[seat] = PolicySettings(
+            policies[policy], model, cfg.episode, sampling=sampling, whole_turns=whole_turns
+        )
+    for name, service in zip(frozen, generators, strict=True):
+        further = cfg.models[name]
+        own = {"template": further.template, "syntax": further.syntax, "chat_options": None}
+        episode = cfg.episode.model_copy(update=own)
+        sampling = {"temperature": further.temperature}
+        settings[name] = PolicySettings(service, further.model or job.model, episode, trains=False, sampling=sampling)
+    return settings
+
+
+async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
+    """Start the generators of a frozen model."""
+    options = cfg.placement(f"models.{name}.generator")
+    return await Generator.options(**options).as_service(cfg.models[name].model or job.model, **cfg.generator)
 
 
 async def hold(listener: SharedListener, runner: CommandRunner) -> None:
@@ -85,7 +118,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     await runner.start()
     command = agent.agent_command()
 
-    async def play(access: Access, sample: Sample) -> Outcome:
+    async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
         task = sample.prompt.text
         result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task)
         try:
@@ -126,18 +159,22 @@ def command_of(agent: AgentConfig, words: list[str]) -> Any:
 def function_play(agent: AgentConfig) -> Play:
     """How a coroutine plays a task: it gets a client of the session, and may return the reward."""
     function = agent.load_function()
+    takes_evaluation = "evaluation" in inspect.signature(function).parameters
 
-    async def play(access: Access, sample: Sample) -> Outcome:
+    async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
+        options = {"evaluation": evaluation} if takes_evaluation else {}
         # Plain http on loopback: no proxy, and no certificates, whose loading takes 20 ms for each client.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)
         try:
             async with client, asyncio.timeout(agent.timeout):
-                reward = await function(client, sample)
+                reward = await function(client, sample, **options)
         except TimeoutError:
             return Outcome(None, "timeout")
         except (APIConnectionError, InternalServerError) as error:
             raise InfrastructureError(f"the gateway did not answer: {error}") from error
+        if isinstance(reward, Mapping):
+            return Outcome({str(seat): float(value) for seat, value in reward.items()}, "ended")
         return Outcome(None if reward is None else float(reward), "ended")
 
     return play

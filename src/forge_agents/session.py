@@ -84,6 +84,7 @@ class Session:
         policies: by the name that clients ask for.
         in_thread: runs what takes long, templates and tokenizers, beside the event loop.
         commit: is awaited with (policy, runs) before the answer that they belong to is sent.
+        known: the names that clients may ask for, for errors.
     """
 
     def __init__(
@@ -93,7 +94,10 @@ class Session:
         policies: Mapping[str, Policy],
         in_thread: InThread,
         commit: Callable[[str, Sequence[TokenRun]], Awaitable[None]],
+        known: Sequence[str] = (),
     ) -> None:
+        self.known = known or tuple(policies)
+        self.forwarded = 0  # open requests of models that somebody else serves
         self.key, self.settings, self.policies = key, settings, policies
         self.in_thread, self.commit = in_thread, commit
         self.trees = {
@@ -150,8 +154,7 @@ class Session:
             if (is_lost or is_retry) and is_recent and not failed:
                 self.counts["retries"] += 1
                 return generation
-        if len(self.open_generations) >= MAX_OPEN:
-            raise BadRequest(f"this session has {MAX_OPEN} requests open already: wait for their answers", status=429)
+        self._check_open()
         ids = tuple(dialect.id_prefix + self._token() for _ in range(request.samples))
         generation = Generation(request, ids)
         self._generations[digest].append(generation)
@@ -161,6 +164,28 @@ class Session:
         # A failure is raised to the connections that wait; without any, the client's retry begins another generation.
         generation.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return generation
+
+    @contextmanager
+    def forwarding(self, model: str) -> Iterator[None]:
+        """Within the block a request is answered by the provider of its model.
+
+        Raises:
+            BadRequest: too many requests at once, or the session's time is over.
+        """
+        self._check_open()
+        if time.monotonic() >= self.ends_at:
+            self.limit = self.limit or "seconds"
+            raise BadRequest("the time of this session is over", code="session_ended")
+        self.counts[f"forwarded/{model}"] += 1
+        self.forwarded += 1
+        try:
+            yield
+        finally:
+            self.forwarded -= 1
+
+    def _check_open(self) -> None:
+        if len(self.open_generations) + self.forwarded >= MAX_OPEN:
+            raise BadRequest(f"this session has {MAX_OPEN} requests open already: wait for their answers", status=429)
 
     @contextmanager
     def reading(self, generation: Generation) -> Iterator[None]:
@@ -205,7 +230,7 @@ class Session:
     def policy_of(self, name: str) -> Policy:
         """The policy of this name. BadRequest: there is none."""
         if name not in self.policies:
-            known = ", ".join(self.policies)
+            known = ", ".join(self.known)
             message = f"model {name[:60]!r} is not served here: ask for {known}"
             raise BadRequest(message, "model", 404, "model_not_found")
         return self.policies[name]

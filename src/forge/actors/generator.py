@@ -40,6 +40,7 @@ class Generator(ForgeActor):
     Args:
         model: Hugging Face folder or hub id to start from (version 0), and what adapters are merged into.
         store: where new versions come from; None for a policy that never changes.
+        weights_key: under which; that of their trainer.
         temperature, top_p, top_k, max_tokens, stop_token_ids: defaults of `generate`.
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
@@ -49,6 +50,7 @@ class Generator(ForgeActor):
         model: str,
         *,
         store: Store | StoreRef | None = None,
+        weights_key: str = POLICY,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -58,6 +60,7 @@ class Generator(ForgeActor):
     ) -> None:
         self.model = model
         self.store_ref = store
+        self.weights_key = weights_key
         self.settings = EngineSettings(**settings)
         self.store: Store | None = None
         # Updates under way, requested so far, and the latest of them that was loaded.
@@ -89,7 +92,7 @@ class Generator(ForgeActor):
         """Publish a version on demand before an update to it, see `forge.actors.publication`."""
         store = controller_store(kwargs.get("store"))
         if store is not None:
-            publish_before_updates(store, service)
+            publish_before_updates(store, service, kwargs.get("weights_key", POLICY))
 
     def setup(self) -> None:
         """Build the engine and load the newest published weights, or those of the model's folder."""
@@ -222,7 +225,7 @@ class Generator(ForgeActor):
             self.updating -= 1
         # What the engine decodes with says which version it is: not what was asked for.
         if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
-            difference = differing(self.store, version, self.engine.version)
+            difference = differing(self.store, version, self.engine.version, self.weights_key)
             raise StaleWeights(
                 f"{self.context} was given version {version} ({digest}) and serves version {self.engine.version} "
                 f"({self.engine.identity or 'unknown'}){difference}"
@@ -263,7 +266,7 @@ class Generator(ForgeActor):
         with self.loading:
             if number < self.loaded:
                 return None
-            with store.open(POLICY, version) as snapshot:
+            with store.open(self.weights_key, version) as snapshot:
                 tensors = snapshot.tensors()
                 if has_adapters(snapshot.manifest.by_name):
                     tensors = merge_adapters(read_checkpoint(Path(self.model)), dict(tensors))
@@ -287,7 +290,7 @@ class Generator(ForgeActor):
 
     def _check_current(self) -> None:
         if isinstance(self.store, VersionStore) and not self.updating:
-            check_current(self.store, self.engine.version, str(self.context))
+            check_current(self.store, self.engine.version, str(self.context), self.weights_key)
 
     def _token_ids(self, prompt: Prompt | str | Sequence[int]) -> Sequence[int]:
         if isinstance(prompt, Prompt):

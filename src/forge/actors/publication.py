@@ -14,16 +14,16 @@ from ..runtime.store import Store
 from .identity import POLICY
 
 
-def publish_by(store: Store, trainer: Service) -> None:
-    """Let a store have this trainer publish a version that it does not hold."""
-    store.publisher = trainer.publish_step.call
+def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
+    """Let a store have this trainer publish a version of a policy that it does not hold."""
+    store.publishers = {**store.publishers, key: trainer.publish_step.call}
 
 
-def publish_before_updates(store: Store, generators: Service) -> None:
-    """Publish a version that the store does not hold before generators are updated to it."""
+def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
+    """Publish a version of a policy that the store does not hold before generators are updated to it."""
 
     async def publish(version: int) -> None:
-        if store.publisher is not None and not store.exists(POLICY, version):
-            await store.publisher(version)
+        if key in store.publishers and not store.exists(key, version):
+            await store.publishers[key](version)
 
     generators.before_fanout |= {"update_weights": publish, "update": publish}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -113,8 +114,9 @@ class ReplayBuffer(ForgeActor):
             scored = _scored(item)
             assert scored is not None
             if isinstance(item, Group) and isinstance(scored, Group):
-                self._count("unscored_episodes", len(item.episodes) - len(scored.episodes))
-                if lost := [episode for episode in item.episodes if episode.reward is None]:
+                lost = [episode for episode in item.episodes if episode.reward is None and not episode.had_no_turn]
+                self._count("unscored_episodes", len(lost))
+                if lost:
                     self._keep("unscored", replace(item, episodes=lost))
             self.items.append(scored)
             self.changed.notify_all()
@@ -210,7 +212,7 @@ class ReplayBuffer(ForgeActor):
             return "unscored"
         if not self.staleness.fresh(scored, self.version):
             return "too_old"
-        if self.replaced < self.replace and isinstance(scored, Group) and len(set(scored.rewards)) == 1:
+        if self.replaced < self.replace and isinstance(scored, Group) and not scored.has_signal:
             return "no_signal"
         return None
 
@@ -245,10 +247,12 @@ def _index(item: Item) -> int | None:
 
 
 def _scored(item: Item) -> Item | None:
-    """The item with its scored episodes alone; None if too few remain."""
+    """The item with its scored episodes alone; None if too few remain of a policy."""
     if isinstance(item, Episode):
         return item if item.reward is not None else None
     episodes = [episode for episode in item.episodes if episode.reward is not None]
-    if len(episodes) < min(2, len(item.episodes)):
+    all_counts = Counter(episode.policy for episode in item.episodes)
+    counts = Counter(episode.policy for episode in episodes)
+    if any(counts[policy] < min(2, count) for policy, count in all_counts.items()):
         return None
     return replace(item, episodes=episodes)

@@ -68,8 +68,8 @@ async def share(store: VersionStore) -> VersionStore | StoreRef:
             for key in store.keys():  # noqa: SIM118 - a store is not a mapping
                 newest = store.versions(key)[-1]
                 hosts = {host_of(segment) for segment in store.manifest(key, newest).segments}
-                if store.publisher is not None and host in hosts:
-                    await store.publisher(newest)
+                if key in store.publishers and host in hosts:
+                    await store.publishers[key](newest)
 
         pool.on_lost.append(publish_again)
         pool.on_up(start_cache)

@@ -47,6 +47,7 @@ class Trainer(ForgeActor):
         loss: a callable over named tensors, see `forge.losses`.
         store: where versions are published; None for a trainer that does not. `push_weights` publishes one, and so does
             a fanout of `Generator.update_weights` with the number of the trainer's step.
+        weights_key: under which; that of the generators.
         optimizer: fields of `forge.training.settings.OptimizerSettings`.
         aggregation: how tokens share the loss when a batch arrives as episodes or tensors, see
             `forge.data.packing.pack`; None: the loss's own, or "token_mean" if it has none.
@@ -72,6 +73,7 @@ class Trainer(ForgeActor):
         *,
         loss: Callable[..., Any],
         store: Store | StoreRef | None = None,
+        weights_key: str = POLICY,
         optimizer: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,
         horizon: int | None = None,
@@ -87,6 +89,7 @@ class Trainer(ForgeActor):
         self.model = model
         self.loss = loss
         self.store_ref = store
+        self.weights_key = weights_key
         self.horizon = horizon
         loss_aggregation: Aggregation = getattr(loss, "aggregation", "token_mean")
         self.aggregation: Aggregation = aggregation or loss_aggregation
@@ -120,7 +123,7 @@ class Trainer(ForgeActor):
         """Let the store publish this trainer's step on demand, see `forge.actors.publication`."""
         store = controller_store(kwargs.get("store"))
         if store is not None:
-            publish_by(store, service)
+            publish_by(store, service, kwargs.get("weights_key", POLICY))
 
     def setup(self) -> None:
         """Join the ranks, and load model, optimiser and loss."""
@@ -132,7 +135,7 @@ class Trainer(ForgeActor):
 
         self.ledger.begin()
         self.store = connect(self.store_ref)
-        self.identities = None if self.store is None else Identities(self.store)
+        self.identities = None if self.store is None else Identities(self.store, self.weights_key)
         context = self.context
         cpu_offload = self.settings.get("cpu_offload", False)
         in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
@@ -247,7 +250,7 @@ class Trainer(ForgeActor):
         with phase("push_weights") if self.context.rank == 0 else nullcontext():
             casts = self.trainer.lora is None and self.trainer.ranks.device.type != "cpu"
             dtype = getattr(torch, self.publish_dtype) if casts and self.publish_dtype else None
-            self.store.put(POLICY, self.trainer.weights(), version, dtype=dtype)
+            self.store.put(self.weights_key, self.trainer.weights(), version, dtype=dtype)
 
     @endpoint
     def publish_step(self, version: int) -> None:

@@ -341,6 +341,9 @@ def _hint(cls: Type, path: list[str]) -> Type:
     hint: Type = cls
     for key in path:
         section = section_in(hint)
+        if section is not None and typing.get_origin(hint) is dict:  # of sections, by names of the user's
+            hint = section
+            continue
         keys = {} if section is None else keys_of(section)
         if key not in keys:
             return None
@@ -354,7 +357,7 @@ def keys_of(cls: type[Section]) -> dict[str, FieldInfo]:
 
 
 def section_in(hint: Type) -> type[Section] | None:
-    """Return the section in a type such as `X`, `X | None` or `list[X]`."""
+    """Return the section in a type such as `X`, `X | None`, `list[X]` or `dict[str, X]`."""
     if isinstance(hint, type) and issubclass(hint, Section):
         return hint
     return next(filter(None, map(section_in, typing.get_args(hint))), None)
@@ -397,6 +400,9 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         section = section_in(hint)
         if isinstance(item, int):
             key += f"[{item}]"
+        elif section is not None and typing.get_origin(hint) is dict:
+            key = _join(key, item)
+            hint = section
         elif section is not None and item in keys_of(section):
             key = _join(key, item)
             hint = keys_of(section)[item].annotation
@@ -432,14 +438,19 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
 def _sections_with(section: type[Section], name: str) -> list[str]:
     """Return the dotted names of a key in the sections of a configuration, except services, which all have the same
     keys."""
-    inner = {key: section_in(field.annotation) for key, field in keys_of(section).items() if key != "services"}
+    fields = keys_of(section).items()
+    inner = {
+        key: section_in(field.annotation)
+        for key, field in fields
+        if key != "services" and typing.get_origin(field.annotation) is not dict
+    }
     return [f"{key}.{name}" for key, part in inner.items() if part is not None and name in keys_of(part)]
 
 
 def _form(section_key: str, hint: Type, value: object = None) -> str:
     """Describe how a section is written, for errors: with its required key, or its first one."""
     section = section_in(hint)
-    if section is None or not section_key or typing.get_origin(hint) is list:
+    if section is None or not section_key or typing.get_origin(hint) in (list, dict):
         return ""
     keys = keys_of(section)
     key = next((key for key, field in keys.items() if field.is_required()), next(iter(keys)))

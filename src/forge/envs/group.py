@@ -54,7 +54,8 @@ class GroupEnv(ABC):
         """
         episodes = await self.play(policy, sample, n, seed, evaluation=False, **sampling)
         for episode in episodes:
-            record_metric("episode/unscored", episode.outcome is None)
+            if not episode.had_no_turn:
+                record_metric("episode/unscored", episode.outcome is None)
         # A reward that scores nothing would let the run wait for ever.
         scored = any(episode.outcome is not None for episode in episodes)
         self._unscored_groups = 0 if scored else self._unscored_groups + 1

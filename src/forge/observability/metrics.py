@@ -104,6 +104,26 @@ class Snapshot:
 _lock = threading.Lock()
 _current = Snapshot()
 PROCESS_NAME = "FORGE_PROCESS"  # environment variable: the process's name in traces, set by the controller
+METRICS_OF = "FORGE_METRICS_OF"  # environment variable: what the names of this process's metrics begin with
+_label: ContextVar[str | None] = ContextVar("forge_metrics_of", default=None)
+
+
+@contextmanager
+def metrics_of(policy: str) -> Iterator[None]:
+    """Put the name of a policy before all metrics of a block, `policy/reward`; "" for none."""
+    token = _label.set(policy)
+    try:
+        yield
+    finally:
+        _label.reset(token)
+
+
+def labelled(name: str) -> str:
+    """The full name of a metric, with the policy of the block or of the process before it."""
+    label = _label.get()
+    if label is None:
+        label = os.environ.get(METRICS_OF, "")
+    return f"{label}/{name}" if label else name
 
 
 def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight: float = 1.0) -> None:
@@ -115,6 +135,7 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
     Raises:
         ValueError: the value is not finite: averaging over a NaN would hide a bug.
     """
+    name = labelled(name)
     value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"metric {name!r} got {value}")

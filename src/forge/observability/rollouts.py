@@ -210,7 +210,7 @@ def _row(
     return {
         "step": step,
         "group": group.index,
-        "sample": sample,
+        "sample": info.get("sample", sample),  # numbered over all policies, where a run trains several
         "branch": branch,
         "prompt": clean(group.prompt),
         "response": clean(episode.text),

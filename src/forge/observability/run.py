@@ -131,6 +131,10 @@ class Run:
         """Path of the exported model."""
         return str(self.folder / "model")
 
+    def model_of(self, policy: str) -> str:
+        """Path of the exported model of one of several policies; the run's own is `model`."""
+        return self.model if policy == "policy" else str(self.folder / f"model-{policy}")
+
     def steps(self, end: int) -> Iterator[int]:
         """Yield the remaining steps up to `end`, numbered by the version that each trains. Measures how long the
         current task waits in each phase: `wall/<phase>`, in seconds."""

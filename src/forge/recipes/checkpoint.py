@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ class RunState:
     """The components whose state belongs to a checkpoint.
 
     Args:
-        buffer, critic: None for recipes without one.
+        buffer: None for recipes without one.
+        further: other trainers, by the folder of their checkpoints: a critic, further policies.
         reward: one that learns: its replicas have `state_dict` and `load_state_dict`.
     """
 
     trainer: Handle
     dataset: Handle
     buffer: Handle | None = None
-    critic: Handle | None = None
+    further: Mapping[str, Handle] = field(default_factory=dict)
     reward: Handle | None = None
 
     async def save(self, record: Run, *, keep: int = 2, async_write: bool = False) -> None:
@@ -51,10 +53,10 @@ class RunState:
             state["dataset"] = await self.dataset.state_dict.route(seen)
             if self.reward is not None:
                 state["reward"] = await self.reward.state_dict.fanout()
-            if self.critic is not None:
+            for folder, trainer in self.further.items():
                 # Written whole before the trainer's, which makes it count. The trainer may still be writing the one
                 # before this, and has not removed older ones: two more are kept.
-                await self.critic.save_checkpoint.call(f"{record.checkpoints}/critic", None, keep + 2)
+                await trainer.save_checkpoint.call(f"{record.checkpoints}/{folder}", None, keep + 2)
             await self.trainer.save_checkpoint.call(record.checkpoints, state, keep, not async_write)
 
     async def forget_done(self) -> None:
@@ -71,9 +73,9 @@ class RunState:
         if record.resume is None:
             return
         state = await self.trainer.load_checkpoint.route(record.resume)
-        if self.critic is not None:
-            name = Path(record.resume).stem
-            await self.critic.load_checkpoint.route(str(Path(record.checkpoints) / "critic" / name))
+        name = Path(record.resume).stem
+        for folder, trainer in self.further.items():
+            await trainer.load_checkpoint.route(str(Path(record.checkpoints) / folder / name))
         if self.reward is not None and state.get("reward"):
             await self.reward.load_state_dict.fanout(state["reward"])
         if self.buffer is None:

@@ -27,6 +27,8 @@ from ..runtime.controller.handle import Handle
 from ..runtime.store import VersionStore
 from ..system.files import write_atomic
 from .checkpoint import RunState
+from .learners import Learner
+from .models_config import POLICY
 from .preemption import Preempted, Preemption
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ class Job(NamedTuple):
 
 @dataclass
 class RLComponents:
-    """The components of the RL recipe. `reference` and `critic` are None where the algorithm needs none."""
+    """The components of the RL recipe. `reference` and `critic` are None where the algorithm needs none. `learners` are
+    all policies that train, the run's own first."""
 
     dataset: Handle
     buffer: Handle
@@ -93,6 +96,7 @@ class RLComponents:
     env: GroupEnv
     reference: Handle | None
     critic: Handle | None
+    learners: dict[str, Learner]
     state: RunState
 
 
@@ -108,7 +112,6 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
             `environment`.
     """
     temperature = cfg.grpo.temperature
-    age = cfg.max_policy_age
     has_reference = cfg.starts_reference(algorithm)
     if algorithm.needs_reference and not has_reference:
         log.warning(
@@ -118,17 +121,12 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     if cfg.metrics.rollouts:
         spell = partial(spelled, model_tokenizer(job.model))
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
-    sampling = {"temperature": temperature, "max_tokens": cfg.grpo.max_tokens}
     single_turn = make_env is None and not cfg.multi_turn
     # All at once: each starts processes, loads a model or opens data, which takes seconds.
-    samples, buffer, (policy, policy_trainer), reward_service, reference_model, critic_trainer = await asyncio.gather(
+    samples, buffer, trained, reward_service, reference_model, critic_trainer = await asyncio.gather(
         dataset(cfg, job),
         replay_buffer(cfg, job, algorithm),
-        policy_and_trainer(
-            cfg.colocated,
-            partial(generator, cfg, job, **sampling),
-            partial(trainer, cfg, job, algorithm, store=job.store, temperature=temperature, max_policy_age=age),
-        ),
+        learners(cfg, job, algorithm),
         reward(cfg) if single_turn else nothing(),
         reference(cfg, cfg.grpo.reference or job.model, temperature) if has_reference else nothing(),
         critic(cfg, job) if algorithm.needs_critic else nothing(),
@@ -137,10 +135,53 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     if single_turn:
         env = SingleTurnEnv(reward_service, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
     else:
-        env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, policy)
-    state = RunState(policy_trainer, samples, buffer, critic_trainer, reward_service if cfg.reward.learns else None)
+        env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, trained)
+    own = trained[POLICY]
+    further = {f"models.{name}.trainer": learner.trainer for name, learner in trained.items() if name != POLICY}
+    if critic_trainer is not None:
+        further["critic"] = critic_trainer
+    state = RunState(own.trainer, samples, buffer, further, reward_service if cfg.reward.learns else None)
     await state.resume(job.record)
-    return RLComponents(samples, buffer, policy, policy_trainer, env, reference_model, critic_trainer, state)
+    return RLComponents(samples, buffer, own.policy, own.trainer, env, reference_model, critic_trainer, trained, state)
+
+
+async def learners(cfg: RLConfig, job: Job, algorithm: Algorithm) -> dict[str, Learner]:
+    """Start the run's own policy, and the further models that train."""
+    names = [name for name, further in cfg.models.items() if further.trains]
+    started = await asyncio.gather(*(learner(cfg, job, algorithm, name) for name in (POLICY, *names)))
+    return {trained.name: trained for trained in started}
+
+
+async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> Learner:
+    """Start the generators and the trainer of one policy."""
+    services = ["generator", "trainer"] if name == POLICY else [f"models.{name}.generator", f"models.{name}.trainer"]
+    model = None if name == POLICY else cfg.models[name].model
+    own_job = job if model is None else job._replace(model=model)
+    temperature = cfg.grpo.temperature
+    policy, own_trainer = await policy_and_trainer(
+        cfg.colocated,
+        partial(
+            generator,
+            cfg,
+            own_job,
+            service=services[0],
+            weights_key=name,
+            temperature=temperature,
+            max_tokens=cfg.grpo.max_tokens,
+        ),
+        partial(
+            trainer,
+            cfg,
+            own_job,
+            algorithm,
+            service=services[1],
+            store=job.store,
+            weights_key=name,
+            temperature=temperature,
+            max_policy_age=cfg.max_policy_age,
+        ),
+    )
+    return Learner(name, policy, own_trainer)
 
 
 async def policy_and_trainer(
@@ -163,13 +204,14 @@ async def nothing() -> None:
     """Start nothing, in place of a component that the run does not need."""
 
 
-async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
+async def multi_turn_env(cfg: RLConfig, job: Job, learners: dict[str, Learner]) -> GroupEnv:
     """The environment that the configuration names, or that of its agent."""
     from ..envs.group import MultiTurnEnv
 
     if cfg.episode.agent is not None:
-        return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
-
+        return await resolve(f"{AGENTS}:agent_env", "episode.agent")(
+            cfg, job, {name: learner.policy for name, learner in learners.items()}
+        )
     return MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(job.model), **cfg.limits())
 
 
@@ -212,11 +254,11 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
     return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(**settings)
 
 
-async def generator(cfg: RecipeConfig, job: Job, **sampling: Any) -> Handle:
-    """The policy that samples, with what differs from the defaults of `forge.types.Sampling`; served to others as well
-    where `serve` says so."""
-    options = Generator.options(**cfg.placement("generator"))
-    listening = cfg.serve.listening()
+async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", **sampling: Any) -> Handle:
+    """A policy that samples, with what differs from the defaults of `forge.types.Sampling`; the run's own is served to
+    others as well where `serve` says so."""
+    options = Generator.options(**cfg.placement(service))
+    listening = cfg.serve.listening() if service == "generator" else None
     if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
         from ..data.prompts import stop_ids
 

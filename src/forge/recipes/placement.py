@@ -36,19 +36,17 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         raise NoSecret(f"cluster.hosts is set and {SECRET} is not: set it to the secret of their workers")
     demands = []
     shares = set()
-    for name in type(cfg.services).model_fields:
-        if cfg.services[name] is None:
-            continue
-        options = Options(**cfg.placement(name))
+    for setting, placed in cfg.placements().items():
+        options = Options(**placed)
         hosts = parse_addresses(cfg.cluster.configured_hosts)
         if options.host is not None and join_address(*split(options.host)) not in hosts:
-            raise ValueError(f"services.{name}.host is {options.host}, which is none of the hosts: {', '.join(hosts)}")
+            raise ValueError(f"{setting}.host is {options.host}, which is none of the hosts: {', '.join(hosts)}")
         # Services that share processes need room once; those without hosts or GPUs stay with the controller.
         if options.share in shares or (options.hosts is None and not options.with_gpus):
             continue
         shares |= {options.share} - {None}
         count = 1 if options.share else -(-options.num_replicas // options.per_process)
-        demands += [demand_of(f"services.{name}, replica {index}", options) for index in range(count)]
+        demands += [demand_of(f"{setting}, replica {index}", options) for index in range(count)]
     with TemporaryDirectory() as folder:
         credentials = Credentials.make(secret, Path(folder))
         failures: list[str] = []
@@ -65,10 +63,9 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
     Raises:
         ValueError: names the host and the folder.
     """
-    placed = {name: cfg.placement(name) for name in type(cfg.services).model_fields if cfg.services[name] is not None}
     on_hosts = {
-        name
-        for name, options in placed.items()
+        setting.rpartition(".")[2]
+        for setting, options in cfg.placements().items()
         if options["host"] or options["hosts"] is not None or options["with_gpus"]
     }
     if cfg.cluster.configured_hosts is None or not on_hosts:
@@ -96,16 +93,15 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
 
 
 def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:
-    """The number of GPUs that each service of a configuration takes.
+    """The number of GPUs that each component of a configuration takes, by the setting that places it, without
+    `services.`.
 
     Services that share processes share their GPUs, which count for the first of them. Simulated hosts add none.
     """
     needed: dict[str, int] = {}
     shares: set[str] = set()
-    for name in type(cfg.services).model_fields:
-        if cfg.services[name] is None:
-            continue
-        options = cfg.placement(name)
+    for setting, options in cfg.placements().items():
+        name = setting.removeprefix("services.")
         share = options["share"]
         if not options["with_gpus"]:
             continue
@@ -128,10 +124,12 @@ def check_gpus(cfg: TrainingRecipe) -> None:
     available = len(visible_gpus()) if needed else 0
     if total <= available:
         return
-    counts = ", ".join(f"services.{name} {count}" for name, count in needed.items())
+    settings = {name: name if "." in name else f"services.{name}" for name in needed}
+    counts = ", ".join(f"{settings[name]} {count}" for name, count in needed.items())
     limit = next((f" ({name}={os.environ[name]})" for name in VISIBLE if os.environ.get(name)), "")
     colocated = "set colocated to true, " if len(needed) > 1 and "colocated" in type(cfg).model_fields else ""
+    without = " ".join(f"--{setting}.with_gpus false" for setting in settings.values())
     raise ValueError(
         f"{total} GPUs are needed ({counts}) and this machine has {available}{limit}: lower procs or num_replicas, "
-        f"{colocated}or set with_gpus to false ({' '.join(f'--services.{name}.with_gpus false' for name in needed)})"
+        f"{colocated}or set with_gpus to false ({without})"
     )

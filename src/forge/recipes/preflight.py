@@ -348,10 +348,21 @@ RL_RULES: list[ConfigRule[RLFacts]] = [
 ]
 
 SINGLE_TURN_RULES: list[ConfigRule[RLConfig]] = [
+    ConfigRule(lambda cfg: bool(cfg.models), "models does nothing", "no agent asks for them: episode.agent is not set"),
     ConfigRule(lambda cfg: is_set(cfg.episode), "episode does nothing", "neither environment nor episode.agent is set"),
 ]
 
 MULTI_TURN_RULES: list[ConfigRule[RLConfig]] = [
+    ConfigRule(
+        lambda cfg: bool(cfg.models) and cfg.episode.agent is None,
+        "models does nothing with an environment",
+        "only agents of episode.agent ask for models by their names",
+    ),
+    ConfigRule(
+        lambda cfg: bool(cfg.models) and cfg.colocated,
+        "models does not work with colocated",
+        "further models have processes of their own",
+    ),
     ConfigRule(
         lambda cfg: cfg.environment is not None and cfg.episode.agent is not None,
         "environment and episode.agent both play the episodes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -17,6 +17,7 @@ from ..runtime.controller import Options
 from . import preflight
 from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
+from .models_config import FurtherModel, check_models, placed, seats
 from .schema import RecipeConfig, SamplingServices
 
 # What `rollout` holds where it is written in place of `grpo`; `algorithm` holds all else.
@@ -116,6 +117,8 @@ class RolloutMetrics(MetricsConfig):
 class RLConfig(RecipeConfig):
     """Reinforcement learning."""
 
+    trains_several: ClassVar[bool] = False  # whether the recipe trains the models of `models` as well
+
     dataset: DatasetConfig
     algorithm: Any = "grpo"
     """A name of [algorithms.md](algorithms.md), or `package.module:Name`; from Python also the object itself."""
@@ -126,6 +129,8 @@ class RLConfig(RecipeConfig):
     """What the policy acts in, in place of `reward`: `package.module:Name`, called without arguments for each episode
     ([agents.md](agents.md)); from Python also the callable itself."""
     episode: EpisodeConfig = EpisodeConfig()
+    models: dict[str, FurtherModel] = Field(default_factory=dict)
+    """Models that the agent of `episode.agent` may ask beside `policy` ([several_models.md](several_models.md))."""
     services: RLServices = RLServices()
     metrics: RolloutMetrics = RolloutMetrics()
 
@@ -183,7 +188,28 @@ class RLConfig(RecipeConfig):
     def others(self) -> dict[str, str]:
         """The reference model and the critic's start, where they are set."""
         models = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
+        models |= {f"models.{name}.model": further.model for name, further in self.models.items()}
         return {key: name for key, name in models.items() if name is not None}
+
+    @property
+    def seats(self) -> dict[str, str]:
+        """By each name whose turns become episodes, the trained model that plays there."""
+        return seats(self.models)
+
+    def placement(self, name: str) -> dict[str, Any]:
+        """Options of a service, or of a part of a further model, `models.rival.trainer`."""
+        if not name.startswith("models."):
+            return super().placement(name)
+        _, model, part = name.split(".")
+        return placed(self.models[model][part], model, part)
+
+    def placements(self) -> dict[str, dict[str, Any]]:
+        """The options of services and of further models."""
+        placements = super().placements()
+        for name, further in self.models.items():
+            paths = (f"models.{name}.{part}" for part in further.parts)
+            placements |= {path: self.placement(path) for path in paths}
+        return placements
 
     def scalar(self, model: str) -> list[str]:
         """The critic, where the algorithm has one."""
@@ -245,6 +271,7 @@ class RLConfig(RecipeConfig):
             self._check_multi_turn()
         else:
             preflight.check(preflight.SINGLE_TURN_RULES, self)
+        check_models(self.models, trains_several=self.trains_several)
         if self.eval.every % interval:
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"

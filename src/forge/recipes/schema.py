@@ -350,6 +350,10 @@ class TrainingRecipe(Section):
         """Options of service `name`, see `forge.runtime.controller.Options`."""
         return {**self.services[name]}
 
+    def placements(self) -> dict[str, dict[str, Any]]:
+        """The options of all that a run places, by the settings that have them."""
+        return {f"services.{name}": self.placement(name) for name in self.configured()}
+
     def _check(self) -> None:
         preflight.check(preflight.RECIPE_RULES, self)
         try:

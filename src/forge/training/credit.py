@@ -119,7 +119,7 @@ def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
             for branch in (*episode.branches, episode):
                 branch.advantage = advantage
     if algorithm.within_group:
-        record_metric("groups_without_signal", sum(len(set(group.rewards)) == 1 for group in groups) / len(groups))
+        record_metric("groups_without_signal", sum(not group.has_signal for group in groups) / len(groups))
     in_order = sorted(groups, key=lambda group: group.index)
     return [branch for group in in_order for episode in group.episodes for branch in (*episode.branches, episode)]
 

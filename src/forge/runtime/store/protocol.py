@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,10 @@ class Store(ABC):
     """Versions of tensors by key: `VersionStore` in shared memory of this host, `forge.actors.store_ref.HostStore` on
     another host. `VersionStore` documents the methods.
 
-    In the controller, `publisher(version)` publishes the weights of that number, if a trainer has them.
+    In the controller, `publishers[key](version)` publishes the weights of that number, if a trainer has them.
     """
 
-    publisher: Callable[[int], Awaitable[object]] | None = None
+    publishers: Mapping[str, Callable[[int], Awaitable[object]]] = MappingProxyType({})
 
     def get(self, key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
         """Read a version, the newest by default.

@@ -1,0 +1,1 @@
+"""Several policies in one run: self-play, and games against one another."""
