@@ -67,8 +67,8 @@ class Provider:
                 returned = {name: answer.headers[name] for name in RETURNED if name in answer.headers}
                 response = web.StreamResponse(status=answer.status, headers=returned)
                 await response.prepare(request)
-                async for data in answer.content.iter_any():
-                    await response.write(data)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
                 await response.write_eof()
                 return response
         except (ClientError, TimeoutError) as error:

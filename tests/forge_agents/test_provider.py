@@ -1,0 +1,133 @@
+"""Models that are served elsewhere: the provider here is a second gateway over a tiny model."""
+
+import socket
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from forge.system.addresses import join_address
+from forge_agents.provider import Provider
+from forge_agents.settings import SessionSettings
+from tests.envs.conftest import bpe, small_model  # noqa: F401
+
+from .conftest import serving
+
+KEY = "TEST_PROVIDER_KEY"
+SETTINGS = {"max_tokens": 1000, "max_turn_tokens": 24, "seed": 1}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def forwarding(served, forced_policy, bpe, monkeypatch):  # noqa: F811
+    """A gateway that forwards the model `gpt` to another one, with the provider's session."""
+    forced_policy.script = lambda prompt: "Done."
+    provider, run = served
+    account = provider.open(SessionSettings(**SETTINGS, max_turns=20))
+    monkeypatch.setenv(KEY, account.key)
+    providers = {"gpt": Provider(account.url, KEY, "policy"), "gone": Provider(unused_address())}
+    with serving(forced_policy, bpe, providers=providers) as (gateway, run_here):
+        access = gateway.open(SessionSettings(**SETTINGS))
+        yield gateway, access, lambda: run(provider.close(account.key)), lambda: run_here(gateway.close(access.key))
+
+
+def unused_address():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return "http://" + join_address(*unused.getsockname())
+
+
+def test_clients_of_each_dialect_reach_the_provider(forwarding):
+    _, access, close_provider, close = forwarding
+    with openai.OpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0) as client:
+        answer = client.chat.completions.create(model="gpt", messages=HELLO)
+        assert answer.choices[0].message.content == "Done."
+        with client.chat.completions.stream(model="gpt", messages=HELLO) as stream:
+            assert stream.get_final_completion().choices[0].message.content == "Done."
+        assert client.responses.create(model="gpt", input="hello").output_text == "Done."
+        assert [model.id for model in client.models.list()] == ["policy", "gpt", "gone"]
+        own = client.chat.completions.create(model="policy", messages=HELLO)
+        assert own.choices[0].message.content == "Done."
+    with anthropic.Anthropic(base_url=access.url, api_key=access.key, max_retries=0) as client:
+        message = client.messages.create(model="gpt", max_tokens=100, messages=HELLO)
+        assert message.content[0].text == "Done."
+        assert client.messages.count_tokens(model="gpt", messages=HELLO).input_tokens > 0
+    contents = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
+    # The key of the session is in the path here, and in the query there: the provider gets neither.
+    for path in (f"s/{access.key}/v1beta/models/gpt:generateContent", "v1beta/models/gpt:generateContent"):
+        answer = httpx.post(f"{access.url}/{path}", json=contents, params={"key": access.key})
+        assert answer.json()["candidates"][0]["content"]["parts"] == [{"text": "Done."}]
+    record = close()
+    assert len(record.runs["policy"]) == 1
+    assert record.counts["forwarded/gpt"] == 6
+    assert len(close_provider().runs["policy"]) == 6
+
+
+def test_the_provider_says_no_and_the_client_hears_it(forwarding, monkeypatch):
+    _, access, *_ = forwarding
+    monkeypatch.setenv(KEY, "wrong")
+    with openai.OpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+            client.chat.completions.create(model="gpt", messages=HELLO)
+        # Without a session here nothing is forwarded.
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="guess").chat.completions.create(model="gpt", messages=HELLO)
+        with pytest.raises(openai.NotFoundError, match="ask for policy, gpt, gone"):
+            client.chat.completions.create(model="gtp", messages=HELLO)
+
+
+def test_a_provider_that_does_not_answer_is_a_503(forwarding):
+    gateway, access, *_ = forwarding
+    body = {"model": "gone", "messages": HELLO}
+    headers = {"Authorization": f"Bearer {access.key}"}
+    answer = httpx.post(f"{access.url}/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 503
+    assert answer.headers["Retry-After"]
+    assert "the provider of gone does not answer" in answer.json()["error"]["message"]
+    assert gateway.sessions[access.key].forwarded == 0
+
+
+def test_an_answer_that_breaks_off_is_not_complete(served, forced_policy, bpe):  # noqa: F811
+    """A provider that dies in its answer: the client's connection breaks as well."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = "http://" + join_address(*listener.getsockname())
+        with serving(forced_policy, bpe, providers={"gpt": Provider(url)}) as (gateway, _):
+            access = gateway.open(SessionSettings(**SETTINGS))
+            body = {"model": "gpt", "messages": HELLO, "stream": True}
+            headers = {"Authorization": f"Bearer {access.key}"}
+            with httpx.Client() as client, pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012
+                with answering(listener):
+                    client.post(f"{access.url}/v1/chat/completions", json=body, headers=headers)
+
+
+def answering(listener):
+    """A thread that sends the first half of an answer, and closes."""
+    import threading
+    from contextlib import contextmanager
+
+    def answer():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            connection.sendall(head + b"6\r\ndata: \r\n")
+
+    @contextmanager
+    def running():
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+
+    return running()
+
+
+def test_the_time_of_a_session_ends_its_forwarding(forwarding):
+    gateway, access, *_ = forwarding
+    gateway.sessions[access.key].ends_at = 0.0
+    with openai.OpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="the time of this session is over"):
+            client.chat.completions.create(model="gpt", messages=HELLO)

@@ -1,0 +1,191 @@
+"""Runs with several models: policies that train together, frozen ones, and one that is served elsewhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+pytest.importorskip("openai")
+
+from apps.selfplay.main import SelfPlayConfig, train
+from forge.config import ConfigError, build
+from forge.models import build_small_model
+from forge.observability.rollouts import batches
+from forge.recipes.rl_config import RLConfig
+from forge.types import Episode, Group
+from forge_agents.certificate import EXCLUSIONS
+
+pytestmark = pytest.mark.processes
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
+SETTINGS = {
+    "dataset": {"task": "apps.toys.nim:Nim", "difficulty": [3, 20]},
+    "training": {"batch_size": 2, "steps": 2, "learning_rate": 1e-2, "seq_len": 128, "warmup_steps": 0},
+    "grpo": {"n_samples": 4, "max_tokens": 4},
+    "eval": {"problems": 0},
+    "metrics": {"rollouts": "all"},
+    "async": {"max_policy_age": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "model"
+    small = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
+    return build_small_model(folder, seed=0, alphabet="0123456789/>", **small)
+
+
+def run(root, model, function, models, name="run", resume=None, **settings):
+    """A run of the recipe for several policies; its folder."""
+    from forge.recipes.launch import execute
+
+    episode = {"max_tokens": 64, "template": TEMPLATE, "agent": {"function": function}}
+    values = {**SETTINGS, "model": str(model), "episode": episode, "models": models, **settings}
+    cfg = build(SelfPlayConfig, {**values, "run": {"name": name, "root": str(root)}})
+    return Path(execute(train, cfg, resume=resume))
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+async def answers(client, sample):
+    """Each player says something, and the longer word wins."""
+    said = {}
+    for player in ("policy", "rival"):
+        messages = [{"role": "user", "content": sample.prompt.text}]
+        reply = await client.chat.completions.create(model=player, messages=messages)
+        said[player] = reply.choices[0].message.content
+    longer = float(len(said["policy"]) - len(said["rival"]))
+    return {"policy": longer, "rival": -longer}
+
+
+def rollouts_of(folder):
+    columns = ("sample", "origins")
+    return [row for _, rows in batches(folder / "rollouts.arrow", columns) for row in rows.to_pylist()]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def differs(first, second):
+    return any((first[name] != second[name]).any() for name in first)
+
+
+def test_two_policies_train_from_their_own_tokens(tmp_path, model):
+    folder = run(tmp_path, model, answers, {"rival": {"trains": True}})
+    start, policy, rival = weights(Path(model)), weights(folder / "model"), weights(folder / "model-rival")
+    assert differs(start, policy)
+    assert differs(start, rival)
+    assert differs(policy, rival)
+    rows = [row for row in rows_of(folder) if row["step"] > 0]
+    for row in rows:
+        assert row["reward"] == pytest.approx(-row["rival/reward"])
+        assert row["policy_version"] == row["rival/policy_version"] == row["step"]
+        for prefix in ("", "rival/"):
+            excluded = sum(row.get(f"{prefix}certificate/{name}", 0) for name in EXCLUSIONS)
+            assert row[f"{prefix}certificate/sampled"] == row[f"{prefix}certificate/trained"] + excluded > 0
+            # The engine and the trainer of each agree: no token was scored by the other's weights.
+            assert row[f"{prefix}train/engine_difference"] < 1e-5
+    samplers = {
+        (row["sample"] < 4, origin[2].partition("[")[0])
+        for row in rollouts_of(folder)
+        for origin in json.loads(row["origins"])
+    }
+    assert samplers == {(True, "generator"), (False, "rival_generator")}
+
+
+def test_a_run_of_two_policies_resumes_to_the_same_weights(tmp_path, model):
+    models = {"rival": {"trains": True}}
+    training = {**SETTINGS["training"], "steps": 4}
+    whole = run(tmp_path, model, answers, models, "whole", training=training)
+    first = run(tmp_path, model, answers, models, "parts", checkpoint={"every": 2}, training={**training, "steps": 2})
+    assert rows_of(first)[-1]["step"] == 2
+    parts = run(
+        tmp_path, model, answers, models, "parts", "auto", checkpoint={"every": 2}, training={**training, "steps": 4}
+    )
+    assert rows_of(parts)[-1]["step"] == 4
+    for name in ("model", "model-rival"):
+        assert not differs(weights(whole / name), weights(parts / name))
+        assert differs(weights(Path(model)), weights(parts / name))
+
+
+def test_both_sides_of_a_policy_are_its_episodes(tmp_path, model):
+    folder = run(tmp_path, model, answers, {"rival": {"seat_of": "policy"}})
+    assert differs(weights(Path(model)), weights(folder / "model"))
+    assert not (folder / "model-rival").exists()
+    for row in rows_of(folder)[1:]:
+        assert row["reward"] == pytest.approx(0.0)  # what one side wins, the other loses
+        assert not any(name.startswith("rival/") for name in row)
+    assert {row["sample"] for row in rollouts_of(folder)} == set(range(8))
+
+
+async def judged(client, sample):
+    """The judge's answer decides, of which nothing trains."""
+    messages = [{"role": "user", "content": sample.prompt.text}]
+    reply = await client.chat.completions.create(model="policy", messages=messages)
+    verdict = await client.chat.completions.create(model="judge", messages=messages)
+    return float(len(reply.choices[0].message.content) + 10 * len(verdict.choices[0].message.content))
+
+
+def test_a_frozen_model_answers_and_does_not_train(tmp_path, model):
+    other = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 96}
+    # Other weights and another vocabulary.
+    judge = build_small_model(tmp_path / "judge", seed=3, alphabet=None, **other)
+    folder = run(tmp_path, model, judged, {"judge": {"model": str(judge), "template": TEMPLATE}})
+    assert differs(weights(Path(model)), weights(folder / "model"))
+    last = rows_of(folder)[-1]
+    assert last["judge/generator/tokens"] > 0
+    assert last["certificate/sampled"] <= last["generator/tokens"]  # the judge's tokens are in no account
+    assert not (folder / "model-judge").exists()
+
+
+def test_rewards_for_other_players_end_the_run(tmp_path, model):
+    async def wrong(client, sample):
+        await answers(client, sample)
+        return {"policy": 1.0, "rivall": 0.0}
+
+    with pytest.raises(ValueError, match="rewards to policy, rivall; the trained models are policy, rival"):
+        run(tmp_path, model, wrong, {"rival": {"trains": True}})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "models", "problem"),
+    [
+        (RLConfig, {"rival": {"trains": True}}, r"models\.rival\.trains: this recipe trains one policy; use apps"),
+        (RLConfig, {"rival": {"seat_of": "policy"}}, r"models\.rival\.seat_of: this recipe has one seat"),
+        (SelfPlayConfig, {"rival": {"seat_of": "polcy"}}, r"'polcy' is not trained here: name one of policy"),
+        (SelfPlayConfig, {"policy": {"trains": True}}, r"models\.policy: 'policy' is the run's model"),
+        (SelfPlayConfig, {"a.b": {"trains": True}}, r"models\.a\.b: 'a\.b' is no name"),
+        (SelfPlayConfig, {"rival": {"trains": True, "url": "http://x"}}, r"trains and models\.rival\.url contradict"),
+        (SelfPlayConfig, {"rival": {"trains": True, "temperature": 0.5}}, r"models\.rival\.temperature does nothing"),
+        (RLConfig, {"gpt": {"url": "api.openai.com"}}, r"models\.gpt\.url must be like https://api\.openai\.com"),
+        (RLConfig, {"gpt": {"url": "https://api.openai.com/v1"}}, r"models\.gpt\.url must end before /v1"),
+        (RLConfig, {"gpt": {"url": "https://x", "key": "NO_SUCH_KEY"}}, "NO_SUCH_KEY is not set"),
+        (RLConfig, {"gpt": {"key": "HOME"}}, r"models\.gpt\.key does nothing: the model is frozen"),
+        (RLConfig, {"gpt": {"modle": "x"}}, r"unknown key 'models\.gpt\.modle'; did you mean 'model'"),
+        (RLConfig, {"gpt": 3}, r"models\.gpt must be a mapping"),
+    ],
+)
+def test_models_that_do_not_work_are_one_line(recipe, models, problem):
+    episode = {"agent": {"function": answers}}
+    with pytest.raises(ConfigError, match=problem) as caught:
+        build(recipe, {**SETTINGS, "model": "x", "episode": episode, "models": models})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_group_has_signal_where_outcomes_of_a_policy_differ():
+    def episode(policy, reward):
+        made = Episode(prompt_ids=[1], response_ids=[2], reward=reward)
+        made.policy = policy
+        return made
+
+    pairs = [("policy", 1.0), ("policy", 1.0), ("rival", 0.0), ("rival", 0.0)]
+    group = Group([episode(*pair) for pair in pairs])
+    assert not group.has_signal
+    assert [episode.reward for episode in group.of("rival").episodes] == [0.0, 0.0]
+    assert Group([*group.episodes, episode("rival", 1.0)]).has_signal
+    assert not Group([episode("", 1.0), episode("", 1.0)]).has_signal
+    assert Group([episode("", 1.0), episode("", 0.0)]).has_signal
