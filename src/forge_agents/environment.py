@@ -15,7 +15,7 @@ from forge.envs.group import GroupEnv
 from forge.envs.rollout import PolicyService
 from forge.observability import Reduce, metrics_of, record_metric
 from forge.recipes.models_config import POLICY
-from forge.runtime.controller import ForgeError
+from forge.runtime.controller import ForgeError, ServiceStopped
 from forge.types import NO_TURN, Episode, Sample
 
 from .certificate import EXCLUSIONS, Certificate, total
@@ -113,6 +113,8 @@ class AgentEnv(GroupEnv):
                 settings = SessionSettings(name=name, seed=seed, sampling=dict(sampling), **self.limits)
                 try:
                     outcome, record = await self._attempt(settings, sample, evaluation)
+                except ServiceStopped:  # the run is ending
+                    raise
                 except (InfrastructureError, ForgeError, LookupError) as error:
                     log.warning("episode %s was lost: %s", name, error)
                     outcome = Outcome(None, "infrastructure", True, {"error": str(error)})

@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, InternalServerError
+from httpx import TransportError
+from openai import APIConnectionError, APIError, AsyncOpenAI, DefaultAsyncHttpxClient, InternalServerError
 
 from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
@@ -171,8 +172,13 @@ def function_play(agent: AgentConfig) -> Play:
                 reward = await function(client, sample, **options)
         except TimeoutError:
             return Outcome(None, "timeout")
-        except (APIConnectionError, InternalServerError) as error:
+        except (APIConnectionError, InternalServerError, TransportError) as error:
+            # The last: a stream that breaks off, of which the openai package says nothing.
             raise InfrastructureError(f"the gateway did not answer: {error}") from error
+        except APIError as error:  # an event of a stream
+            if error.code not in ("overloaded", "server_error"):
+                raise
+            raise InfrastructureError(f"a stream of the gateway failed: {error}") from error
         if isinstance(reward, Mapping):
             return Outcome({str(seat): float(value) for seat, value in reward.items()}, "ended")
         return Outcome(None if reward is None else float(reward), "ended")

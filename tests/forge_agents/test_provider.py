@@ -96,9 +96,8 @@ def test_an_answer_that_breaks_off_is_not_complete(served, forced_policy, bpe): 
             access = gateway.open(SessionSettings(**SETTINGS))
             body = {"model": "gpt", "messages": HELLO, "stream": True}
             headers = {"Authorization": f"Bearer {access.key}"}
-            with httpx.Client() as client, pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012
-                with answering(listener):
-                    client.post(f"{access.url}/v1/chat/completions", json=body, headers=headers)
+            with httpx.Client() as client, pytest.raises(httpx.RemoteProtocolError), answering(listener):
+                client.post(f"{access.url}/v1/chat/completions", json=body, headers=headers)
 
 
 def answering(listener):
@@ -128,6 +127,6 @@ def answering(listener):
 def test_the_time_of_a_session_ends_its_forwarding(forwarding):
     gateway, access, *_ = forwarding
     gateway.sessions[access.key].ends_at = 0.0
-    with openai.OpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0) as client:
-        with pytest.raises(openai.BadRequestError, match="the time of this session is over"):
-            client.chat.completions.create(model="gpt", messages=HELLO)
+    client = openai.OpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0)
+    with client, pytest.raises(openai.BadRequestError, match="the time of this session is over"):
+        client.chat.completions.create(model="gpt", messages=HELLO)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from benchmarks.watch import write_run
+from forge.observability import Run
+from forge.observability.metrics import drain
 from forge.observability.rollouts import ROLLOUTS, batches
 from tests.recipes.test_recipes import CONFIG, command, finish, start
 from tests.serve.watch.conftest import Page, watching
@@ -77,6 +79,29 @@ def test_curves_of_several_runs(page: Page, written: tuple[Path, str]):
     page.wait(lambda: page.browser.execute_script(plotted)[0] == 3)
     page.choose("#seeds", "mean")
     page.wait(lambda: "mean of 2 seeds" in page.text())
+
+
+@pytest.mark.processes
+def test_each_trained_policy_has_its_curve(page: Page, tmp_path: Path):
+    models = {"rival": {"trains": True}, "judge": {"trains": False}}
+    drain()
+    run = Run("game", {"run": {"name": "game"}, "models": models}, steps=3, root=str(tmp_path))
+    for step in range(1, 4):
+        values = {"reward": 0.1 * step, "rival/reward": 0.7, "judge/reward": 0.5, "rival/policy_version": step}
+        run.log(step, drain(), **values)
+    run.finish()
+    run.close()
+    with watching(tmp_path) as url:
+        page.open(f"{url}/#run=game&view=overview")
+        page.wait(lambda: "version of each policy" in page.text("main"))
+        plots = (
+            "return [...document.querySelectorAll('section.card')].map((card) => {"
+            " const plot = card.lastChild.plot, lines = plot.series.slice(1).map((s) => s.label);"
+            " return [card.firstChild.textContent, lines, plot.data.slice(1).map((y) => y[2])] })"
+        )
+        cards = {title: (labels, last) for title, labels, last in page.browser.execute_script(plots)}
+        assert cards["reward and accuracy"] == (["reward", "rival/reward"], [pytest.approx(0.3), 0.7])
+        assert cards["version of each policy"] == (["rival/policy_version"], [3])
 
 
 @pytest.mark.processes

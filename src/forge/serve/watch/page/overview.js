@@ -11,6 +11,7 @@ const PANELS = [
   ["engine against trainer (nats)", ["train/engine_difference"]],
   ["gradient norm", ["train/grad_norm"]],
   ["policy age (versions)", ["policy_age", "policy_age/max"]],
+  ["version of each policy", ["policy_version"]],
   ["groups without signal", ["groups_without_signal"]],
   ["completion length", ["generation/completion_length"]],
   ["share cut at max_tokens", ["generation/truncated"]],
@@ -43,8 +44,11 @@ export function overview(context) {
     }
     const panels = [...chosen.extra.map((name) => [name, [name]]), ...PANELS];
     for (const [title, wanted] of panels) {
-      const series = known.flatMap((one, at) => wanted.filter((metric) => one.columns[metric]?.some((v) => v !== null))
-        .map((metric) => line(one, metric, wanted.indexOf(metric), known.length > 1)));
+      const series = known.flatMap((one) => {
+        const names = wanted.flatMap((metric) => [metric, ...policies(one).map((policy) => `${policy}/${metric}`)]);
+        return names.filter((metric) => one.columns[metric]?.some((v) => v !== null))
+          .map((metric) => line(one, metric, names.indexOf(metric), known.length > 1));
+      });
       let card = holders.get(title);
       if (!series.length) {
         card?.remove();
@@ -78,6 +82,12 @@ export function overview(context) {
       : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : [])]);
   }
   return { node, update };
+}
+
+// Policies that train beside the run's own: their metrics begin with their names.
+function policies(one) {
+  return Object.entries(one.about.settings).filter(([key, value]) => /^models\.[^.]+\.trains$/.test(key) && value === true)
+    .map(([key]) => key.split(".")[1]);
 }
 
 function settings(one) {
