@@ -42,7 +42,7 @@ async def play(client: openai.AsyncOpenAI, sample: Sample) -> float:
     length = 0
     for turn in range(3):
         if turn == 1:
-            side = [{"role": "user", "content": f"check {sample.prompt.text}"}]
+            side: list[Any] = [{"role": "user", "content": f"check {sample.prompt.text}"}]
             await client.chat.completions.create(model="policy", messages=side)
         if turn == 2:
             stream = await client.chat.completions.create(model="policy", messages=messages, stream=True)
@@ -55,6 +55,19 @@ async def play(client: openai.AsyncOpenAI, sample: Sample) -> float:
     return LOWEST + length / 100
 
 
+def kill(victim: str) -> bool:
+    """Kill the process of this run whose name begins so; whether there was one."""
+    for pid in descendants(os.getpid())[1:]:
+        try:
+            name = Path(f"/proc/{pid}/comm").read_text()
+        except OSError:  # it has ended
+            continue
+        if name.startswith(victim):
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
+
+
 @contextmanager
 def killing(every: float, seed: int = 0) -> Iterator[Counter[str]]:
     """Kill a process of the run every so many seconds within the block; yields how often which was killed."""
@@ -62,20 +75,12 @@ def killing(every: float, seed: int = 0) -> Iterator[Counter[str]]:
     ended = threading.Event()
     rng = random.Random(seed)
 
-    def kill() -> None:
+    def kill_some() -> None:
         while not ended.wait(every):
             victim = rng.choice(VICTIMS)
-            for pid in descendants(os.getpid())[1:]:
-                try:
-                    name = Path(f"/proc/{pid}/comm").read_text()
-                except OSError:  # it has ended
-                    continue
-                if name.startswith(victim):
-                    os.kill(pid, signal.SIGKILL)
-                    killed[victim] += 1
-                    break
+            killed[victim] += kill(victim)
 
-    thread = threading.Thread(target=kill, daemon=True)
+    thread = threading.Thread(target=kill_some, daemon=True)
     thread.start()
     try:
         yield killed

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_origin
 
 import pytest
 import yaml
@@ -129,6 +129,8 @@ def _unknown(values: dict, section: type, where: str = "") -> str | None:
         if name not in keys:
             return f"{where}{name}"
         inner = section_in(keys[name].annotation)
+        if inner is not None and get_origin(keys[name].annotation) is dict:
+            value = list(value.values())  # sections by names of the user's
         if inner is not None:
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, dict) and (found := _unknown(part, inner, f"{where}{name}.")):

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from random import Random
 
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from apps.toys.nim import best
 from forge.types import Sample
 
 PLAYERS = ("policy", "rival")
 
 
-async def nim(client: AsyncOpenAI, sample: Sample, evaluation: bool = False) -> dict[str, float]:
-    """Take 1 to `most` from a heap in turn; who takes the last one wins, and who makes another move loses.
+async def auction(client: AsyncOpenAI, sample: Sample, evaluation: bool = False) -> dict[str, float]:
+    """Bid for a price at the same time; who is closer to it without going beyond wins, and equal bids share.
 
-    An evaluation is against perfect play, from the side that can win: every one of the policy's moves must be right.
+    An evaluation asks the policy alone, and wants the price itself.
     """
-    heap, most = map(int, sample.prompt.text.split("/"))
-    can_win = bool(heap % (most + 1))
-    begins = can_win if evaluation else Random(sample.prompt.index).random() < 0.5
-    turn = 0 if begins else 1
-    while heap:
-        player = PLAYERS[turn]
-        if evaluation and player == "rival":
-            move = best(heap, most)
-        else:
-            move = _move(await ask(client, player, [{"role": "user", "content": f"{heap}/{most}"}]))
-        if not 1 <= move <= min(most, heap):
-            return _won_by(1 - turn)
-        heap -= move
-        turn = 1 - turn
-    return _won_by(1 - turn)
+    price = int(sample.prompt.text)
+    messages = [{"role": "user", "content": sample.prompt.text}]
+    if evaluation:
+        right = float(bid_of(await ask(client, "policy", messages), price) == price)
+        return {"policy": right, "rival": 1.0 - right}
+    answers = await asyncio.gather(*(ask(client, player, messages) for player in PLAYERS))
+    bids = [bid_of(answer, price) for answer in answers]
+    policy = 0.5 if bids[0] == bids[1] else float(bids[0] > bids[1])
+    return {"policy": policy, "rival": 1.0 - policy}
+
+
+def bid_of(answer: str, price: int) -> int:
+    """The bid of an answer; -1 if it is none, or beyond the price."""
+    bid = int(answer) if answer.isascii() and answer.isdigit() and len(answer) < 9 else -1
+    return bid if bid <= price else -1
 
 
 VERDICT = {"name": "verdict", "strict": True, "schema": {"type": "string", "enum": ["A", "B"]}}
@@ -72,11 +70,3 @@ async def _verdict(client: AsyncOpenAI, question: str, said: list[tuple[str, str
     answer = await ask(client, "judge", [{"role": "user", "content": text}], response_format=format_)
     chosen_first = "A" in answer
     return next(player for player in PLAYERS if (player == first) == chosen_first)
-
-
-def _move(answer: str) -> int:
-    return int(answer) if answer.isascii() and answer.isdigit() and len(answer) < 4 else 0
-
-
-def _won_by(turn: int) -> dict[str, float]:
-    return {player: float(number == turn) for number, player in enumerate(PLAYERS)}

@@ -6,7 +6,7 @@ A game is a coroutine, `episode.agent.function`: its client asks each player by 
 `models` says who is who: `trains` is another policy with its own weights and trainer, `seat_of` another side of the
 same policy (self-play), and a model without either is frozen.
 
-python -m apps.selfplay.main --config apps/selfplay/nim.yaml
+python -m apps.selfplay.main --config apps/selfplay/auction.yaml
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Provider:
             body = {**body, "model": self.name}
         if "/models/" in path:  # Google's dialect has both in the path, and rejects them in the body
             body = {name: value for name, value in body.items() if name not in ("model", "stream")}
-        # A session of aiohttp belongs to one event loop, and answers take seconds: one for each request is no cost.
+        # A session of aiohttp belongs to one event loop, and answers take seconds: one for each request costs little.
         data = json.dumps(body)
         headers = self._headers(request)
         timeout = ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE)

@@ -12,6 +12,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 
 from apps.code.config import CodeConfig
+from apps.selfplay.main import SelfPlayConfig
 from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import ConfigError, Section, build, load, section_in, to_dict
@@ -35,6 +36,7 @@ CONFIGS = {
     "grpo": GRPOConfig,
     "reward_model": RewardModelConfig,
     "real": GRPOConfig,
+    "selfplay": SelfPlayConfig,
     "sft": SFTConfig,
     "tools": ToolsConfig,
     "weaver": WeaverConfig,

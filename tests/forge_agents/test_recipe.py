@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("openai")
 
 import forge
+from benchmarks import agent_soak
 from forge.config import ConfigError
 from forge_agents.certificate import EXCLUSIONS
 
@@ -138,3 +139,25 @@ def test_settings_that_cannot_be(tmp_path, agent, problem):
         run(tmp_path, agent)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_loses_each_of_its_processes_trains_every_token_once(tmp_path):
+    numbers = itertools.count()
+    victims = {5: "trainer", 40: "generator", 70: "gateway"}
+
+    async def lossy(client, sample):
+        victim = victims.get(next(numbers))
+        playing = asyncio.create_task(agent_soak.play(client, sample))
+        if victim is not None:
+            await asyncio.sleep(0.02)
+            assert agent_soak.kill(victim)
+        return await playing
+
+    settings = agent_soak.settings(tmp_path, steps=6, agents=16)
+    settings["episode"]["agent"]["function"] = lossy
+    settings["checkpoint"]["every"] = 2
+    rows = forge.train(None, **settings).metrics
+    figures = agent_soak.check(tmp_path / "soak")
+    assert figures["episodes"] == 6 * 8 * 4
+    for name in ("trainer", "generator", "gateway_actor"):
+        assert sum(row.get(f"restarts/{name}", 0) for row in rows) == 1

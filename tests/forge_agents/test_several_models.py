@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 pytest.importorskip("openai")
 
+from apps.selfplay import games
 from apps.selfplay.main import SelfPlayConfig, train
 from forge.config import ConfigError, build
 from forge.models import build_small_model
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
 SETTINGS = {
-    "dataset": {"task": "apps.toys.nim:Nim", "difficulty": [3, 20]},
+    "dataset": {"task": "apps.toys.prices:Price", "difficulty": [2, 3]},
     "training": {"batch_size": 2, "steps": 2, "learning_rate": 1e-2, "seq_len": 128, "warmup_steps": 0},
     "grpo": {"n_samples": 4, "max_tokens": 4},
     "eval": {"problems": 0},
@@ -33,14 +34,14 @@ SETTINGS = {
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "model"
     small = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
-    return build_small_model(folder, seed=0, alphabet="0123456789/>", **small)
+    return build_small_model(folder, seed=0, alphabet="0123456789>", **small)
 
 
 def run(root, model, function, models, name="run", resume=None, **settings):
     """A run of the recipe for several policies; its folder."""
     from forge.recipes.launch import execute
 
-    episode = {"max_tokens": 64, "template": TEMPLATE, "agent": {"function": function}}
+    episode = {"max_tokens": settings.pop("max_tokens", 64), "template": TEMPLATE, "agent": {"function": function}}
     values = {**SETTINGS, "model": str(model), "episode": episode, "models": models, **settings}
     cfg = build(SelfPlayConfig, {**values, "run": {"name": name, "root": str(root)}})
     return Path(execute(train, cfg, resume=resume))
@@ -142,6 +143,21 @@ def test_a_frozen_model_answers_and_does_not_train(tmp_path, model):
     assert not (folder / "model-judge").exists()
 
 
+def test_a_debate_before_a_frozen_judge(tmp_path, model):
+    judge = build_small_model(
+        tmp_path / "judge", seed=3, alphabet=None, hidden_size=32, layers=1, heads=2, kv_heads=1, max_positions=512
+    )
+    models = {"rival": {"trains": True}, "judge": {"model": str(judge), "template": TEMPLATE}}
+    training = {**SETTINGS["training"], "seq_len": 512}
+    # The debaters read and write text, so they have the judge's alphabet.
+    folder = run(tmp_path, judge, games.debate, models, max_tokens=512, training=training)
+    for row in rows_of(folder)[1:]:
+        assert row["reward"] + row["rival/reward"] == pytest.approx(1.0)
+        assert row["episode/turns"] == 2
+        # The verdict is decoded under a grammar: each debate has one.
+        assert row.get("episode/unscored", 0.0) == 0.0
+
+
 def test_rewards_for_other_players_end_the_run(tmp_path, model):
     async def wrong(client, sample):
         await answers(client, sample)
@@ -158,7 +174,7 @@ def test_rewards_for_other_players_end_the_run(tmp_path, model):
         (RLConfig, {"rival": {"seat_of": "policy"}}, r"models\.rival\.seat_of: this recipe has one seat"),
         (SelfPlayConfig, {"rival": {"seat_of": "polcy"}}, r"'polcy' is not trained here: name one of policy"),
         (SelfPlayConfig, {"policy": {"trains": True}}, r"models\.policy: 'policy' is the run's model"),
-        (SelfPlayConfig, {"a.b": {"trains": True}}, r"models\.a\.b: 'a\.b' is no name"),
+        (SelfPlayConfig, {"a.b": {"trains": True}}, r"models\.a\.b: 'a\.b' must be of letters"),
         (SelfPlayConfig, {"rival": {"trains": True, "url": "http://x"}}, r"trains and models\.rival\.url contradict"),
         (SelfPlayConfig, {"rival": {"trains": True, "temperature": 0.5}}, r"models\.rival\.temperature does nothing"),
         (RLConfig, {"gpt": {"url": "api.openai.com"}}, r"models\.gpt\.url must be like https://api\.openai\.com"),

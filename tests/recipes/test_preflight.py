@@ -256,6 +256,21 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
         "reward, generator and serve do nothing: eval.accuracy is false, or eval.problems 0",
     ),
     (
+        RLConfig,
+        {"models": {"judge": {"model": "x"}}},
+        "models does nothing: no agent asks for them: episode.agent is not set",
+    ),
+    (
+        RLConfig,
+        {**ENVIRONMENT, "models": {"judge": {"model": "x"}}},
+        "models does nothing with an environment: only agents of episode.agent ask for models by their names",
+    ),
+    (
+        RLConfig,
+        {**COLOCATED, "episode": {"agent": AGENT}, "models": {"judge": {"model": "x"}}},
+        "models does not work with colocated: further models have separate processes",
+    ),
+    (
         SFTConfig,
         {"eval": {"problems": 0, "stop_at": 0.5}},
         "eval.stop_at and eval.max_tokens do nothing: eval.accuracy is false, or eval.problems 0",

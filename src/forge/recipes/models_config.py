@@ -106,7 +106,7 @@ def check_models(models: dict[str, FurtherModel], *, trains_several: bool) -> No
     for name, further in models.items():
         path = f"models.{name}"
         if name == POLICY or not name.replace("-", "_").isidentifier():
-            reason = "is the run's model" if name == POLICY else "is no name: use letters, digits, - and _"
+            reason = "is the run's model" if name == POLICY else "must be of letters, digits, - and _"
             raise ConfigError(f"{path}: {name!r} {reason}")
         further.check(path)
         if further.seat_of is not None and further.seat_of != POLICY and further.seat_of not in trained_models(models):

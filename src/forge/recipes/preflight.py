@@ -361,7 +361,7 @@ MULTI_TURN_RULES: list[ConfigRule[RLConfig]] = [
     ConfigRule(
         lambda cfg: bool(cfg.models) and cfg.colocated,
         "models does not work with colocated",
-        "further models have processes of their own",
+        "further models have separate processes",
     ),
     ConfigRule(
         lambda cfg: cfg.environment is not None and cfg.episode.agent is not None,
