@@ -15,13 +15,13 @@ PLAYERS = ("policy", "rival")
 async def auction(client: AsyncOpenAI, sample: Sample, evaluation: bool = False) -> dict[str, float]:
     """Bid for a price at the same time; who is closer to it without going beyond wins, and equal bids share.
 
-    An evaluation asks the policy alone, and wants the price itself.
+    An evaluation asks the policy alone, and earns the share of the price that it bids: 1 is the price itself.
     """
     price = int(sample.prompt.text)
     messages = [{"role": "user", "content": sample.prompt.text}]
     if evaluation:
-        right = float(bid_of(await ask(client, "policy", messages), price) == price)
-        return {"policy": right, "rival": 1.0 - right}
+        share = max(0, bid_of(await ask(client, "policy", messages), price)) / price
+        return {"policy": share, "rival": 1.0 - share}
     answers = await asyncio.gather(*(ask(client, player, messages) for player in PLAYERS))
     bids = [bid_of(answer, price) for answer in answers]
     policy = 0.5 if bids[0] == bids[1] else float(bids[0] > bids[1])
