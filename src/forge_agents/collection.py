@@ -78,7 +78,7 @@ class WorkerPlay:
         assert agent.collection is not None
         self.timeout = agent.timeout + agent.collection.scoring_timeout
         self.worker = agent.collection.worker(agent.env)
-        self._holder = asyncio.create_task(self._hold())
+        self.holder = asyncio.create_task(self._hold())
 
     async def _hold(self) -> None:
         """Hold the worker until the run's event loop ends."""

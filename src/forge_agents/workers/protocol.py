@@ -8,6 +8,7 @@ Standard input ends with the controller, and the worker with it. Python 3.11 or 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -24,6 +25,10 @@ CLOSING = 5.0  # seconds that a collection may take to close
 
 class SettingError(Exception):
     """A setting that is invalid here, such as an environment that is not installed: the run cannot begin."""
+
+
+class EpisodeError(Exception):
+    """A failure of the environment in one episode, in its words."""
 
 
 class Collection(Protocol):
@@ -104,11 +109,11 @@ class _Server:
         except asyncio.CancelledError:
             self._send({"id": number, "error": "cancelled", "setting": False})
         except Exception as error:
-            setting = isinstance(error, SettingError)
-            if not setting:
+            is_known = isinstance(error, SettingError | EpisodeError)
+            if not is_known:
                 traceback.print_exc()
-            text = str(error) if setting else f"{type(error).__name__}: {error}"
-            self._send({"id": number, "error": text, "setting": setting})
+            text = str(error) if is_known else f"{type(error).__name__}: {error}"
+            self._send({"id": number, "error": text, "setting": isinstance(error, SettingError)})
         finally:
             del self.running[number]
 
@@ -120,9 +125,10 @@ class _Server:
         if op == "play":
             return await self.collection.play(**fields)
         count = 0
-        for split, row in self.collection.rows():
-            if count == fields["limit"]:
-                break
+        limit = fields["limit"]
+        rows = self.collection.rows()
+        # Nothing is read, or downloaded, of which no row is wanted.
+        for split, row in itertools.islice(rows, None if limit < 0 else limit):
             self._send({"id": number, "row": row, "split": split})
             count += 1
         return {"rows": count}

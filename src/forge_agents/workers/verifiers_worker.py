@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from protocol import SettingError, Values, serve
+from protocol import EpisodeError, SettingError, Values, serve
 
 # So that nothing of this folder hides a package of the same name.
 sys.path.pop(0)
@@ -108,13 +108,13 @@ class Environment:
         traces = [trace for trace in episode.traces if trace.agent.name in (self.players[0], "")]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end")
+            raise EpisodeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end")
         if len(traces) != 1:
             raise SettingError(f"an episode has {len(traces)} runs of {self.players[0]}: one is needed for its reward")
         (trace,) = traces
         rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         if not rewards or None in rewards.values():
-            raise RuntimeError(f"the environment gave no reward: {rewards}")
+            raise EpisodeError(f"the environment gave no reward: {rewards}")
         metrics = {**trace.metrics, **rewards}
         return {"reward": trace.reward, "stop": trace.stop_condition or "ended", "metrics": metrics}
 
