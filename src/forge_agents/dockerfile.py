@@ -48,6 +48,8 @@ class Image:
                 raise ValueError(
                     f"its path {path} is of the system: without a container, paths such as /app are possible"
                 )
+            if self.workdir.startswith(f"{path}/"):
+                raise ValueError(f"it copies to {path}, which holds the working folder {self.workdir}: copy into that")
             for other in readable:
                 if f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/"):
                     raise ValueError(f"its path {path} hides {other}, which episode.agent.readable names")
@@ -101,6 +103,9 @@ def read_dockerfile(text: str, folder: Path, unsupported: Unsupported) -> Image:
         elif instruction == "ENV":
             image.env |= _variables(rest)
         elif instruction in ("COPY", "ADD"):
+            if "--from=" in rest:
+                unsupported("stages", "several stages")
+                continue
             image.copies += _copies(rest, folder, workdir if workdir != PurePosixPath("/") else PurePosixPath("/app"))
         elif instruction not in WITHOUT_EFFECT and not (instruction == "USER" and rest in ("root", "0")):
             unsupported(instruction, f"{instruction} {rest[:40]}".strip())
@@ -142,5 +147,9 @@ def _copies(rest: str, folder: Path, workdir: PurePosixPath) -> list[tuple[Path,
         paths = sorted(glob.glob(source.lstrip("/") or ".", root_dir=folder))
         if not paths:
             raise ValueError(f"COPY {source} is not in environment")
-        copies += [(folder / path, target) for path in paths]
+        for path in paths:
+            # A link could lead to any file of this machine.
+            if not Path(os.path.realpath(folder / path)).is_relative_to(os.path.realpath(folder)):
+                raise ValueError(f"COPY {source} leads out of environment")
+            copies.append((folder / path, target))
     return copies

@@ -84,7 +84,7 @@ class HarborTask:
             owned: give them to the user of confined programs.
         """
         tests = fresh(folder, TESTS)
-        shutil.copytree(self.folder / "tests", tests, dirs_exist_ok=True)
+        shutil.copytree(self.folder / "tests", tests, symlinks=True, dirs_exist_ok=True)
         (tests / "test.sh").chmod(0o755)
         fresh(folder, VERIFIER)
         if owned:
@@ -141,7 +141,7 @@ def _read_task(folder: Path, ignore: list[str]) -> HarborTask:
     if environment.get("os", "linux").lower() != "linux":
         raise ValueError("environment.os must be linux")
     if verifier.get("environment_mode", "shared") != "shared":
-        raise ValueError("verifier.environment_mode must be shared: tests run where the agent did")
+        unsupported("separate", "verifier.environment_mode = separate")
     for section, names in NEEDS.items():
         for name in names:
             if table.get(section, {}).get(name) not in (None, 0, [], {}, "root"):
@@ -159,7 +159,8 @@ def _read_task(folder: Path, ignore: list[str]) -> HarborTask:
         folder,
         instruction_of((folder / "instruction.md").read_text()),
         image,
-        {**image.env, **_texts(environment.get("env", {}))},
+        # The working folder by the name that it has in the task's container, which shells believe.
+        {"PWD": image.workdir, **image.env, **_texts(environment.get("env", {}))},
         _texts(verifier.get("env", {})),
         timeout=table.get("agent", {}).get("timeout_sec"),
         test_timeout=float(verifier.get("timeout_sec", TEST_TIMEOUT)),

@@ -159,7 +159,7 @@ class Environment:
                     raise RuntimeError("a server ended while it started")
             await asyncio.sleep(0.01)
 
-    def _serve(self, app: App, **settings: str) -> int:
+    def _serve(self, app: App, **settings: Any) -> int:
         """Serve an app; returns its port."""
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(app, log_level=logging.WARNING, timeout_graceful_shutdown=1, **settings)
