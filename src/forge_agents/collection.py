@@ -67,7 +67,7 @@ class CollectionConfig(Section):
             env: variables of its process, beside those of this one.
         """
         assert self.python is not None
-        script = Path(workers.__file__).with_name(WORKERS[self.kind])
+        script = Path(workers.__file__).parent / WORKERS[self.kind]
         return Worker([self.python, str(script)], {"environment": self.environment, "args": self.args}, env=env)
 
 
