@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,8 @@ from .worker import Worker
 
 if TYPE_CHECKING:
     from .config import AgentConfig
+
+log = logging.getLogger(__name__)
 
 WORKERS = {"verifiers": "verifiers_worker.py", "nemo": "nemo_worker.py"}  # in the folder of `forge_agents.workers`
 READING = 3600.0  # seconds until all rows are read, which may be downloaded first
@@ -88,12 +91,17 @@ class WorkerPlay:
             await self.worker.close()
 
     async def __call__(self, access: Access, sample: Sample) -> Outcome:
-        """Play one episode. InfrastructureError: the environment or its worker failed."""
+        """Play one episode; it is lost if the environment or its worker fails. ConfigError: a setting is invalid."""
         url = f"{access.url}/s/{access.key}"
-        result = await self.worker.request("play", self.timeout, task=task_of(sample), url=url, model=POLICY)
-        reward = result.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise InfrastructureError(f"the environment's reward is {reward!r}, not a finite number")
+        try:
+            result = await self.worker.request("play", self.timeout, task=task_of(sample), url=url, model=POLICY)
+            reward = result.get("reward")
+            if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise InfrastructureError(f"the environment's reward is {reward!r}, not a finite number")
+        except InfrastructureError as error:
+            # An outcome, by which the tokens of the attempt are in the account of the next one.
+            log.warning("an episode of %s was lost: %s", sample.prompt.text[:60] or "a task", error)
+            return Outcome(None, "infrastructure", True, {"error": str(error)})
         return Outcome(float(reward), str(result.get("stop", "ended")), info={"metrics": result.get("metrics", {})})
 
 

@@ -12,7 +12,6 @@ pytest.importorskip("openai")
 
 import forge
 from forge.config import ConfigError
-from forge.envs.environment import InfrastructureError
 from forge.recipes.launch import BadInput
 from forge.types import Prompt, Sample
 from forge_agents import collection
@@ -57,8 +56,9 @@ def test_an_outcome_has_the_reward_and_the_metrics(odd):
 
 @pytest.mark.parametrize("reward", ["null", "true", '"1"', "NaN", "Infinity"])
 def test_a_reward_that_is_not_a_number_is_not_0(odd, reward):
-    with pytest.raises(InfrastructureError, match="not a finite number"):
-        play(odd, f'{{"reward": {reward}}}')
+    outcome = play(odd, f'{{"reward": {reward}}}')
+    assert (outcome.reward, outcome.stop, outcome.is_lost) == (None, "infrastructure", True)
+    assert "not a finite number" in outcome.info["error"]
 
 
 def test_a_row_of_another_dataset_is_one_line(odd):

@@ -12,8 +12,8 @@ pytest.importorskip("openai")
 
 import forge
 from forge.config import ConfigError
-from forge.envs.environment import InfrastructureError
 from forge.types import Prompt, Sample
+from forge_agents.certificate import EXCLUSIONS
 from forge_agents.cli import write_rows
 from forge_agents.collection import WorkerPlay, check_collection, read_rows
 from forge_agents.config import AgentConfig
@@ -41,7 +41,7 @@ def played(served, agent, *answers):
     async def play_all():
         play = WorkerPlay(agent)
         try:
-            return await asyncio.gather(*(play_one(play, answer) for answer in answers), return_exceptions=True)
+            return await asyncio.gather(*(play_one(play, answer) for answer in answers))
         finally:
             play.holder.cancel()
             await asyncio.gather(play.holder, return_exceptions=True)
@@ -83,9 +83,9 @@ def test_verifiers_plays_and_scores_by_its_rubric(served, forced_policy):
 
 def test_an_error_of_a_rubric_is_not_a_reward_of_0(served, forced_policy):
     agent = sums(env={"FORGE_SUMS": "raise"})
-    (error,) = played(served, agent, asyncio.run(read_rows(agent))["train"][0]["answer"])
-    assert isinstance(error, InfrastructureError)
-    assert re.search(r"TaskError: .*scoring: ValueError: the rubric is broken", str(error))
+    ((outcome, _),) = played(served, agent, asyncio.run(read_rows(agent))["train"][0]["answer"])
+    assert (outcome.reward, outcome.is_lost) == (None, True)
+    assert re.search(r"TaskError: .*scoring: ValueError: the rubric is broken", outcome.info["error"])
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_settings_of_verifiers_that_cannot_be_are_one_line(environment, args, pr
     assert "\n" not in str(caught.value)
 
 
-def test_verifiers_trains(tmp_path):
-    agent = sums()
+def test_verifiers_trains_though_its_worker_is_killed(tmp_path):
+    agent = sums(env={"FORGE_SUMS": "die", "FORGE_SUMS_MARK": str(tmp_path / "mark")})
     config = {
         "from_scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 128},
         "dataset": {"path": str(tmp_path / "train.jsonl")},
@@ -138,8 +138,13 @@ def test_verifiers_trains(tmp_path):
     rows = forge.train(None, **config).metrics
     counted = [row for row in rows if "certificate/sampled" in row]
     assert sum(row["certificate/trained"] for row in counted) > 0
-    assert all(row["certificate/sampled"] == row["certificate/trained"] for row in counted)
-    assert all(row.get("episode/infrastructure", 0) == 0 for row in rows)
+    for row in counted:
+        excluded = sum(row.get(f"certificate/{name}", 0) for name in EXCLUSIONS)
+        assert row["certificate/sampled"] == row["certificate/trained"] + excluded
+    # The first turns of the episodes that were lost with it.
+    assert (tmp_path / "mark").exists()
+    assert sum(row["certificate/orphan"] + row["certificate/unscored"] for row in counted) > 0
+    assert all(row.get("episode/unscored", 0) == 0 for row in rows)
 
 
 def test_nemo_gym_plays_its_agent_and_keeps_sessions_apart(served, forced_policy):
@@ -166,9 +171,9 @@ def test_nemo_gym_plays_its_agent_and_keeps_sessions_apart(served, forced_policy
 def test_an_error_of_a_nemo_server_has_its_text(served, forced_policy):
     agent = agent_of("nemo", "example_session_state_mgmt", args={"datasets": ["example"]})
     task = asyncio.run(read_rows(agent))["train"][0]["answer"]
-    (error,) = played(served, agent, {**task, "initial_count": "many"})
-    assert isinstance(error, InfrastructureError)
-    assert "initial_count" in str(error)
+    ((outcome, _),) = played(served, agent, {**task, "initial_count": "many"})
+    assert (outcome.reward, outcome.is_lost) == (None, True)
+    assert "initial_count" in outcome.info["error"]
 
 
 def test_an_environment_that_nemo_gym_does_not_have_is_one_line():

@@ -1,9 +1,21 @@
 """An environment of verifiers 0.4: sums, asked in one turn or two, with a metric beside the reward."""
 
+import itertools
 import os
+import signal
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
+
+TURNS = itertools.count()
+
+
+def die_once():
+    """Kill this process at its sixth turn, unless one before it died so."""
+    mark = os.environ["FORGE_SUMS_MARK"]
+    if next(TURNS) == 5 and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SumData(vf.TaskData):
@@ -44,6 +56,8 @@ class SumHarness(vf.Harness[vf.HarnessConfig]):
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for _ in range(2):
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages)
+                if os.environ.get("FORGE_SUMS") == "die":
+                    die_once()
                 messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
                 messages.append({"role": "user", "content": "sure?"})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
