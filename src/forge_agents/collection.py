@@ -7,71 +7,36 @@ import hashlib
 import json
 import logging
 import math
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field, PositiveFloat
+from typing import Any
 
 from forge.config import ConfigError
-from forge.config.sections import Section
 from forge.envs.environment import InfrastructureError
 from forge.types import Sample
 
 from . import workers
+from .collection_config import WORKERS
+from .config import AgentConfig
 from .environment import POLICY, Outcome
 from .settings import Access
 from .worker import Worker
 
-if TYPE_CHECKING:
-    from .config import AgentConfig
-
 log = logging.getLogger(__name__)
 
-WORKERS = {"verifiers": "verifiers_worker.py", "nemo": "nemo_worker.py"}  # in the folder of `forge_agents.workers`
 READING = 3600.0  # seconds until all rows are read, which may be downloaded first
 
 Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
 
 
-class CollectionConfig(Section):
-    """An environment of a collection, which plays and scores the episodes."""
-
-    kind: Literal["verifiers", "nemo", "harbor"]
-    """`verifiers` 0.4 or `nemo-gym` 0.4, each in a Python environment of its package, or task folders of Harbor."""
-    environment: str
-    """The id of a taskset of verifiers; a resources server of NeMo Gym or a YAML file of one; a folder of tasks."""
-    python: str | None = None
-    """The Python that has the package: `ENVIRONMENT/bin/python`. Not of `harbor`, which needs none."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the environment, in the package's words."""
-    scoring_timeout: PositiveFloat = 120.0
-    """Seconds that an episode may take beyond `episode.agent.timeout`, for its scores."""
-
-    def _check(self) -> None:
-        if self.kind in WORKERS:
-            if self.python is None:
-                raise ConfigError(f"episode.agent.collection.python must name the Python that has {self.kind}")
-            # A name is looked up as a shell does; a path must be one of a program.
-            if shutil.which(self.python) is None:
-                raise ConfigError(
-                    f"episode.agent.collection.python {self.python} is not a program: make the environment "
-                    "(docs/collections.md), and name its bin/python"
-                )
-        elif self.python is not None:
-            raise ConfigError(f"episode.agent.collection.python does nothing: {self.kind} needs no other Python")
-
-    def worker(self, env: Mapping[str, str]) -> Worker:
-        """A worker of this environment.
-
-        Args:
-            env: variables of its process, beside those of this one.
-        """
-        assert self.python is not None
-        script = Path(workers.__file__).parent / WORKERS[self.kind]
-        return Worker([self.python, str(script)], {"environment": self.environment, "args": self.args}, env=env)
+def worker_of(agent: AgentConfig) -> Worker:
+    """A worker of an agent's collection."""
+    assert agent.collection is not None
+    assert agent.collection.python is not None
+    script = Path(workers.__file__).parent / WORKERS[agent.collection.kind]
+    opening = {"environment": agent.collection.environment, "args": agent.collection.args}
+    return Worker([agent.collection.python, str(script)], opening, env=agent.env)
 
 
 class WorkerPlay:
@@ -80,7 +45,7 @@ class WorkerPlay:
     def __init__(self, agent: AgentConfig) -> None:
         assert agent.collection is not None
         self.timeout = agent.timeout + agent.collection.scoring_timeout
-        self.worker = agent.collection.worker(agent.env)
+        self.worker = worker_of(agent)
         self.holder = asyncio.create_task(self._hold())
 
     async def _hold(self) -> None:
@@ -135,7 +100,7 @@ def check_collection(agent: AgentConfig) -> None:
 
     # In a thread: the caller may have a running loop.
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: asyncio.run(check(agent.collection.worker(agent.env)))).result()  # type: ignore[union-attr]
+        pool.submit(lambda: asyncio.run(check(worker_of(agent)))).result()
 
 
 async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]:
@@ -153,7 +118,7 @@ async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]
         splits["train"] = [{"question": task.instruction, "answer": {"task": name}} for name, task in tasks.items()]
         splits["train"] = splits["train"][: None if limit < 0 else limit]
         return splits
-    worker = agent.collection.worker(agent.env)
+    worker = worker_of(agent)
     try:
         await worker.request("rows", READING, limit=limit, on_row=lambda split, row: splits[split].append(row))
     finally:

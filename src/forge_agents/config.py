@@ -11,7 +11,7 @@ from forge.config.plugin import resolve
 from forge.config.sections import Section
 
 from .agent import AgentCommand
-from .collection import CollectionConfig
+from .collection_config import CollectionConfig
 
 
 class TestCommand(Section):

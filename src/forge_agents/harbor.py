@@ -6,7 +6,7 @@ import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge.config import ConfigError
 from forge.config.sections import build
@@ -16,12 +16,10 @@ from forge.types import Sample
 from .agent import AgentCommand
 from .collection import task_of
 from .command import CommandRunner
+from .config import AgentConfig
 from .environment import POLICY, Outcome
 from .harbor_task import HarborArgs, HarborTask, read_tasks, reward_of
 from .settings import Access
-
-if TYPE_CHECKING:
-    from .config import AgentConfig
 
 
 class HarborPlay:

@@ -20,7 +20,7 @@ from forge.config import ConfigError
 from forge.config.sections import Section, build
 
 from .agent import CommandResult
-from .collection import CollectionConfig
+from .collection_config import CollectionConfig
 from .dockerfile import INNER, Image, read_dockerfile
 from .task_folder import fresh, give
 

@@ -14,7 +14,7 @@ import forge
 from forge.config import ConfigError
 from forge.recipes.launch import BadInput
 from forge.types import Prompt, Sample
-from forge_agents import collection
+from forge_agents import collection_config
 from forge_agents.cli import write_rows
 from forge_agents.collection import WorkerPlay, check_collection, hold_out, read_rows
 from forge_agents.config import AgentConfig
@@ -30,7 +30,7 @@ ODD = {"kind": "verifiers", "environment": "odd", "python": sys.executable}
 @pytest.fixture
 def odd(monkeypatch):
     """The section of an environment that this Python has, in place of verifiers."""
-    monkeypatch.setitem(collection.WORKERS, "verifiers", str(SCRIPT))
+    monkeypatch.setitem(collection_config.WORKERS, "verifiers", str(SCRIPT))
     return AgentConfig(collection=ODD)
 
 
