@@ -124,6 +124,12 @@ def test_what_runs_in_the_sandbox_imports_nothing_of_forge():
     assert [name for name in own if not name.startswith("forge_sandbox.inside")] == []
 
 
+def test_workers_of_other_pythons_import_nothing_of_forge():
+    files = sorted((SOURCE.parent / "forge_agents/workers").rglob("*.py"))
+    assert len(files) > 2
+    assert [name for file in files for name in imports(file) if name.split(".")[0].startswith("forge")] == []
+
+
 def test_nothing_below_knows_the_recipes():
     top = ("recipes", "api", "cli", "__init__", "__main__")
     below = [path.stem for path in SOURCE.iterdir() if path.stem not in top]

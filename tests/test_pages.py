@@ -207,6 +207,8 @@ def _check_forge(words: list[str]) -> None:
     if words[0] == "weaver":
         pytest.importorskip("sklearn")
         importlib.import_module("forge_weaver.cli").add_to(commands)
+    if words[0] == "agents":
+        importlib.import_module("forge_agents.cli").add_to(commands)
     if words in (["--help"], [words[0], "--help"]):
         return
     args = parser.parse_args(words)

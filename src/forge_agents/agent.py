@@ -30,6 +30,8 @@ class AgentCommand:
         processes: processes and threads that it may have at once. Programs on node start about ten threads each.
         output_kb: of stdout and of stderr, after which it is ended.
         readable: files and folders that it may read beside the system and this Python; `bin` of a folder is in PATH.
+        links: paths outside of the task folder that lead into it, with the paths there, such as {"/app": "."}; only
+            where programs are confined.
         network: "gateway" reaches the gateway alone; "host" all that this machine reaches.
 
     Raises:
@@ -45,6 +47,7 @@ class AgentCommand:
     output_kb: int = 4096
     readable: Sequence[str | Path] = ()
     network: Network = "gateway"
+    links: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         words = [] if isinstance(self.command, str) else list(self.command)

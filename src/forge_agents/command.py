@@ -145,8 +145,8 @@ class CommandRunner:
         settings["port"] = None if outer is None else outer[1]
         # A program without a gateway has no network.
         settings["network"] = "gateway" if url is None else command.network
-        give = self.level == "namespaces" and os.geteuid() == 0
-        filling = partial(fill, folder, command.files if new else None, files or {}, new=new, give=give)
+        owned = self.level == "namespaces" and os.geteuid() == 0
+        filling = partial(fill, folder, command.files if new else None, files or {}, new=new, owned=owned)
         # `close` ends the run by this task, and waits for it.
         run = asyncio.ensure_future(self._play(filling, settings, folder, new, outer))
         self._runs.add(run)
@@ -216,6 +216,7 @@ class CommandRunner:
             "inner_folder": words["folder"],
             "scratch": str(folder.parent / "tmp"),
             "readable": [*filter(os.path.exists, SYSTEM), *readable],
+            "links": {path: os.path.normpath(f"{INNER_FOLDER}/{inner}") for path, inner in command.links.items()},
             "timeout": command.timeout,
             "memory_mb": command.memory_mb,
             "processes": command.processes,

@@ -11,6 +11,7 @@ from forge.config.plugin import resolve
 from forge.config.sections import Section
 
 from .agent import AgentCommand
+from .collection_config import CollectionConfig
 
 
 class TestCommand(Section):
@@ -27,13 +28,15 @@ class TestCommand(Section):
 
 
 class AgentConfig(Section):
-    """An agent that plays the episodes: a program, or a coroutine of Python."""
+    """An agent that plays the episodes: a program, a coroutine of Python, or an environment of a collection."""
 
     command: list[str] | None = None
     """The program and its arguments; `{task}`, `{url}`, `{key}`, `{model}` and `{folder}` are replaced."""
     function: Any = None
     """In place of `command`: `package.module:name` of `async f(client, sample) -> float | None`, where the client is an
     `openai.AsyncOpenAI` whose model is "policy", and the task `sample.prompt.text`; it returns the reward."""
+    collection: CollectionConfig | None = None
+    """An environment that others made, which plays and scores; of `harbor` the agent is the `command`."""
     env: dict[str, str] = Field(default_factory=dict)
     """Variables beside those by which clients find the gateway."""
     files: str | None = None
@@ -60,6 +63,9 @@ class AgentConfig(Section):
     """Agents at once."""
 
     def _check(self) -> None:
+        if self.collection is not None:
+            self._check_collection(self.collection)
+            return
         if (self.command is None) == (self.function is None):
             raise ConfigError("episode.agent needs either a command or a function")
         if self.command is not None:
@@ -71,6 +77,19 @@ class AgentConfig(Section):
                 if getattr(self, name):
                     raise ConfigError(f"episode.agent.{name} does nothing: it is of a command")
             self.load_function()
+
+    def _check_collection(self, collection: CollectionConfig) -> None:
+        idle = ["function", "test", "reward", "files"]
+        if collection.kind != "harbor":
+            limits = ("memory_mb", "processes", "network", "allow_unsafe")
+            idle += ["command", "readable", *filter(self.differs, limits)]
+        elif self.command is None:
+            raise ConfigError("episode.agent.collection of harbor needs the command that solves its tasks")
+        else:
+            self.agent_command()
+        for name in idle:
+            if getattr(self, name):
+                raise ConfigError(f"episode.agent.{name} does nothing: the collection {collection.kind} has its own")
 
     def agent_command(self) -> AgentCommand:
         """The command with its limits. ConfigError: a limit is invalid, or a folder is not there."""

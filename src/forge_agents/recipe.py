@@ -19,9 +19,11 @@ from forge.recipes.models_config import POLICY
 from forge.types import Sample
 
 from .actor import GatewayActor, PolicySettings
+from .collection import WorkerPlay, check_collection
 from .command import CommandRunner
 from .config import AgentConfig
 from .environment import AgentEnv, Outcome, Play, Score
+from .harbor import HarborPlay
 from .listener import SharedListener
 from .provider import Provider
 from .settings import Access
@@ -58,7 +60,7 @@ async def agent_env(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> Age
     await gateway.listen.route()
     runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
     holder = asyncio.create_task(hold(listener, runner))
-    play = await command_play(agent, runner) if agent.command is not None else function_play(agent)
+    play = await agent_play(agent, runner)
     limits = {
         "max_turns": cfg.episode.max_turns,
         "max_tokens": cfg.episode.max_tokens,
@@ -103,6 +105,23 @@ async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
     """Start the generators of a frozen model."""
     options = cfg.placement(f"models.{name}.generator")
     return await Generator.options(**options).as_service(cfg.models[name].model or job.model, **cfg.generator)
+
+
+def check_agent(values: Any) -> None:
+    """ConfigError: the section names a collection's environment that cannot be opened here."""
+    agent = agent_config(values)
+    if agent.collection is not None:
+        check_collection(agent)
+
+
+async def agent_play(agent: AgentConfig, runner: CommandRunner) -> Play:
+    """How the configured agent plays a task."""
+    if agent.collection is not None:
+        if agent.collection.kind != "harbor":
+            return WorkerPlay(agent)
+        await runner.start()
+        return HarborPlay(agent, runner)
+    return await command_play(agent, runner) if agent.command is not None else function_play(agent)
 
 
 async def hold(listener: SharedListener, runner: CommandRunner) -> None:

@@ -13,14 +13,14 @@ HOME = ".home"  # in the task folder
 NOBODY = 65534  # the user of confined programs
 
 
-def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, new: bool, give: bool) -> None:
+def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, new: bool, owned: bool) -> None:
     """Fill a task folder.
 
     Args:
         source: a folder that is copied, for a new one.
         files: texts by their paths in the folder.
         new: create it first.
-        give: make all of it the property of the user that confined programs run as.
+        owned: make all of it the property of the user that confined programs run as.
 
     Raises:
         ValueError: a path that leads out of it.
@@ -46,12 +46,30 @@ def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, n
         with suppress(FileNotFoundError):
             target.unlink()
         target.write_text(text)
-    if give:
+    if owned:
         for place in (folder, folder.parent / "tmp"):
-            _give(place)
+            give(place)
 
 
-def _give(folder: Path) -> None:
+def fresh(folder: Path, path: str) -> Path:
+    """A new empty folder in a task folder, whatever an agent left on its path, links and locked folders included.
+
+    Args:
+        path: of the new folder, in the task folder.
+    """
+    place = folder
+    for part in PurePosixPath(path).parts:
+        place = place / part
+        if place.is_symlink() or (place.exists() and not place.is_dir()):
+            place.unlink()
+        place.mkdir(exist_ok=True)
+        place.chmod(0o755)
+    remove(place)
+    place.mkdir()
+    return place
+
+
+def give(folder: Path) -> None:
     """Make all of a folder the property of the user that programs run as."""
     os.chown(folder, NOBODY, NOBODY)
     for parent, folders, names in os.walk(folder):

@@ -316,6 +316,8 @@ class RLConfig(RecipeConfig):
 
     def check_reward(self) -> None:
         """ValueError: something that the reward names does not exist. An environment scores by itself."""
+        if self.episode.agent is not None:
+            resolve("forge_agents.recipe:check_agent", "episode.agent")(self.episode.agent)
         if self.multi_turn:
             return
         super().check_reward()

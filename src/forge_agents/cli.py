@@ -1,0 +1,94 @@
+"""`forge agents`: what a run with agents needs before it begins."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+# Imports within the steps take seconds.
+
+
+def add_to(commands: Any) -> None:
+    """Add the command and its steps to the parser's."""
+    agents = commands.add_parser(
+        "agents",
+        help="write the tasks of a collection of environments as rows",
+        description="What a run needs whose episodes agents play, see docs/collections.md.",
+        epilog="example: forge agents rows agent.yaml",
+    )
+    steps = agents.add_subparsers(dest="step", required=True, metavar="STEP")
+    rows = steps.add_parser(
+        "rows",
+        help="write the tasks of episode.agent.collection to dataset.path and eval.path",
+        description="Write the tasks of episode.agent.collection to the files that the configuration reads: "
+        "dataset.path, and of held-out ones eval.path.",
+        epilog="example: forge agents rows agent.yaml --held-out .1",
+    )
+    rows.add_argument("config", help="the run's YAML file")
+    rows.add_argument("--limit", type=int, default=-1, help="read so many tasks; default all")
+    rows.add_argument(
+        "--held-out",
+        type=float,
+        default=0.1,
+        help="share that is held out if the collection has no split; default .1",
+    )
+    rows.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    rows.set_defaults(run=_rows)
+
+
+def _rows(args: argparse.Namespace) -> None:
+    from forge.envs.environment import InfrastructureError
+
+    try:
+        print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))
+    except (ValueError, OSError, InfrastructureError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: bool = False) -> str:
+    """Write the rows of a configuration's collection to the files that it reads; returns what was written, in a line.
+
+    Args:
+        limit: the most rows that are read; -1: all.
+        share: of the rows that are held out, if the collection holds none out.
+        overwrite: replace files that exist.
+
+    Raises:
+        ConfigError: a setting is missing or invalid, or a file exists.
+        InfrastructureError: the collection failed.
+        OSError: a file cannot be read or written.
+    """
+    from forge.config import ConfigError
+    from forge.config.yaml_files import read_yaml
+
+    from .collection import hold_out, read_rows
+    from .recipe import agent_config
+
+    values = read_yaml(config) or {}
+    agent = agent_config((values.get("episode") or {}).get("agent") or {})
+    if agent.collection is None:
+        raise ConfigError(f"{config}: episode.agent.collection is not set")
+    if not 0 <= share < 1:
+        raise ConfigError(f"--held-out must be from 0 to below 1, got {share}")
+    paths: dict[str, Path] = {}
+    for split, section in (("train", "dataset"), ("eval", "eval")):
+        name = (values.get(section) or {}).get("path")
+        if not isinstance(name, str) or not name.endswith(".jsonl"):
+            raise ConfigError(f"{config}: {section}.path must name the .jsonl file to write, got {name!r}")
+        path = Path(name)
+        if path.exists() and not overwrite:
+            raise ConfigError(f"{path} exists: choose another {section}.path, or replace it by --overwrite")
+        paths[split] = path
+    splits = asyncio.run(read_rows(agent, limit))
+    if not splits["eval"]:
+        splits["train"], splits["eval"] = hold_out(splits["train"], share)
+    if not splits["train"]:
+        raise ConfigError(f"the collection has no tasks for training, and {len(splits['eval'])} that are held out")
+    for split, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({**row, "answer": json.dumps(row["answer"])}) + "\n" for row in splits[split])
+        path.write_text("".join(lines))
+    return ", ".join(f"{len(splits[split])} rows in {path}" for split, path in paths.items())

@@ -1,0 +1,146 @@
+"""Collections of environments that people have: their tasks as prompts, their scores as rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from forge.config import ConfigError
+from forge.envs.environment import InfrastructureError
+from forge.recipes.models_config import POLICY
+from forge.types import Sample
+
+from . import workers
+from .collection_config import WORKERS
+from .config import AgentConfig
+from .environment import Outcome
+from .settings import Access
+from .worker import Worker
+
+log = logging.getLogger(__name__)
+
+READING = 3600.0  # seconds until all rows are read, which may be downloaded first
+
+Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
+
+
+def worker_of(agent: AgentConfig) -> Worker:
+    """A worker of an agent's collection."""
+    assert agent.collection is not None
+    assert agent.collection.python is not None
+    script = Path(workers.__file__).parent / WORKERS[agent.collection.kind]
+    opening = {"environment": agent.collection.environment, "args": agent.collection.args}
+    return Worker([agent.collection.python, str(script)], opening, env=agent.env)
+
+
+class WorkerPlay:
+    """How a worker plays tasks."""
+
+    def __init__(self, agent: AgentConfig) -> None:
+        assert agent.collection is not None
+        self.timeout = agent.timeout + agent.collection.scoring_timeout
+        self.worker = worker_of(agent)
+        self.holder = asyncio.create_task(self._hold())
+
+    async def _hold(self) -> None:
+        """Hold the worker until the run's event loop ends."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.worker.close()
+
+    async def __call__(self, access: Access, sample: Sample, evaluation: bool = False) -> Outcome:
+        """Play one episode; it is lost if the environment or its worker fails. ConfigError: a setting is invalid."""
+        url = f"{access.url}/s/{access.key}"
+        try:
+            result = await self.worker.request("play", self.timeout, task=task_of(sample), url=url, model=POLICY)
+            reward = result.get("reward")
+            if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise InfrastructureError(f"the environment's reward is {reward!r}, not a finite number")
+        except InfrastructureError as error:
+            # An outcome, by which the tokens of the attempt are in the account of the next one.
+            log.warning("an episode of %s was lost: %s", sample.prompt.text[:60] or "a task", error)
+            return Outcome(None, "infrastructure", True, {"error": str(error)})
+        return Outcome(float(reward), str(result.get("stop", "ended")), info={"metrics": result.get("metrics", {})})
+
+
+def task_of(sample: Sample) -> Any:
+    """The task of a sample. ConfigError: its row is not one of a collection."""
+    try:
+        return json.loads(sample.target)
+    except ValueError:
+        raise ConfigError(
+            f"dataset: {sample.target!r:.60} is not a task of a collection: write its rows by `forge agents rows`, and "
+            "leave dataset.target_field as it is"
+        ) from None
+
+
+def check_collection(agent: AgentConfig) -> None:
+    """ConfigError: the collection's package or environment is not there, or a setting of it is invalid."""
+    assert agent.collection is not None
+    if agent.collection.kind == "harbor":
+        from .harbor_task import read_tasks
+
+        read_tasks(agent.collection)
+        return
+
+    async def check(worker: Worker) -> None:
+        try:
+            await worker.request("rows", READING, limit=0)
+        except InfrastructureError as error:
+            raise ConfigError(f"episode.agent.collection: {error}") from None
+        finally:
+            await worker.close()
+
+    # In a thread: the caller may have a running loop.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(check(worker_of(agent)))).result()
+
+
+async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]:
+    """The rows of a collection by their split, "train" and "eval". InfrastructureError: it failed.
+
+    Args:
+        limit: the most that are read; -1: all.
+    """
+    assert agent.collection is not None
+    splits: dict[str, list[Row]] = {"train": [], "eval": []}
+    if agent.collection.kind == "harbor":
+        from .harbor_task import read_tasks
+
+        tasks = read_tasks(agent.collection)
+        splits["train"] = [{"question": task.instruction, "answer": {"task": name}} for name, task in tasks.items()]
+        splits["train"] = splits["train"][: None if limit < 0 else limit]
+        return splits
+    worker = worker_of(agent)
+    try:
+        await worker.request("rows", READING, limit=limit, on_row=lambda split, row: splits[split].append(row))
+    finally:
+        await worker.close()
+    return splits
+
+
+def hold_out(rows: Iterable[Row], share: float) -> tuple[list[Row], list[Row]]:
+    """Rows for training and held-out ones, decided by the question itself, so that equal questions stay together.
+
+    Args:
+        share: of the held-out ones, 0 to 1; with more than 0 at least one question is held out.
+    """
+    places = {row["question"]: _place(row["question"]) for row in rows}
+    # The first question, where chance holds none out.
+    bound = max(share, min(places.values(), default=0.0) + 1e-12) if share > 0 else 0.0
+    held_out = [row for row in rows if places[row["question"]] < bound]
+    return [row for row in rows if places[row["question"]] >= bound], held_out
+
+
+def _place(question: str) -> float:
+    """A number from 0 to 1 that depends on the question alone."""
+    digest = hashlib.blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2.0**64

@@ -1,0 +1,138 @@
+"""The far end of a worker's pipes: answers requests, each one JSON object on a line.
+
+Requests: {"id", "op": "open" | "rows" | "play", ...} and {"op": "cancel", "id"}. Answers: {"id", "result": {...}}, or
+{"id", "error": text, "setting": whether a setting is at fault}; "rows" sends {"id", "row", "split"} before its result.
+Standard input ends with the controller, and the worker with it. Python 3.11 or newer, the standard library alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, TextIO
+
+Values = dict[str, Any]  # plain JSON
+MAX_LINE = 1 << 26  # bytes of a message
+CLOSING = 5.0  # seconds that a collection may take to close
+
+
+class SettingError(Exception):
+    """A setting that is invalid here, such as an environment that is not installed: the run cannot begin."""
+
+
+class EpisodeError(Exception):
+    """A failure of the environment in one episode, in its words."""
+
+
+class Collection(Protocol):
+    """An environment of a collection."""
+
+    def rows(self) -> Iterable[tuple[str, Values]]:
+        """The tasks, each with its split, "train" or "eval", as {"question", "answer"}."""
+
+    async def play(self, task: Values, url: str, model: str) -> Values:
+        """Play and score one episode: {"reward", "stop", "metrics"}.
+
+        Args:
+            task: the `answer` of a row.
+            url: the address of the episode's model, to which /v1 is added.
+        """
+
+    async def close(self) -> None:
+        """Free all resources."""
+
+
+Opener = Callable[[str, Values], Awaitable[Collection]]
+
+
+def serve(opener: Opener) -> None:
+    """Answer requests until standard input ends.
+
+    Args:
+        opener: opens an environment by its name and arguments.
+    """
+    # What the collection prints must not look like a message.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    asyncio.run(_Server(opener, answers).run(requests))
+
+
+def _follow(parent: int) -> None:
+    """End this process after its parent, even if its loop hangs and does not see the end of its input."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(2 * CLOSING)
+    os._exit(1)
+
+
+class _Server:
+    """The requests that are being answered."""
+
+    def __init__(self, opener: Opener, answers: TextIO) -> None:
+        self.opener, self.answers = opener, answers
+        self.collection: Collection | None = None
+        self.running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self, requests: TextIO) -> None:
+        """Read requests until their end, then end what is running."""
+        reader = asyncio.StreamReader(limit=MAX_LINE)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+        while line := await reader.readline():
+            request = json.loads(line)
+            number = request.pop("id")
+            if request["op"] == "cancel":
+                if number in self.running:
+                    self.running[number].cancel()
+                continue
+            self.running[number] = asyncio.create_task(self._answer(number, request))
+        for task in self.running.values():
+            task.cancel()
+        if self.collection is not None:
+            async with asyncio.timeout(CLOSING):
+                await self.collection.close()
+
+    async def _answer(self, number: int, request: Values) -> None:
+        try:
+            result = await self._result(number, **request)
+            self._send({"id": number, "result": result})
+        except asyncio.CancelledError:
+            self._send({"id": number, "error": "cancelled", "setting": False})
+        except Exception as error:
+            is_known = isinstance(error, SettingError | EpisodeError)
+            if not is_known:
+                traceback.print_exc()
+            text = str(error) if is_known else f"{type(error).__name__}: {error}"
+            self._send({"id": number, "error": text, "setting": isinstance(error, SettingError)})
+        finally:
+            del self.running[number]
+
+    async def _result(self, number: int, op: str, **fields: Any) -> Values:
+        if op == "open":
+            self.collection = await self.opener(fields["environment"], fields["args"])
+            return {"python": sys.version.split()[0]}
+        assert self.collection is not None, f"{op} came before open"
+        if op == "play":
+            return await self.collection.play(**fields)
+        count = 0
+        limit = fields["limit"]
+        rows = self.collection.rows()
+        # Nothing is read, or downloaded, of which no row is wanted.
+        for split, row in itertools.islice(rows, None if limit < 0 else limit):
+            self._send({"id": number, "row": row, "split": split})
+            count += 1
+        return {"rows": count}
+
+    def _send(self, message: Values) -> None:
+        self.answers.write(json.dumps(message) + "\n")
+        self.answers.flush()

@@ -1,0 +1,123 @@
+"""Plays environments of the package verifiers, 0.4: its tasksets with their harness and rewards, unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from protocol import EpisodeError, SettingError, Values, serve
+
+# So that nothing of this folder hides a package of the same name.
+sys.path.pop(0)
+
+try:
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.types import SamplingConfig
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    from verifiers.v1.utils.prime import load_prime_config
+except ImportError as error:
+    PROBLEM = f"verifiers 0.4 cannot be imported ({error}): {sys.executable} -m pip install 'verifiers==0.4.*'"
+else:
+    PROBLEM = ""
+
+
+async def open_environment(environment: str, args: Values) -> Environment:
+    """Open an environment by the id of its taskset; `args` are the fields of its `EnvConfig`, as after `--env.`."""
+    if PROBLEM:
+        raise SettingError(PROBLEM)
+    try:
+        config = resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": environment}})
+        opened = Environment(load_environment(config))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        # An import or a setting that fails; pydantic says it in several lines.
+        raise SettingError(f"environment {environment!r}: {' '.join(str(error).split())}") from error
+    opened.check()
+    await opened.start()
+    return opened
+
+
+class Environment:
+    """A loaded environment, with its shared servers."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.ready = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.task_type = type(env.taskset).task_type()
+        agents = agent_config_fields(env.config)
+        # An agent that has a client is another model, such as a judge.
+        self.players = [name for name, agent in agents.items() if agent.client is None]
+
+    def check(self) -> None:
+        """SettingError: episodes of this environment could not be played or scored."""
+        agents = agent_config_fields(self.env.config)
+        if len(self.players) != 1:
+            raise SettingError(
+                f"agents {', '.join(self.players) or 'none'} would be played by the policy, and one is needed: give "
+                "each other agent a model by args.AGENT.client and args.AGENT.model"
+            )
+        for name, agent in agents.items():
+            if agent.runtime.type == "prime" and not load_prime_config().get("api_key"):
+                raise SettingError(
+                    f"args.{name}.runtime is prime, which needs an account: set {{type: docker}}, or "
+                    "{type: subprocess}, by which the harness has all rights of your user"
+                )
+            # A second attempt in the same session would be learned from with the reward of the first.
+            if agent.retries.max_retries or agent.retries.rules or self.env.config.retries.max_retries:
+                raise SettingError("args.retries and args.AGENT.retries do nothing: episode.retries repeats episodes")
+
+    async def start(self) -> None:
+        """Start what episodes share: tool servers, and the server between harness and model."""
+        self.serving = asyncio.create_task(self._serve())
+        ready = asyncio.create_task(self.ready.wait())
+        await asyncio.wait([ready, self.serving], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.serving.done():
+            await self.serving
+
+    async def _serve(self) -> None:
+        # The task that enters it must be the one that leaves it.
+        async with self.env.serving():
+            self.ready.set()
+            await self.ended.wait()
+
+    async def close(self) -> None:
+        """End what episodes share."""
+        self.ended.set()
+        await self.serving
+
+    def rows(self) -> Iterator[tuple[str, Values]]:
+        """The tasks of the taskset."""
+        for task in self.env.taskset:
+            data = task.data
+            question = data.prompt_text.strip() or data.description or data.name or f"task {data.idx}"
+            yield "train", {"question": question, "answer": data.model_dump(mode="json")}
+
+    async def play(self, task: Values, url: str, model: str) -> Values:
+        """One episode of a task, whose reward is that of the policy's trace."""
+        data = self.task_type.data_type().model_validate(task)
+        (slot,) = self.env.slots(self.task_type(data, self.env.config.taskset.task))
+        # The key is in the address: a worker plays many episodes, and the variable is one.
+        client = EvalClientConfig(base_url=f"{url}/v1", api_key_var="FORGE_NO_KEY")
+        episode = await self.env.run_slot(slot, ModelContext(client=client, model=model, sampling=SamplingConfig()))
+        traces = [trace for trace in episode.traces if trace.agent.name in (self.players[0], "")]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok:
+            raise EpisodeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end")
+        if len(traces) != 1:
+            raise SettingError(f"an episode has {len(traces)} runs of {self.players[0]}: one is needed for its reward")
+        (trace,) = traces
+        rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
+        if not rewards or None in rewards.values():
+            raise EpisodeError(f"the environment gave no reward: {rewards}")
+        metrics = {**trace.metrics, **rewards}
+        return {"reward": trace.reward, "stop": trace.stop_condition or "ended", "metrics": metrics}
+
+
+if __name__ == "__main__":
+    serve(open_environment)

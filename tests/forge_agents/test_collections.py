@@ -1,0 +1,168 @@
+"""The settings of collections, their rows, and what a worker's result becomes; without the packages."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("openai")
+
+import forge
+from forge.config import ConfigError
+from forge.recipes.launch import BadInput
+from forge.types import Prompt, Sample
+from forge_agents import collection_config
+from forge_agents.cli import write_rows
+from forge_agents.collection import WorkerPlay, check_collection, hold_out, read_rows
+from forge_agents.config import AgentConfig
+from forge_agents.settings import Access
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = Path(__file__).with_name("collections") / "odd_worker.py"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
+ODD = {"kind": "verifiers", "environment": "odd", "python": sys.executable}
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    """The section of an environment that this Python has, in place of verifiers."""
+    monkeypatch.setitem(collection_config.WORKERS, "verifiers", str(SCRIPT))
+    return AgentConfig(collection=ODD)
+
+
+def play(agent, target):
+    """The outcome of an episode of a task."""
+
+    async def run():
+        worker_play = WorkerPlay(agent)
+        try:
+            return await worker_play(Access("http://gateway", "0" * 32), Sample(Prompt("", ()), target))
+        finally:
+            worker_play.holder.cancel()
+            await asyncio.gather(worker_play.holder, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_an_outcome_has_the_reward_and_the_metrics(odd):
+    outcome = play(odd, '{"reward": -0.5}')
+    assert (outcome.reward, outcome.stop, outcome.is_lost) == (-0.5, "ended", False)
+    assert outcome.info["metrics"]["url"] == f"http://gateway/s/{'0' * 32}"
+
+
+@pytest.mark.parametrize("reward", ["null", "true", '"1"', "NaN", "Infinity"])
+def test_a_reward_that_is_not_a_number_is_not_0(odd, reward):
+    outcome = play(odd, f'{{"reward": {reward}}}')
+    assert (outcome.reward, outcome.stop, outcome.is_lost) == (None, "infrastructure", True)
+    assert "not a finite number" in outcome.info["error"]
+
+
+def test_a_row_of_another_dataset_is_one_line(odd):
+    with pytest.raises(ConfigError, match="'forty-two' is not a task of a collection"):
+        play(odd, "forty-two")
+
+
+def test_a_collection_that_has_a_split_is_read_with_it(odd):
+    check_collection(odd)
+    rows = asyncio.run(read_rows(odd))
+    assert [row["answer"]["number"] for row in rows["train"]] == [0, 1, 2, 3]
+    assert [row["answer"]["number"] for row in rows["eval"]] == [4]
+
+
+def test_rows_are_held_out_by_their_question():
+    rows = [{"question": f"{n % 40}?", "answer": {"n": n}} for n in range(80)]
+    train, held_out = hold_out(rows, 0.25)
+    assert len(train) + len(held_out) == 80
+    assert 4 <= len(held_out) <= 40
+    assert not {row["question"] for row in train} & {row["question"] for row in held_out}
+    # The place of a row does not depend on others.
+    again, _ = hold_out(rows[::2], 0.25)
+    assert again == [row for row in train if row in rows[::2]]
+    assert hold_out(rows, 0) == (rows, [])
+    assert len(hold_out(rows[:3], 1e-9)[1]) == 1
+
+
+def configured(tmp_path, agent, **settings):
+    """A YAML file of a run whose rows are in the folder."""
+    values = {
+        "dataset": {"path": str(tmp_path / "rows/train.jsonl")},
+        "eval": {"path": str(tmp_path / "rows/eval.jsonl")},
+        "episode": {"agent": agent},
+        **settings,
+    }
+    file = tmp_path / "agent.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def test_rows_go_to_the_files_of_the_configuration(tmp_path, odd):
+    file = configured(tmp_path, {"collection": ODD})
+    assert write_rows(file) == f"4 rows in {tmp_path}/rows/train.jsonl, 1 rows in {tmp_path}/rows/eval.jsonl"
+    row = json.loads((tmp_path / "rows/train.jsonl").read_text().splitlines()[1])
+    assert row == {"question": "question 1", "answer": '{"number": 1}'}
+    with pytest.raises(ConfigError, match=r"exists: choose another dataset\.path, or replace it by --overwrite"):
+        write_rows(file)
+    # Of 4 rows, all are of the split for training: some are held out of it.
+    write_rows(file, limit=4, share=0.3, overwrite=True)
+    sizes = [len((tmp_path / f"rows/{name}.jsonl").read_text().splitlines()) for name in ("train", "eval")]
+    assert sum(sizes) == 4
+    assert min(sizes) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"episode": {}}, r"episode\.agent needs either a command or a function"),
+        (
+            {"episode": {"agent": {"command": ["true"], "reward": "ExactMatch"}}},
+            r"episode\.agent\.collection is not set",
+        ),
+        ({"dataset": {"path": "rows.parquet"}}, r"dataset\.path must name the \.jsonl file"),
+        ({"eval": {}}, r"eval\.path must name the \.jsonl file"),
+    ],
+)
+def test_a_configuration_without_rows_is_one_line(tmp_path, odd, settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        write_rows(configured(tmp_path, {"collection": ODD}, **settings))
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"collection": {**ODD, "python": "/no/bin/python"}}, r"collection\.python /no/bin/python is not a program"),
+        ({"collection": {**ODD, "python": None}}, r"collection\.python must name the Python that has verifiers"),
+        ({"collection": {**ODD, "kind": "harbor"}, "command": ["true"]}, "harbor needs no other Python"),
+        ({"collection": {**ODD, "kind": "others"}}, "kind"),
+        ({"collection": ODD, "command": ["true"]}, r"episode\.agent\.command does nothing"),
+        ({"collection": ODD, "reward": "ExactMatch"}, r"episode\.agent\.reward does nothing"),
+        ({"collection": ODD, "memory_mb": 10}, r"episode\.agent\.memory_mb does nothing"),
+    ],
+)
+def test_settings_that_cannot_be(settings, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        AgentConfig(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_the_package_ends_before_its_folder(tmp_path):
+    """This Python has no verifiers: the worker says so, and nothing of the run has begun."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1", "answer": "{}"}\n')
+    with pytest.raises(BadInput, match=r"verifiers 0\.4 cannot be imported .* -m pip install") as caught:
+        forge.train(
+            None,
+            from_scratch={"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 128},
+            dataset={"path": str(rows)},
+            eval={"problems": 0},
+            episode={"template": TEMPLATE, "agent": {"collection": {**ODD, "environment": "sums"}}},
+            training={"batch_size": 1, "steps": 1, "seq_len": 128},
+            grpo={"n_samples": 2, "max_tokens": 8},
+            run={"name": "run", "root": str(tmp_path)},
+        )
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()

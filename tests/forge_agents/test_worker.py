@@ -1,0 +1,196 @@
+"""Workers: episodes at once, and what becomes of them when the process dies, hangs or writes another format."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+
+from forge.config import ConfigError
+from forge.envs.environment import InfrastructureError
+from forge_agents.worker import Worker
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = Path(__file__).with_name("collections") / "odd_worker.py"
+
+
+def with_worker(use, environment="odd", command=(sys.executable, str(SCRIPT)), **options):
+    """What `use` returns of a worker, which is closed then."""
+
+    async def run():
+        worker = Worker(command, {"environment": environment, "args": {}}, **options)
+        try:
+            return await use(worker)
+        finally:
+            await worker.close()
+
+    return asyncio.run(run())
+
+
+def play(worker, timeout=60.0, **task):
+    return worker.request("play", timeout, task=task, url="http://gateway/s/key", model="policy")
+
+
+def exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_episodes_run_at_once_in_one_process(tmp_path):
+    async def use(worker):
+        slow = asyncio.create_task(play(worker, act="wait", seconds=1.0))
+        quick = await play(worker)
+        assert not slow.done()
+        return quick, await slow, worker.starts
+
+    quick, slow, starts = with_worker(use, env={"CLOSED": str(tmp_path / "closed")})
+    assert quick["reward"] == 1.0
+    assert quick["metrics"]["url"] == "http://gateway/s/key"
+    assert quick["metrics"]["pid"] == slow["metrics"]["pid"] != os.getpid()
+    assert starts == 1
+    assert (tmp_path / "closed").exists()
+    assert not exists(slow["metrics"]["pid"])
+
+
+def test_rows_come_with_their_split():
+    async def use(worker):
+        rows = []
+        count = await worker.request("rows", 60, limit=-1, on_row=lambda split, row: rows.append((split, row)))
+        first = []
+        await worker.request("rows", 60, limit=2, on_row=lambda split, row: first.append(row))
+        return count, rows, first
+
+    count, rows, first = with_worker(use)
+    assert count == {"rows": 5}
+    assert [split for split, _ in rows] == ["train"] * 4 + ["eval"]
+    assert first == [{"question": f"question {n}", "answer": {"number": n}} for n in range(2)]
+
+
+def test_a_worker_that_dies_loses_its_episodes_and_is_started_again(tmp_path):
+    async def use(worker):
+        other = asyncio.create_task(play(worker, act="wait"))
+        await asyncio.sleep(0)
+        with pytest.raises(InfrastructureError, match="ended with exit code -9"):
+            await play(worker, act="die once", mark=str(tmp_path / "mark"))
+        with pytest.raises(InfrastructureError, match="ended with exit code -9"):
+            await other
+        again = await play(worker, act="die once", mark=str(tmp_path / "mark"))
+        return again["reward"], worker.starts
+
+    assert with_worker(use) == (1.0, 2)
+
+
+def test_an_error_quotes_the_last_words_of_a_worker():
+    async def use(worker):
+        with pytest.raises(InfrastructureError, match="exit code 3: out of luck") as caught:
+            await play(worker, act="die")
+        return str(caught.value)
+
+    assert "\n" not in with_worker(use)
+
+
+def test_an_episode_without_a_result_is_ended_and_others_continue():
+    async def use(worker):
+        other = asyncio.create_task(play(worker, act="wait", seconds=1.5))
+        with pytest.raises(InfrastructureError, match=r"no result of 'play' within 0\.5 s"):
+            await play(worker, timeout=0.5, act="wait")
+        return (await other)["reward"], worker.starts
+
+    assert with_worker(use) == (1.0, 1)
+
+
+def test_a_worker_that_hangs_is_killed():
+    async def use(worker):
+        pid = (await play(worker))["metrics"]["pid"]
+        other = asyncio.create_task(play(worker, act="wait"))
+        await asyncio.sleep(0)
+        with pytest.raises(InfrastructureError, match="no result"):
+            await play(worker, timeout=0.5, act="hang")
+        with pytest.raises(InfrastructureError, match="the worker hung"):
+            await other
+        again = await play(worker)
+        return pid, again["metrics"]["pid"], exists(pid)
+
+    first, second, lives = with_worker(use, grace=0.5)
+    assert first != second
+    assert not lives
+
+
+def test_an_error_of_the_environment_has_its_text():
+    async def use(worker):
+        with pytest.raises(InfrastructureError, match=r"^ValueError: the rubric is broken$"):
+            await play(worker, act="raise")
+        with pytest.raises(ConfigError, match=r"^episode\.agent\.collection: two runs, and one is needed$"):
+            await play(worker, act="setting")
+        return (await play(worker))["reward"], worker.starts
+
+    assert with_worker(use) == (1.0, 1)
+
+
+@pytest.mark.parametrize("line", ['{"id": ', "[]", '{"id": 1}', '{"id": 1, "result": 2}', "nonsense"])
+def test_a_line_that_is_not_a_message_ends_a_worker(line):
+    async def use(worker):
+        for _ in range(2):
+            with pytest.raises(InfrastructureError, match="a line that is not a message"):
+                await play(worker)
+        return worker.starts
+
+    assert with_worker(use, command=[sys.executable, "-c", f"input(); print({line!r}); input()"]) == 2
+
+
+def test_an_environment_or_program_that_is_missing_is_one_line():
+    async def use(worker):
+        with pytest.raises(ConfigError) as caught:
+            await play(worker)
+        return str(caught.value)
+
+    assert with_worker(use, "other") == "episode.agent.collection: environment 'other' is not installed"
+    line = with_worker(use, command=["/no/bin/python", str(SCRIPT)])
+    assert line.startswith("episode.agent.collection.python /no/bin/python cannot be executed")
+
+
+def test_an_episode_that_is_cancelled_ends_in_the_worker():
+    async def use(worker):
+        episode = asyncio.create_task(play(worker, act="wait"))
+        await play(worker)
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        return (await play(worker))["reward"], worker.starts
+
+    assert with_worker(use) == (1.0, 1)
+
+
+def test_a_worker_ends_with_its_controller(tmp_path):
+    program = f"""
+import asyncio, os, signal, sys
+from forge_agents.worker import Worker
+
+async def main():
+    worker = Worker([{sys.executable!r}, {str(SCRIPT)!r}], {{"environment": "odd", "args": {{}}}})
+    result = await worker.request("play", 60, task={{}}, url="", model="")
+    print(result["metrics"]["pid"], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+    async def run():
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        pid = int(await process.stdout.readline())
+        await process.wait()
+        for _ in range(300):
+            if not exists(pid):
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    assert asyncio.run(run())
