@@ -125,7 +125,7 @@ class Gateway:
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
         """Serve on a socket of `forge.system.web.bind` within the block; yields the address without `/v1`."""
         host = listener.getsockname()[0]
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, guard(host, None)])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, self.access(host)])
         for prefix in ("/v1", "", "/s/{key}/v1", "/s/{key}"):
             for path in DIALECTS:
                 app.router.add_post(prefix + path, self._answer)
@@ -137,6 +137,10 @@ class Gateway:
         async with listen(app, listener) as url:
             self.url = url
             yield url
+
+    def access(self, host: str) -> Any:
+        """The middleware that says who may call: those that have a session's key, and no page of a browser."""
+        return guard(host, None)
 
     def _session(self, key: str, settings: SessionSettings) -> Session:
         async def commit(policy: str, runs: Sequence[TokenRun]) -> None:
@@ -263,9 +267,7 @@ class Gateway:
 
     def _session_of(self, request: web.Request) -> Session:
         """The session of a request's key. BadRequest: it has none, or another one."""
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        named = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or request.query.get("key")
-        key = request.match_info.get("key") or named or bearer
+        key = client_key(request)
         # A dict's lookup is by hash: its time tells nothing of other keys.
         session = self.sessions.get(key)
         if session is None:
@@ -281,6 +283,13 @@ def _path_of(request: web.Request) -> str:
     """The path from `/v1` on, which clients may omit, without the session's key."""
     path = request.path.removeprefix(f"/s/{request.match_info.get('key')}")
     return path if path.startswith("/v1") else f"/v1{path}"
+
+
+def client_key(request: web.Request) -> str:
+    """The key that a client of any dialect sends; "" for none."""
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    named = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or request.query.get("key")
+    return request.match_info.get("key") or named or bearer
 
 
 def _dialect_of(request: web.Request) -> Dialect:

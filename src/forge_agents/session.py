@@ -21,10 +21,12 @@ from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn, TokenLog
 from .policies import Policy, sample_turns
 from .reading import OPENING, TurnReader, turn_message
 from .rendering import extension, prompt
-from .settings import MAX_OPEN, SessionSettings
+from .sampling import client_sampling
+from .settings import SessionSettings
 from .tree import Place, TokenRun, TokenTree
 
 CLOSING = 0.2  # seconds in which a closed connection is seen
+ABANDONED = 10.0  # seconds in which a client may come back to its answer, of a server
 WINDOW = 600.0  # seconds in which a retry gets an answer that was not received: a client's longest timeout
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -112,6 +114,7 @@ class Session:
         self._readers = 0
         self.limit = ""  # the first limit that an answer met
         self._generations: dict[bytes, list[Generation]] = defaultdict(list)
+        self._committing = asyncio.Lock()  # first come first served: turns are written in the order of their numbers
         self._random = random.Random(f"{settings.seed}/{settings.name}")
 
     @property
@@ -184,8 +187,9 @@ class Session:
             self.forwarded -= 1
 
     def _check_open(self) -> None:
-        if len(self.open_generations) + self.forwarded >= MAX_OPEN:
-            raise BadRequest(f"this session has {MAX_OPEN} requests open already: wait for their answers", status=429)
+        limit = self.settings.max_open
+        if len(self.open_generations) + self.forwarded >= limit:
+            raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
 
     @contextmanager
     def reading(self, generation: Generation) -> Iterator[None]:
@@ -200,6 +204,8 @@ class Session:
             generation.readers -= 1
             if not generation.readers:
                 generation.alone.set()
+                if self.settings.is_served:
+                    asyncio.get_running_loop().call_later(ABANDONED, _abandon, generation)
             self._readers -= 1
             if not self._readers:
                 self._idle.set()
@@ -303,7 +309,8 @@ class Session:
         for run in runs:
             tree.add(run)
         generation.runs = runs
-        await self.commit(request.model, runs)
+        async with self._committing:
+            await self.commit(request.model, runs)
         self._finish(generation, place, readers, len(ids))
 
     async def _sample(
@@ -319,7 +326,9 @@ class Session:
         surplus = 0
         streamed = generation.request.stream or bool(generation.request.stop)
         stopped: set[int] = set()
-        async with aclosing(sample_turns(policy, self.key, ids, sampling, streamed=streamed)) as pieces:
+        # One replica has the contexts of an episode; clients of a server are balanced.
+        affinity = generation.ids[0] if self.settings.is_served else self.key
+        async with aclosing(sample_turns(policy, affinity, ids, sampling, streamed=streamed)) as pieces:
             async for new in pieces:
                 for sample, piece in new:
                     if sample in stopped:
@@ -441,6 +450,8 @@ class Session:
             "seed": self._random.getrandbits(48),
             "top_logprobs": request.logprobs or 0,
         }
+        if self.settings.is_served:
+            sampling |= client_sampling(request)
         grammar = self._grammar(request, policy)
         return sampling | ({"grammar": grammar} if grammar else {})
 
@@ -462,6 +473,12 @@ class Session:
     def _token(self) -> str:
         # Not of the seed: an id must not recur in a session that was restored.
         return f"{random.SystemRandom().getrandbits(96):024x}"
+
+
+def _abandon(generation: Generation) -> None:
+    """Cancel a generation that no connection has come back to."""
+    if not generation.readers and generation.task is not None:
+        generation.task.cancel()
 
 
 def _delta(sample: int, kind: str, text: str) -> Delta:

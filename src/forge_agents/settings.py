@@ -21,6 +21,9 @@ class SessionSettings:
     max_tokens: of one conversation, with what the policy reads.
     max_turn_tokens: of one answer; None: as many as are left.
     seconds: from its opening on, after which every answer is empty.
+    max_open: requests at once.
+    is_served: the clients are no episode's but those of a server: their settings of sampling hold, and an answer that
+        all its readers have left is cancelled.
     sampling: fields of `forge.types.Sampling` that differ from the policies' settings, such as in an evaluation.
     """
 
@@ -30,6 +33,8 @@ class SessionSettings:
     max_tokens: int = 4096
     max_turn_tokens: int | None = None
     seconds: float = 3600.0
+    max_open: int = MAX_OPEN
+    is_served: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .table import Subparsers
+
+MakeServer = Callable[[Any], Any]  # from a service of generators
 
 
 def add_to(commands: Subparsers) -> None:
@@ -40,6 +45,8 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default=argparse.SUPPRESS, help="of weights and cache"
     )
+    parser.add_argument("--record", metavar="FOLDER", help="record the traffic as tokens for forge sft and forge dpo")
+    parser.add_argument("--record-gb", type=float, default=10.0, help="recording ends with this size of the folder")
     parser.set_defaults(run=serve)
 
 
@@ -68,19 +75,37 @@ def serve(args: argparse.Namespace) -> None:
         try_tokenizer(Path(model))
         with bind(args.host, args.port) as listener:
             name = args.name or Path(args.model).resolve().name
-            run(_serve(args, model, name, settings, listener))
+            run(_serve(args, model, name, _maker(args, model, name), settings, listener))
     except (ForgeError, ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from None
 
 
-async def _serve(
-    args: argparse.Namespace, model: str, name: str, settings: dict[str, object], listener: socket.socket
-) -> None:
-    from ..actors import Generator
+def _maker(args: argparse.Namespace, model: str, name: str) -> MakeServer:
+    """The function that makes the server from a service of generators."""
+    from ..config.plugin import resolve
     from ..models.tokenizer import open_tokenizer
     from ..serve import Server
 
+    if args.record is not None:
+        recorder = resolve("forge_agents.serving:recorder", "--record")
+        return recorder(model, name, args.record, args.record_gb, args.api_key)  # type: ignore[no-any-return]
+    return partial(Server, tokenizer=open_tokenizer(model), model=name, key=args.api_key)
+
+
+async def _serve(
+    args: argparse.Namespace,
+    model: str,
+    name: str,
+    make: MakeServer,
+    settings: dict[str, object],
+    listener: socket.socket,
+) -> None:
+    from ..actors import Generator
+
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)
-    async with Server(policy, open_tokenizer(model), name, args.api_key).listen(listener) as address:
-        print(f"{name} is served at {address}", flush=True)
+    server = make(policy)
+    async with server.listen(listener) as address:
+        # Clients of Anthropic and Google add more to their base URL than those of OpenAI.
+        urls = address if args.record is None else f"{address}/v1 (OpenAI) and {address} (Anthropic, Google)"
+        print(f"{name} is served at {urls}", flush=True)
         await asyncio.Event().wait()

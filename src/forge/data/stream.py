@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
+from .recorded import is_recording, recorded_rows
 from .sources import Position, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class RowStream(ABC, Generic[T, C]):
         if section.task is not None:
             self._source = TaskRows(section.task, split=section.split, seed=seed, difficulty=section.difficulty)
             self._identity["difficulty"] = section.difficulty
-        elif section.streaming and isinstance(path, str):
+        elif section.streaming and isinstance(path, str) and not is_recording(path):
             self._source = StreamedRows(
                 lambda: open_stream(path, split=section.split, subset=section.subset),
                 shuffle=section.shuffle,
@@ -102,7 +103,11 @@ class RowStream(ABC, Generic[T, C]):
             )
         else:
             assert path is not None
-            rows = open_rows(path, split=section.split, subset=section.subset)
+            rows: Sequence[Row]
+            if isinstance(path, str) and is_recording(path):
+                rows = recorded_rows(path, section.kind, tokenizer)
+            else:
+                rows = open_rows(path, split=section.split, subset=section.subset)
             self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
             self._identity["rows"] = len(rows)
         self.served = 0

@@ -23,7 +23,8 @@ Marked = tuple[list[int], list[bool]]  # tokens, and the mask of those that are 
 class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     """An iterator of `Episode`: its mask is True on the trained tokens, its advantage is 1.
 
-    The first row decides the form of all: plain text with `text_field`, of which all tokens after the first are
+    The first row decides the form of all: tokens with `token_ids` and `trained`, a truth value for each, as recorded
+    traffic has them; plain text with `text_field`, of which all tokens after the first are
     trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`), which
     offers the tools in a field tools; else a prompt with its answer, as a conversation with `chat_template`, closed by
     eos without one. Tokens after the last trained one are dropped.
@@ -47,12 +48,16 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         """Choose the format from the first row: conversation, prompt with answer, or text."""
         self._chat: ChatFormat | None = None
         self._format: PromptFormat | None = None
+        self._has_tokens = {"token_ids", "trained"} <= row.keys()
         of_turns = {n: self.settings[n] for n, default in _TURNS.items() if self.settings[n] != default}
         set_fields = {**self._set_fields, **of_turns}
         if self._messages_field is None and self._text_field is None and "prompt_field" not in self._set_fields:
             self._messages_field = next((name for name in MESSAGE_FIELDS if name in row), None)
         # One form for all rows; a setting without effect on it is an error.
-        if self._text_field is not None:
+        if self._has_tokens:
+            named = {"text_field": self._text_field, "messages_field": self.settings.messages_field}
+            check_effects(set_fields | {name: value for name, value in named.items() if value}, (), "tokens")
+        elif self._text_field is not None:
             check_effects(set_fields, (), "plain text")
         elif self._messages_field is not None:
             check_effects(set_fields, ("chat_template", "chat_options", *_TURNS), "conversations")
@@ -82,6 +87,11 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         return Episode.given(tokens, mask, weight=weight)
 
     def _encode(self, row: Row) -> Marked:
+        if self._has_tokens:
+            tokens = token_ids(row, "token_ids", self.tokenizer)
+            if len(row["trained"]) != len(tokens):
+                raise ValueError(f"it has {len(tokens)} token_ids, and {len(row['trained'])} values of trained")
+            return tokens, list(map(bool, row["trained"]))
         if self._format is not None:
             return self._format.answered(*self._format.render(row))
         if self._chat is not None:
@@ -111,6 +121,15 @@ def closed(tokens: list[int], mask: list[bool]) -> Marked:
     # Tokens after the last trained one cost time and train nothing.
     end = len(mask) - mask[::-1].index(True)
     return tokens[:end], mask[:end]
+
+
+def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids in a field. ValueError: they are none, or not of this tokenizer."""
+    ids = row.get(name)
+    size = len(tokenizer)
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < size for token in ids):
+        raise ValueError(f"field {name!r} must be a list of token ids below {size}, the size of the tokenizer")
+    return ids
 
 
 def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

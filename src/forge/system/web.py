@@ -89,11 +89,19 @@ def bind(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
         raise listening_error(host, port, error, any_port) from None
 
 
-def guard(host: str, key: str | None, second_key: str | None = None) -> Middleware:
+def bearer(request: web.Request) -> str:
+    """The API key that a request's Authorization has; "" for none."""
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def guard(
+    host: str, key: str | None, second_key: str | None = None, key_of: Callable[[web.Request], str] = bearer
+) -> Middleware:
     """Return middleware that accepts the requests that this module's docstring allows.
 
     Args:
         second_key: is accepted as well as `key`.
+        key_of: where a request has its key.
 
     The middleware raises 401 without the key, 403 for another Host or Origin, 415 for a body that is not JSON, 408 for
     a body that does not arrive.
@@ -103,7 +111,7 @@ def guard(host: str, key: str | None, second_key: str | None = None) -> Middlewa
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None:
-            sent = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+            sent = key_of(request).encode(errors="surrogateescape")
             keys = [accepted.encode(errors="surrogateescape") for accepted in (key, second_key) if accepted]
             # A list, not a generator: the time must not tell which key was compared.
             if not any([hmac.compare_digest(sent, accepted) for accepted in keys]):
