@@ -60,7 +60,8 @@ async def train(cfg: RLConfig, job: Job) -> None:
             await job.end_step(cfg, parts.state, step, metrics, evaluate)
 
     async def train_step(player: Learner, all_groups: list[Group], version: int) -> dict[str, float]:
-        groups = [group.of(player.name) for group in all_groups] if len(cfg.seats) > 1 else all_groups
+        seats = [seat for seat, policy in cfg.seats.items() if policy == player.name]
+        groups = [group.of(seat) for group in all_groups for seat in seats] if len(cfg.seats) > 1 else all_groups
         with player.metrics():
             credit.record_rollouts(episode for group in groups for episode in group.episodes)
             recorded_groups = record.pick(groups)

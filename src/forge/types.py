@@ -171,8 +171,8 @@ class Episode:
     Where it was played in several turns, `turns` has them; what of `reward` is not theirs came at the end. `branches`
     are the episodes that came before it where the conversation was rewritten; each one's reward is what was still to
     come when it began. `steps` has rewards within it, (tokens until its end, reward), which are part of `reward`.
-    `experts` are those of a completion, for all tokens. `policy` is the name of the one that played it, where a run
-    trains several.
+    `experts` are those of a completion, for all tokens. `policy` is the name of the player whose episode it is, where a
+    game has several.
 
     Call forms: `Episode(completion, reward)`,
     `Episode(prompt_ids=..., response_ids=..., reward=..., logprobs=..., versions=...)`; for tokens that somebody else
@@ -337,12 +337,13 @@ class Group:
         return oldest(episode.version for episode in self.episodes)
 
     def of(self, policy: str) -> Group:
-        """The group with the episodes of one policy alone."""
+        """The group with the episodes of one player alone: the sides of a game are not alike, and each is compared with
+        itself (role-conditioned advantages, SPIRAL, arXiv:2506.24119)."""
         return replace(self, episodes=[episode for episode in self.episodes if episode.policy == policy])
 
     @property
     def has_signal(self) -> bool:
-        """Whether the outcomes of a policy's episodes differ. ValueError: as of `rewards`."""
+        """Whether the outcomes of a player's episodes differ. ValueError: as of `rewards`."""
         return len(set(zip(self.rewards, (episode.policy for episode in self.episodes), strict=True))) > len(
             {episode.policy for episode in self.episodes}
         )

@@ -97,7 +97,8 @@ class AgentEnv(GroupEnv):
             episode.info["correct"] = None if outcome is None else outcome >= 1.0
             episode.info["sample"] = number
             if not evaluation:
-                with nullcontext() if episode.policy in ("", POLICY) else metrics_of(episode.policy):
+                learner = self.seats[episode.policy] if episode.policy else POLICY
+                with nullcontext() if learner == POLICY else metrics_of(learner):
                     _record(episode)
         return episodes[:n] if evaluation else episodes
 
@@ -126,11 +127,11 @@ class AgentEnv(GroupEnv):
         info = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
         episodes = []
-        for seat, policy in self.seats.items():
+        for seat in self.seats:
             account = lost[seat]
             episode = _unscored(info, account) if is_lost else self._episode(record, seat, outcome, info, account)
-            # Without a second policy an episode needs no name.
-            episode.policy = policy if len(self.seats) > 1 else ""
+            # Without a second seat an episode needs no name.
+            episode.policy = seat if len(self.seats) > 1 else ""
             episodes.append(episode)
         return episodes
 

@@ -29,7 +29,7 @@ from .dialects.responses import ResponsesDialect
 from .journal import Journal
 from .messages import BadRequest
 from .policies import Policy
-from .provider import Provider
+from .provider import UNBUFFERED, Provider
 from .record import SessionRecord
 from .session import Generation, Session
 from .settings import MAX_BODY, Access, SessionSettings
@@ -209,7 +209,8 @@ class Gateway:
 
     async def _stream(self, request: web.Request, dialect: Dialect, generation: Generation) -> web.StreamResponse:
         writer = dialect.events(generation.request, generation.ids)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
+        response = web.StreamResponse(headers=headers)
         try:
             async for piece in generation.pieces(PING):
                 if not response.prepared:

@@ -19,7 +19,8 @@ from .messages import BadRequest
 SILENCE = 600.0  # seconds without a byte of the answer: the longest timeout of the clients
 CONNECT = 30.0  # seconds
 KEPT = ("content-type", "accept", "anthropic-version", "anthropic-beta", "openai-beta", "idempotency-key")
-RETURNED = ("Content-Type", "Retry-After", "Cache-Control")
+RETURNED = ("Content-Type", "Content-Encoding", "Retry-After", "Cache-Control")
+UNBUFFERED = {"X-Accel-Buffering": "no"}  # reverse proxies such as nginx keep streams back otherwise
 log = logging.getLogger(__name__)
 
 
@@ -62,10 +63,11 @@ class Provider:
         try:
             async with (
                 ClientSession(timeout=timeout, trust_env=is_outside, auto_decompress=False) as client,
-                client.post(url, data=data, headers=headers, params=_query(request)) as answer,
+                # Not to another host, which would get the key.
+                client.post(url, data=data, headers=headers, params=_query(request), allow_redirects=False) as answer,
             ):
                 returned = {name: answer.headers[name] for name in RETURNED if name in answer.headers}
-                response = web.StreamResponse(status=answer.status, headers=returned)
+                response = web.StreamResponse(status=answer.status, headers={**returned, **UNBUFFERED})
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
                     await response.write(piece)

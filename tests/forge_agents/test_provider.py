@@ -1,5 +1,6 @@
 """Models that are served elsewhere: the provider here is a second gateway over a tiny model."""
 
+import gzip
 import socket
 
 import anthropic
@@ -100,8 +101,40 @@ def test_an_answer_that_breaks_off_is_not_complete(served, forced_policy, bpe): 
                 client.post(f"{access.url}/v1/chat/completions", json=body, headers=headers)
 
 
-def answering(listener):
-    """A thread that sends the first half of an answer, and closes."""
+def test_an_answer_that_is_compressed_all_the_same(served, forced_policy, bpe):  # noqa: F811
+    body = gzip.compress(b'{"answer": 3}')
+    head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = "http://" + join_address(*listener.getsockname())
+        with serving(forced_policy, bpe, providers={"gpt": Provider(url)}) as (gateway, _):
+            access = gateway.open(SessionSettings(**SETTINGS))
+            headers = {"Authorization": f"Bearer {access.key}"}
+            with answering(listener, whole):
+                request = {"model": "gpt", "messages": HELLO}
+                answer = httpx.post(f"{access.url}/v1/chat/completions", json=request, headers=headers)
+            assert answer.json() == {"answer": 3}
+
+
+def test_a_key_does_not_follow_a_redirect(served, forced_policy, bpe):  # noqa: F811
+    redirect = b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:9/v1\r\nContent-Length: 0\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = "http://" + join_address(*listener.getsockname())
+        with serving(forced_policy, bpe, providers={"gpt": Provider(url)}) as (gateway, _):
+            access = gateway.open(SessionSettings(**SETTINGS))
+            headers = {"Authorization": f"Bearer {access.key}"}
+            with answering(listener, redirect):
+                request = {"model": "gpt", "messages": HELLO}
+                answer = httpx.post(f"{access.url}/v1/chat/completions", json=request, headers=headers)
+            assert answer.status_code == 307
+            assert "Location" not in answer.headers
+
+
+HALF = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n6\r\ndata: \r\n"
+
+
+def answering(listener, data=HALF):
+    """A thread that sends an answer, by default the first half of one, and closes."""
     import threading
     from contextlib import contextmanager
 
@@ -109,8 +142,7 @@ def answering(listener):
         connection, _ = listener.accept()
         with connection:
             connection.recv(1 << 16)
-            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-            connection.sendall(head + b"6\r\ndata: \r\n")
+            connection.sendall(data)
 
     @contextmanager
     def running():

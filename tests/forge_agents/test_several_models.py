@@ -63,7 +63,7 @@ async def answers(client, sample):
 
 
 def rollouts_of(folder):
-    columns = ("sample", "origins")
+    columns = ("sample", "origins", "group", "advantage", "dropped")
     return [row for _, rows in batches(folder / "rollouts.arrow", columns) for row in rows.to_pylist()]
 
 
@@ -113,14 +113,29 @@ def test_a_run_of_two_policies_resumes_to_the_same_weights(tmp_path, model):
         assert differs(weights(Path(model)), weights(parts / name))
 
 
+async def uneven(client, sample):
+    """The first side always earns more."""
+    rewards = await answers(client, sample)
+    return {"policy": rewards["policy"] + 10, "rival": rewards["rival"] - 10}
+
+
 def test_both_sides_of_a_policy_are_its_episodes(tmp_path, model):
-    folder = run(tmp_path, model, answers, {"rival": {"seat_of": "policy"}})
+    folder = run(tmp_path, model, uneven, {"rival": {"seat_of": "policy"}})
     assert differs(weights(Path(model)), weights(folder / "model"))
     assert not (folder / "model-rival").exists()
     for row in rows_of(folder)[1:]:
         assert row["reward"] == pytest.approx(0.0)  # what one side wins, the other loses
         assert not any(name.startswith("rival/") for name in row)
-    assert {row["sample"] for row in rollouts_of(folder)} == set(range(8))
+    rows = rollouts_of(folder)
+    assert {row["sample"] for row in rows} == set(range(8))
+    # Each side is compared with itself: otherwise the first one's advantages would be positive, whatever it says.
+    sides = {(row["group"], row["sample"] // 4): [] for row in rows}
+    for row in rows:
+        sides[row["group"], row["sample"] // 4].append(row["advantage"])
+    assert len(sides) == 2 * 2 * 2
+    for advantages in sides.values():
+        assert sum(advantages) == pytest.approx(0.0, abs=1e-5)
+    assert any(any(advantages) for advantages in sides.values())
 
 
 async def judged(client, sample):
