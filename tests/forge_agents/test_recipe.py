@@ -13,6 +13,9 @@ pytest.importorskip("openai")
 
 import forge
 from forge.config import ConfigError
+from forge.observability.account import account_text, token_account
+from forge.observability.runs import rows
+from forge.serve.watch.views import RunView
 from forge_agents.certificate import EXCLUSIONS
 
 pytestmark = pytest.mark.processes
@@ -45,16 +48,16 @@ def run(root, agent, **settings):
     """A run in `root` whose episodes the agent plays; its metrics, with the certificates checked."""
     episode = {"max_turns": 3, "max_tokens": 96, "template": TEMPLATE, "agent": agent}
     values = {**SETTINGS, "episode": episode, "run": {"name": "run", "root": str(root)}, **settings}
-    rows = forge.train(None, **values).metrics
-    counted = [row for row in rows if "certificate/sampled" in row]
+    metrics = forge.train(None, **values).metrics
+    counted = [row for row in metrics if "certificate/sampled" in row]
     assert counted
     for row in counted:
         excluded = sum(row.get(f"certificate/{name}", 0) for name in EXCLUSIONS)
         assert row["certificate/sampled"] == row["certificate/trained"] + excluded
     assert sum(row["certificate/trained"] for row in counted) > 0
-    assert rows[-1]["step"] == 2
+    assert metrics[-1]["step"] == 2
     assert not list((root / "run/gateway").glob("*.jsonl"))
-    return rows
+    return metrics
 
 
 async def chat(client, sample):
@@ -68,9 +71,9 @@ async def chat(client, sample):
 
 
 def test_a_coroutine_plays_a_run(tmp_path):
-    rows = run(tmp_path, {"function": chat})
-    assert all(row.get("episode/unscored", 0) == 0 for row in rows)
-    assert {row["episode/turns"] for row in rows if "episode/turns" in row} == {2}
+    metrics = run(tmp_path, {"function": chat})
+    assert all(row.get("episode/unscored", 0) == 0 for row in metrics)
+    assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
 
 
 def test_a_program_plays_a_run_and_a_test_scores_its_folder(tmp_path):
@@ -78,9 +81,11 @@ def test_a_program_plays_a_run_and_a_test_scores_its_folder(tmp_path):
     files.mkdir()
     (files / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", "{task}"]
-    rows = run(tmp_path, {"command": command, "files": str(files), "test": {"command": [sys.executable, "-c", TEST]}})
-    assert {row["episode/turns"] for row in rows if "episode/turns" in row} == {2}
-    assert all(row.get("episode/infrastructure", 0) == 0 for row in rows)
+    metrics = run(
+        tmp_path, {"command": command, "files": str(files), "test": {"command": [sys.executable, "-c", TEST]}}
+    )
+    assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
+    assert all(row.get("episode/infrastructure", 0) == 0 for row in metrics)
 
 
 def test_a_gateway_that_is_killed_comes_back_with_its_sessions(tmp_path):
@@ -93,11 +98,11 @@ def test_a_gateway_that_is_killed_comes_back_with_its_sessions(tmp_path):
             os.kill(gateway_process(client.base_url.port), signal.SIGKILL)
         return await first
 
-    rows = run(tmp_path, {"function": kill_once})
-    assert sum(row.get("restarts/gateway_actor", 0) for row in rows) == 1
-    assert all(row.get("episode/unscored", 0) == 0 for row in rows)
+    metrics = run(tmp_path, {"function": kill_once})
+    assert sum(row.get("restarts/gateway_actor", 0) for row in metrics) == 1
+    assert all(row.get("episode/unscored", 0) == 0 for row in metrics)
     # A session that was lost would refuse its key, which ends the run; one without its first turn would have fewer.
-    assert {row["episode/turns"] for row in rows if "episode/turns" in row} == {2}
+    assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
 
 
 def gateway_process(port):
@@ -114,6 +119,56 @@ def gateway_process(port):
             holders.add(int(descriptor.parts[2]))
     (process,) = holders - {os.getpid()}
     return process
+
+
+def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
+    plays = itertools.count()
+    marker = tmp_path / "failed"  # what a closure holds is copied into each run
+
+    async def fail_once(client, sample):
+        # After the third step, whose checkpoint is that of the second.
+        if next(plays) == 23 and not marker.exists():
+            marker.touch()
+            raise RuntimeError("the first attempt ends here")
+        return await chat(client, sample)
+
+    settings = {
+        "metrics": {"rollouts": "all"},
+        "checkpoint": {"every": 2},
+        "training": {**SETTINGS["training"], "steps": 4},
+        "async": {"max_policy_age": 0},
+    }
+    episode = {"max_turns": 3, "max_tokens": 96, "template": TEMPLATE, "agent": {"function": fail_once}}
+    values = {**SETTINGS, **settings, "episode": episode, "run": {"name": "run", "root": str(tmp_path)}}
+    with pytest.raises(RuntimeError, match="first attempt"):
+        forge.train(None, **values)
+    assert token_account(rows(tmp_path / "run"))["sampled"] > 0
+    assert rows(tmp_path / "run")[-1]["step"] == 3
+    forge.train(None, resume="auto", **values)
+    view = RunView(tmp_path / "run")
+    view.read_all()
+    account = token_account(view.rows)
+    # Each of the four steps has 2 groups of 3 episodes, and each token of them was recorded with its rollout.
+    kept = [view.rollout(number) for number in range(view.rollouts({})["all"])]
+    assert len(kept) == 4 * 2 * 3
+    assert account["sampled"] == account["trained"] == sum(sum(row["mask"]) for row in kept)
+    assert account["trained"] == account["batch"] + account["idle"]
+    text = view.about()["account"]
+    assert text.startswith(f"{account['sampled']:,} sampled = {account['trained']:,} trained; of the trained ")
+    assert text in (tmp_path / "run/report.html").read_text()
+
+
+def test_a_run_without_agents_has_no_account():
+    assert token_account([{"step": 1, "reward": 0.5}]) == {}
+    assert account_text({}) == ""
+
+
+def test_an_account_that_does_not_add_up_says_so():
+    row = {"certificate/sampled": 10, "certificate/trained": 6, "certificate/orphan": 3, "certificate/batch": 4}
+    assert account_text(token_account([row, row])) == (
+        "20 sampled is not 12 trained + 6 orphan (2 tokens too few); of the trained 8 in a step, 4 in groups that were "
+        "dropped or wait"
+    )
 
 
 def test_a_program_that_is_missing_ends_the_run_with_one_line(tmp_path):

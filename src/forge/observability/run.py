@@ -19,6 +19,7 @@ from ..system.checksums import DamagedFile, read_sealed, write_sealed
 from ..system.files import make_private, reserve, room_for, write_atomic
 from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
+from .account import account_text, token_account
 from .alerts import alerts
 from .console import Progress, configure_logging, log
 from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
@@ -298,6 +299,8 @@ class Run:
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
+        if account := token_account(self.history):
+            log.info("tokens of agents: %s", account_text(account))
         for alert in alerts(self.history, self._settings)[:3]:
             log.info("alert: %s", alert)
         if self.history and self._report is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...observability.account import account_text, token_account
 from ...observability.alerts import alerts
 from ...observability.folder import MARK
 from ...observability.held_out import HELD_OUT, Answers
@@ -114,11 +115,12 @@ class RunView:
             self.refresh()
 
     def about(self) -> Fields:
-        """Return settings and alerts."""
+        """Return settings, alerts, and the account of tokens of a run with agents."""
         settings = self.settings()
         return {
             "settings": settings,
             "alerts": [alert._asdict() for alert in alerts(self.rows, settings)],
+            "account": account_text(token_account(self.rows)),
             **self.summary(),
         }
 

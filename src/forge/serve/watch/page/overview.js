@@ -22,13 +22,13 @@ const DASHES = [undefined, [5, 3], [2, 2]];
 const chosen = { axis: "step", smooth: 0, seeds: "each", extra: [] };
 
 export function overview(context) {
-  const alerts = el("div"), compared = el("div"), grid = el("div", { className: "grid" }), pick = el("span");
+  const alerts = el("div"), accounts = el("div"), compared = el("div"), grid = el("div", { className: "grid" }), pick = el("span");
   const node = el("div", {}, el("div", { className: "controls" },
     el("label", {}, "against", select(AXES, chosen.axis, (value) => { chosen.axis = value; draw(true); }, { id: "axis" })),
     el("label", {}, "smoothing", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chosen.smooth, id: "smooth",
       oninput: (event) => { chosen.smooth = Number(event.target.value); draw(true); } })),
     el("label", {}, "seeds", select([["each", "each"], ["mean", "mean"]], chosen.seeds, (value) => { chosen.seeds = value; draw(true); }, { id: "seeds" })),
-    pick), alerts, grid, compared);
+    pick), alerts, accounts, grid, compared);
   const holders = new Map();
   let known = [], names = "";
 
@@ -70,6 +70,8 @@ export function overview(context) {
     draw();
     fill(alerts, known.map((one) => [one.run, one.about.alerts]), () => known.flatMap((one) => one.about.alerts.map((alert) => el("div", { className: "alert" },
       el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.finding}` : alert.finding)), el("span", {}, visible(alert.advice))))));
+    fill(accounts, known.map((one) => [one.run, one.about.account]), () => known.filter((one) => one.about.account).map((one) => el("p", { className: "quiet account" },
+      visible(`${known.length > 1 ? `${one.run}: ` : "tokens: "}${one.about.account}`))));
     if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
     else grid.querySelector(":scope > p")?.remove();
     const differ = runs.length > 1 ? await ask("differences", { run: runs }) : null;
