@@ -82,6 +82,10 @@ class TokenTree:
         self._by_key: dict[bytes, list[TokenRun]] = {}
         self._by_id: dict[str, TokenRun] = {}
         self._parents: set[int] = set()
+        # Made once a turn: a new conversation is compared with all that came before it.
+        self._added_keys: list[tuple[bytes, ...]] = []
+        self._sampled_keys: set[bytes] = set()
+        self._summaries: list[str] = []
 
     def add(self, run: TokenRun) -> None:
         """Append a run, which is complete."""
@@ -92,6 +96,12 @@ class TokenTree:
             self._by_id[call.id] = run
         if run.parent is not None:
             self._parents.add(run.parent)
+        keys = tuple(message_key(message) for message in run.added)
+        self._added_keys.append(keys)
+        self._sampled_keys.add(keys[-1])
+        summary = loose(run.added[-1]["content"])
+        if len(summary) >= SUMMARY:
+            self._summaries.append(summary)
 
     def is_continued(self, run: TokenRun) -> bool:
         """Whether a later turn follows this one: its client has received it."""
@@ -159,6 +169,13 @@ class TokenTree:
                 size = len(prefix)
         return best
 
+    def _message_keys(self, run: TokenRun) -> list[bytes]:
+        """The keys of the messages of `conversation`."""
+        keys: list[bytes] = []
+        for step in self.path(run):
+            keys = [*([] if step.rule == "tokens" else keys), *self._added_keys[step.number]]
+        return keys
+
     def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> tuple[TokenRun, Rule]:
         """The parent among turns that say the same: the one whose call ids the client sends back, else the latest."""
         ids = {call.id for call in history[-1].get("calls", ())}
@@ -180,19 +197,18 @@ class TokenTree:
         """Why a request continues no turn, and the first message that differs."""
         messages = request.messages
         keys = [message_key(message) for message in messages]
-        nearest: list[Message] = []
-        same_tools = True
+        leaf: TokenRun | None = None
         shared = -1
         for run in self._leaves():
-            conversation = self.conversation(run)
-            count = _common([message_key(message) for message in conversation], keys)
+            count = _common(self._message_keys(run), keys)
             if count >= shared:
-                nearest, shared = conversation, count
-                same_tools = tools_key(run.tools) == tools_key(request.tools)
-        if not nearest:
+                leaf, shared = run, count
+        if leaf is None:
             return "start", ""
+        nearest = self.conversation(leaf)
+        same_tools = tools_key(leaf.tools) == tools_key(request.tools)
         text = _shown(messages, nearest, shared)
-        sampled = {message_key(run.added[-1]) for run in self.runs}
+        sampled = self._sampled_keys
         repeats = any(key in sampled for message, key in zip(messages, keys, strict=True) if _is_turn(message))
         # An earlier conversation up to its first turn, and there another turn than the one that was sampled.
         first_turn = next((index for index, message in enumerate(messages) if _is_turn(message)), None)
@@ -215,8 +231,7 @@ class TokenTree:
 
     def _holds_summary(self, messages: Sequence[Message]) -> bool:
         texts = [loose(message["content"]) for message in messages if not _is_turn(message)]
-        sampled = (loose(run.added[-1]["content"]) for run in self.runs)
-        return any(summary in text for summary in sampled if len(summary) >= SUMMARY for text in texts)
+        return any(summary in text for summary in self._summaries for text in texts)
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
         """Whether the thoughts that a client sends are those that were sampled; it may omit them."""

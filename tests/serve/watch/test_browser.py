@@ -223,6 +223,7 @@ def test_hostile_content_is_shown_as_text(page: Page, tmp_path: Path):
     assert HOSTILE not in page.browser.title
 
 
+@pytest.mark.processes
 def test_the_account_of_agents_is_shown(page: Page, tmp_path: Path):
     for name, row in (("agents", {"certificate/sampled": 5, "certificate/trained": 5}), ("others", {"reward": 1.0})):
         folder = tmp_path / name
@@ -234,7 +235,7 @@ def test_the_account_of_agents_is_shown(page: Page, tmp_path: Path):
         page.open(f"{url}/#run=agents")
         page.wait(lambda: "10 sampled = 10 trained" in page.text())
         page.open(f"{url}/#run=others")
-        page.wait(lambda: "others" in page.text() and "sampled" not in page.text())
+        page.wait(lambda: "reward" in page.text() and "sampled" not in page.text())
 
 
 @pytest.fixture(scope="module")

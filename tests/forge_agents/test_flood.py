@@ -1,0 +1,89 @@
+"""A session that asks for more at once than its limit: one sentence, and nobody else is harmed."""
+
+import asyncio
+from types import SimpleNamespace
+
+import openai
+import pytest
+
+from forge_agents.settings import MAX_OPEN, SessionSettings
+
+FLOOD = "flood"
+QUICK = 20  # requests of the other session
+
+
+@pytest.fixture
+def gated(served, forced_policy):
+    """The gateway, and an event until which the requests of the flood stay open."""
+    gateway, run = served
+    sample = forced_policy.generate.route
+
+    async def make():
+        return asyncio.Event()
+
+    gate = run(make())
+
+    async def wait_and_sample(prompt, **sampling):
+        if FLOOD in forced_policy.tokenizer.decode(prompt):
+            await gate.wait()
+        return await sample(prompt, **sampling)
+
+    forced_policy.generate = SimpleNamespace(route=wait_and_sample)
+    yield gateway, run, gate
+    forced_policy.generate = SimpleNamespace(route=sample)
+
+
+def client(gateway, key, retries=0):
+    return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=retries, timeout=60)
+
+
+async def ask(asker, text):
+    messages = [{"role": "user", "content": text}]
+    answer = await asker.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+    return answer.choices[0].finish_reason
+
+
+async def open_gate(gate):
+    gate.set()
+
+
+async def flood(gateway, run, gate):
+    """What the clients of the session that floods, and those of another one, get."""
+    keys = [gateway.open(SessionSettings(name=name, max_tokens=512, max_turns=64)).key for name in ("one", "other")]
+    asker = client(gateway, keys[0])
+    patient = client(gateway, keys[0], retries=8)
+    other = client(gateway, keys[1])
+    session = gateway.sessions[keys[0]]
+    waiting = [asyncio.create_task(ask(asker, f"{FLOOD} {number}")) for number in range(MAX_OPEN)]
+    while len(session.open_generations) < MAX_OPEN:
+        await asyncio.sleep(0.01)
+    refused = await asyncio.gather(*(ask(asker, f"{FLOOD} more {n}") for n in range(8)), return_exceptions=True)
+    later = asyncio.create_task(ask(patient, f"{FLOOD} later"))
+    quick = await asyncio.gather(*(ask(other, f"quick {number}") for number in range(QUICK // 2)))
+    quick += [await ask(other, f"again {number}") for number in range(QUICK // 2)]
+    assert not any(task.done() for task in waiting)
+    run(open_gate(gate))
+    answers = await asyncio.gather(*waiting)
+    patience = await later
+    for asking in (asker, patient, other):
+        await asking.close()
+    return refused, quick, answers, patience, [run(gateway.close(key)) for key in keys]
+
+
+def test_what_is_beyond_the_limit_gets_one_sentence_and_the_rest_is_unharmed(gated):
+    refused, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
+    for error in refused:
+        assert isinstance(error, openai.RateLimitError)
+        assert error.body["message"] == f"this session has {MAX_OPEN} requests open already: wait for their answers"
+        assert float(error.response.headers["Retry-After"]) > 0
+    # A client that waits as the header says is answered, and so are all that were open.
+    assert patience in ("stop", "length")
+    assert set(answers) <= {"stop", "length"}
+    assert len(answers) == MAX_OPEN
+    assert len(quick) == QUICK
+    # What was refused has left no trace in the account.
+    assert len(record.runs["policy"]) == MAX_OPEN + 1
+    assert len(record.delivered) == MAX_OPEN + 1
+    assert len(other.runs["policy"]) == QUICK
+    episode = record.episode("policy", 1.0)
+    assert episode.info["certificate"]["sampled"] == episode.info["certificate"]["trained"]
