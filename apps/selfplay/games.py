@@ -67,6 +67,6 @@ async def _verdict(client: AsyncOpenAI, question: str, said: list[tuple[str, str
     """The player whom the judge chooses where `first` is A."""
     text = f"{question}\n\n{transcript(said, first)}\nWho is right?"
     format_ = {"type": "json_schema", "json_schema": VERDICT}
-    answer = await ask(client, "judge", [{"role": "user", "content": text}], response_format=format_)
-    chosen_first = "A" in answer
-    return next(player for player in PLAYERS if (player == first) == chosen_first)
+    verdict = await ask(client, "judge", [{"role": "user", "content": text}], response_format=format_)
+    is_first = "A" in verdict
+    return next(player for player in PLAYERS if (player == first) == is_first)

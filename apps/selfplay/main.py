@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
+from forge.config import ConfigError
 from forge.recipes.components import Job, start_rl
 from forge.recipes.launch import launch
 from forge.recipes.learners import Learner
@@ -28,6 +29,11 @@ class SelfPlayConfig(RLConfig):
     """Several policies that train."""
 
     trains_several: ClassVar[bool] = True
+
+    def _check(self) -> None:
+        super()._check()
+        if self.load_algorithm().needs_critic or self.services.ref_model is not None:
+            raise ConfigError("several policies train without a critic and a reference model: choose another algorithm")
 
 
 async def train(cfg: RLConfig, job: Job) -> None:
@@ -55,6 +61,7 @@ async def train(cfg: RLConfig, job: Job) -> None:
             steps = await asyncio.gather(*(train_step(player, groups, version) for player in players))
             metrics = {name: value for step_metrics in steps for name, value in step_metrics.items()}
             step = version + 1
+            record.log_rollouts(step, [], dropped=await parts.buffer.take_dropped.route())
             if step == cfg.training.steps or step % cfg.training.sync_interval == 0:
                 await publish(step)
             await job.end_step(cfg, parts.state, step, metrics, evaluate)

@@ -59,14 +59,14 @@ class Image:
         """Copy the files to where they are in a task folder."""
         for source, target in self.copies:
             inner = self._in_workdir(target)
-            place = folder / (inner if inner is not None else f"{INNER}/root{target}")
+            destination = folder / (inner if inner is not None else f"{INNER}/root{target}")
             if source.is_dir():
-                shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
+                shutil.copytree(source, destination, symlinks=True, dirs_exist_ok=True)
                 continue
-            if target.endswith("/") or place.is_dir():
-                place = place / source.name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, place)
+            if target.endswith("/") or destination.is_dir():
+                destination = destination / source.name
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, destination)
 
     def _in_workdir(self, target: str) -> str | None:
         path = target.rstrip("/") or "/"

@@ -157,7 +157,9 @@ class AgentEnv(GroupEnv):
             outcome = await self.play_agent(access, sample, evaluation)
             if isinstance(outcome.reward, Mapping) and outcome.reward.keys() != self.seats.keys():
                 seats, rewarded = (", ".join(sorted(names)) for names in (self.seats, outcome.reward))
-                raise ValueError(f"the agent gives rewards to {rewarded or 'nobody'}; the trained models are {seats}")
+                raise ValueError(
+                    f"the agent gives rewards to {rewarded or 'none of the models'}; the trained models are {seats}"
+                )
         finally:
             record: SessionRecord = await self.gateway.close.route(key)
             with suppress(ForgeError):  # its journal is removed with the run's folder

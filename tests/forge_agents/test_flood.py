@@ -1,4 +1,4 @@
-"""A session that asks for more at once than its limit: one sentence, and nobody else is harmed."""
+"""A session that asks for more at once than its limit: one sentence, and other sessions are unharmed."""
 
 import asyncio
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ async def flood(gateway, run, gate):
     waiting = [asyncio.create_task(ask(asker, f"{FLOOD} {number}")) for number in range(MAX_OPEN)]
     while len(session.open_generations) < MAX_OPEN:
         await asyncio.sleep(0.01)
-    refused = await asyncio.gather(*(ask(asker, f"{FLOOD} more {n}") for n in range(8)), return_exceptions=True)
+    rejected = await asyncio.gather(*(ask(asker, f"{FLOOD} more {n}") for n in range(8)), return_exceptions=True)
     later = asyncio.create_task(ask(patient, f"{FLOOD} later"))
     quick = await asyncio.gather(*(ask(other, f"quick {number}") for number in range(QUICK // 2)))
     quick += [await ask(other, f"again {number}") for number in range(QUICK // 2)]
@@ -67,12 +67,12 @@ async def flood(gateway, run, gate):
     patience = await later
     for asking in (asker, patient, other):
         await asking.close()
-    return refused, quick, answers, patience, [run(gateway.close(key)) for key in keys]
+    return rejected, quick, answers, patience, [run(gateway.close(key)) for key in keys]
 
 
 def test_what_is_beyond_the_limit_gets_one_sentence_and_the_rest_is_unharmed(gated):
-    refused, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
-    for error in refused:
+    rejected, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
+    for error in rejected:
         assert isinstance(error, openai.RateLimitError)
         assert error.body["message"] == f"this session has {MAX_OPEN} requests open already: wait for their answers"
         assert float(error.response.headers["Retry-After"]) > 0
@@ -81,7 +81,7 @@ def test_what_is_beyond_the_limit_gets_one_sentence_and_the_rest_is_unharmed(gat
     assert set(answers) <= {"stop", "length"}
     assert len(answers) == MAX_OPEN
     assert len(quick) == QUICK
-    # What was refused has left no trace in the account.
+    # What was rejected has left no trace in the account.
     assert len(record.runs["policy"]) == MAX_OPEN + 1
     assert len(record.delivered) == MAX_OPEN + 1
     assert len(other.runs["policy"]) == QUICK

@@ -2,6 +2,7 @@
 
 import gzip
 import socket
+import threading
 
 import anthropic
 import httpx
@@ -89,71 +90,52 @@ def test_a_provider_that_does_not_answer_is_a_503(forwarding):
     assert gateway.sessions[access.key].forwarded == 0
 
 
-def test_an_answer_that_breaks_off_is_not_complete(served, forced_policy, bpe):  # noqa: F811
-    """A provider that dies in its answer: the client's connection breaks as well."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = "http://" + join_address(*listener.getsockname())
-        with serving(forced_policy, bpe, providers={"gpt": Provider(url)}) as (gateway, _):
-            access = gateway.open(SessionSettings(**SETTINGS))
-            body = {"model": "gpt", "messages": HELLO, "stream": True}
-            headers = {"Authorization": f"Bearer {access.key}"}
-            with httpx.Client() as client, pytest.raises(httpx.RemoteProtocolError), answering(listener):
-                client.post(f"{access.url}/v1/chat/completions", json=body, headers=headers)
+HALF = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n6\r\ndata: \r\n"
+REDIRECT = b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:9/v1\r\nContent-Length: 0\r\n\r\n"
 
 
-def test_an_answer_that_is_compressed_all_the_same(served, forced_policy, bpe):  # noqa: F811
+@pytest.fixture
+def answered(forced_policy, bpe):  # noqa: F811
+    """A client's request, forwarded to a provider that sends these bytes and closes."""
+
+    def ask(data):
+        def send():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(data)
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            provider = Provider("http://" + join_address(*listener.getsockname()))
+            with serving(forced_policy, bpe, providers={"gpt": provider}) as (gateway, _):
+                access = gateway.open(SessionSettings(**SETTINGS))
+                sending = threading.Thread(target=send)
+                sending.start()
+                try:
+                    body = {"model": "gpt", "messages": HELLO}
+                    headers = {"Authorization": f"Bearer {access.key}"}
+                    return httpx.post(f"{access.url}/v1/chat/completions", json=body, headers=headers)
+                finally:
+                    sending.join()
+
+    return ask
+
+
+def test_an_answer_that_breaks_off_is_not_complete(answered):
+    with pytest.raises(httpx.RemoteProtocolError):
+        answered(HALF)
+
+
+def test_an_answer_that_is_compressed_all_the_same(answered):
     body = gzip.compress(b'{"answer": 3}')
     head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
-    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = "http://" + join_address(*listener.getsockname())
-        with serving(forced_policy, bpe, providers={"gpt": Provider(url)}) as (gateway, _):
-            access = gateway.open(SessionSettings(**SETTINGS))
-            headers = {"Authorization": f"Bearer {access.key}"}
-            with answering(listener, whole):
-                request = {"model": "gpt", "messages": HELLO}
-                answer = httpx.post(f"{access.url}/v1/chat/completions", json=request, headers=headers)
-            assert answer.json() == {"answer": 3}
+    assert answered(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body).json() == {"answer": 3}
 
 
-def test_a_key_does_not_follow_a_redirect(served, forced_policy, bpe):  # noqa: F811
-    redirect = b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:9/v1\r\nContent-Length: 0\r\n\r\n"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = "http://" + join_address(*listener.getsockname())
-        with serving(forced_policy, bpe, providers={"gpt": Provider(url)}) as (gateway, _):
-            access = gateway.open(SessionSettings(**SETTINGS))
-            headers = {"Authorization": f"Bearer {access.key}"}
-            with answering(listener, redirect):
-                request = {"model": "gpt", "messages": HELLO}
-                answer = httpx.post(f"{access.url}/v1/chat/completions", json=request, headers=headers)
-            assert answer.status_code == 307
-            assert "Location" not in answer.headers
-
-
-HALF = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n6\r\ndata: \r\n"
-
-
-def answering(listener, data=HALF):
-    """A thread that sends an answer, by default the first half of one, and closes."""
-    import threading
-    from contextlib import contextmanager
-
-    def answer():
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1 << 16)
-            connection.sendall(data)
-
-    @contextmanager
-    def running():
-        thread = threading.Thread(target=answer)
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-
-    return running()
+def test_a_key_does_not_follow_a_redirect(answered):
+    answer = answered(REDIRECT)
+    assert answer.status_code == 307
+    assert "Location" not in answer.headers
 
 
 def test_the_time_of_a_session_ends_its_forwarding(forwarding):

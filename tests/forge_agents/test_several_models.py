@@ -138,6 +138,39 @@ def test_both_sides_of_a_policy_are_its_episodes(tmp_path, model):
     assert any(any(advantages) for advantages in sides.values())
 
 
+def test_a_group_in_which_a_player_is_never_asked_is_dropped_and_recorded(tmp_path, model):
+    async def one_sided(client, sample):
+        if sample.prompt.index:
+            return await answers(client, sample)
+        messages = [{"role": "user", "content": sample.prompt.text}]
+        await client.chat.completions.create(model="policy", messages=messages)
+        return {"policy": 1.0, "rival": 0.0}
+
+    folder = run(tmp_path, model, one_sided, {"rival": {"trains": True}})
+    dropped = [row for row in rollouts_of(folder) if row["dropped"] == "unscored"]
+    assert {row["group"] for row in dropped} == {0}
+    assert rows_of(folder)[-1]["step"] == 2
+    assert sum(row.get("dropped/unscored", 0) for row in rows_of(folder)) == 1
+    # The player that was not asked has lost nothing.
+    assert all(row.get("episode/unscored", 0.0) == 0.0 for row in rows_of(folder))
+
+
+def test_room_is_needed_for_each_trained_policy():
+    episode = {"agent": {"function": answers}}
+    models = {"rival": {"trains": True}, "mirror": {"seat_of": "policy"}, "judge": {"model": "x"}}
+    cfg = build(SelfPlayConfig, {**SETTINGS, "model": "x", "episode": episode, "models": models})
+    assert cfg.trained == 2
+    assert cfg.placements().keys() >= {"models.rival.trainer", "models.rival.generator", "models.judge.generator"}
+    assert not any("mirror" in setting for setting in cfg.placements())
+
+
+@pytest.mark.parametrize("settings", [{"algorithm": "ppo"}, {"services": {"ref_model": {}}, "grpo": {"beta": 0.1}}])
+def test_a_critic_or_a_reference_model_is_an_error_where_several_train(settings):
+    episode = {"agent": {"function": answers}}
+    with pytest.raises(ConfigError, match="several policies train without a critic and a reference model"):
+        build(SelfPlayConfig, {**SETTINGS, "model": "x", "episode": episode, **settings})
+
+
 async def judged(client, sample):
     """The judge's answer decides, of which nothing trains."""
     messages = [{"role": "user", "content": sample.prompt.text}]

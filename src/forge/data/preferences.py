@@ -129,8 +129,8 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
     def _given(self, row: Row, name: str) -> Marked:
         """An answer of tokens in its context."""
         prompt = token_ids(row, "prompt_ids", self.tokenizer)
-        answer = token_ids(row, name, self.tokenizer)
-        return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
+        answer_ids = token_ids(row, name, self.tokenizer)
+        return [*prompt, *answer_ids], [False] * len(prompt) + [True] * len(answer_ids)
 
     def _conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
         """Both conversations, and the number of messages that they begin with in common."""

@@ -68,10 +68,10 @@ def recorded_rows(path: str, kind: Literal["prompts", "supervised", "preferences
             f"{path} was recorded from {written['model']}, whose tokenizer is another one: train that model"
         )
     marks = folder / CHOSEN
-    chosen = set(marks.read_text().split()) if marks.exists() else set()
+    chosen_ids = set(marks.read_text().split()) if marks.exists() else set()
     rows: list[Row] = []
     for turns in _sessions(folder):
-        winners = _winners(turns, chosen)
+        winners = _winners(turns, chosen_ids)
         rows += _pairs(turns, winners) if kind == "preferences" else _conversations(turns, winners)
     if not rows:
         wanted = "a request that was answered twice, and one answer continued" if kind == "preferences" else "an answer"
@@ -110,7 +110,7 @@ def _add(turns: list[RecordedTurn], event: Mapping[str, Any]) -> None:
     turns.append(RecordedTurn(run["id"], run["parent"], run["context"], event["completion"]["token_ids"]))
 
 
-def _winners(turns: Sequence[RecordedTurn], chosen: set[str]) -> dict[Place, int]:
+def _winners(turns: Sequence[RecordedTurn], chosen_ids: set[str]) -> dict[Place, int]:
     """The preferred answer to each context, by parent and tokens: the one that is marked, else the one continued."""
     answers: dict[Place, list[int]] = {}
     for number, turn in enumerate(turns):
@@ -118,7 +118,7 @@ def _winners(turns: Sequence[RecordedTurn], chosen: set[str]) -> dict[Place, int
             answers.setdefault(turn.place, []).append(number)
     winners = {}
     for place, numbers in answers.items():
-        marked = [number for number in numbers if turns[number].id in chosen]
+        marked = [number for number in numbers if turns[number].id in chosen_ids]
         preferred = marked or [number for number in numbers if turns[number].children]
         if len(preferred) == 1:
             winners[place] = preferred[0]

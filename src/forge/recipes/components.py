@@ -136,13 +136,15 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         env = SingleTurnEnv(reward_service, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
     else:
         env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, trained)
-    own = trained[POLICY]
+    own_learner = trained[POLICY]
     further = {f"models.{name}.trainer": learner.trainer for name, learner in trained.items() if name != POLICY}
     if critic_trainer is not None:
         further["critic"] = critic_trainer
-    state = RunState(own.trainer, samples, buffer, further, reward_service if cfg.reward.learns else None)
+    state = RunState(own_learner.trainer, samples, buffer, further, reward_service if cfg.reward.learns else None)
     await state.resume(job.record)
-    return RLComponents(samples, buffer, own.policy, own.trainer, env, reference_model, critic_trainer, trained, state)
+    return RLComponents(
+        samples, buffer, own_learner.policy, own_learner.trainer, env, reference_model, critic_trainer, trained, state
+    )
 
 
 async def learners(cfg: RLConfig, job: Job, algorithm: Algorithm) -> dict[str, Learner]:

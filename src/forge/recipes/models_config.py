@@ -58,10 +58,12 @@ class FurtherModel(Section):
     def check(self, path: str) -> None:
         """ConfigError: settings that contradict each other or do nothing. `path` is of the section."""
         kinds = {"trains": self.trains, "seat_of": self.seat_of is not None, "url": self.url is not None}
-        chosen = [name for name, is_set in kinds.items() if is_set]
-        if len(chosen) > 1:
-            raise ConfigError(f"{path}.{chosen[0]} and {path}.{chosen[1]} contradict each other: set one of them")
-        kind = chosen[0] if chosen else "frozen"
+        named_kinds = [name for name, is_set in kinds.items() if is_set]
+        if len(named_kinds) > 1:
+            raise ConfigError(
+                f"{path}.{named_kinds[0]} and {path}.{named_kinds[1]} contradict each other: set one of them"
+            )
+        kind = named_kinds[0] if named_kinds else "frozen"
         for name in sorted(self.model_fields_set - USES[kind]):
             if self[name] != type(self).model_fields[name].default:
                 raise ConfigError(f"{path}.{name} does nothing: {REASONS[kind]}")
@@ -109,9 +111,9 @@ def check_models(models: dict[str, FurtherModel], *, trains_several: bool) -> No
             reason = "is the run's model" if name == POLICY else "must be of letters, digits, - and _"
             raise ConfigError(f"{path}: {name!r} {reason}")
         further.check(path)
-        if further.seat_of is not None and further.seat_of != POLICY and further.seat_of not in trained_models(models):
-            known = ", ".join(trained_models(models))
-            raise ConfigError(f"{path}.seat_of: {further.seat_of!r} is not trained here: name one of {known}")
+        if further.seat_of is not None and further.seat_of not in trained_models(models):
+            names = ", ".join(trained_models(models))
+            raise ConfigError(f"{path}.seat_of: {further.seat_of!r} is not trained here: name one of {names}")
         if further.trains and not trains_several:
             raise ConfigError(f"{path}.trains: this recipe trains one policy; use apps.selfplay.main or a loop like it")
         if further.seat_of is not None and not trains_several:

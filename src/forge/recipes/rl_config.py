@@ -17,7 +17,7 @@ from ..runtime.controller import Options
 from . import preflight
 from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
-from .models_config import FurtherModel, check_models, placed, seats
+from .models_config import FurtherModel, check_models, placed, seats, trained_models
 from .schema import RecipeConfig, SamplingServices
 
 # What `rollout` holds where it is written in place of `grpo`; `algorithm` holds all else.
@@ -190,6 +190,11 @@ class RLConfig(RecipeConfig):
         models = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         models |= {f"models.{name}.model": further.model for name, further in self.models.items()}
         return {key: name for key, name in models.items() if name is not None}
+
+    @property
+    def trained(self) -> int:
+        """The number of policies that train."""
+        return len(trained_models(self.models))
 
     @property
     def seats(self) -> dict[str, str]:

@@ -350,6 +350,11 @@ class TrainingRecipe(Section):
         """Options of service `name`, see `forge.runtime.controller.Options`."""
         return {**self.services[name]}
 
+    @property
+    def trained(self) -> int:
+        """The number of policies that train."""
+        return 1
+
     def placements(self) -> dict[str, dict[str, Any]]:
         """The options of all that a run places, by the settings that have them."""
         return {f"services.{name}": self.placement(name) for name in self.configured()}

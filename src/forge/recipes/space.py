@@ -35,7 +35,7 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
     size = count * BYTES[cfg.training.weights_dtype]
     # What is overwritten is removed first, and counts as free.
     replaced = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if overwrite else []
-    needed = _most(cfg, model, size, start)
+    needed = cfg.trained * _most(cfg, model, size, start)
     free = free_bytes(folder) + sum(replaced)
     if needed > free:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_space(cfg: TrainingRecipe, model: str, start: int, overwrite: bool) ->
     sweep()  # of what dead processes left there, which a start removes
     memory = memory_folder()
     versions = 1 + math.ceil((cfg.training.steps - start) / cfg.training.sync_interval)
-    versions = min(VERSIONS, versions)
+    versions = min(VERSIONS, versions) * cfg.trained
     free = free_bytes(memory)
     if versions * size > free:
         raise ValueError(

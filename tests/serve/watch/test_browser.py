@@ -18,6 +18,7 @@ from benchmarks.watch import write_run
 from forge.observability import Run
 from forge.observability.metrics import drain
 from forge.observability.rollouts import ROLLOUTS, batches
+from forge.serve.watch.report import write_report
 from tests.recipes.test_recipes import CONFIG, command, finish, start
 from tests.serve.watch.conftest import Page, watching
 from tests.serve.watch.test_server import HOSTILE, hostile_run
@@ -217,6 +218,7 @@ def test_hostile_content_is_shown_as_text(page: Page, tmp_path: Path):
             assert page.overlaps() == []
         page.open(f"{url}/#run={urllib.parse.quote('a<b>')}&view=rollouts&row=0")
         page.wait(lambda: "<script>document.title='owned'</script>␛[31m\\u202e" in page.text())
+    write_report(tmp_path / "a<b>")
     page.open((tmp_path / "a<b>/report.html").as_uri())
     page.wait(lambda: "a<b>" in page.text("aside"))
     assert page.browser.title == "a<b> – forge"

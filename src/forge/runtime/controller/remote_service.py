@@ -31,10 +31,19 @@ class Relay(Actor):
     def __init__(self) -> None:
         self._calls: dict[str, asyncio.Future[Value]] = {}
 
-    @concurrent_endpoint
-    async def dispatch(self, call_id: str, service: str, call: Call, caller: str) -> Value:
+    @concurrent_endpoint(explicit_response_port=True)
+    async def dispatch(self, port: Any, call_id: str, service: str, call: Call, caller: str) -> None:
         """Call a service in the controller's process, for the process `caller`."""
+        # An answer that comes back because its caller has ended would fail this actor, and with it the process: Monarch
+        # starts no actor beside a failed one, so that no further run could begin.
+        port.return_undeliverable = False
+        answer = await self._answer(call_id, service, call, caller)
+        try:
+            port.send(answer)
+        except Exception as error:  # a component of this process may return what pickle does not carry
+            port.send(RemoteFailure.capture(f"{service}.{call.endpoint}, called by {caller},", error))
 
+    async def _answer(self, call_id: str, service: str, call: Call, caller: str) -> Value | RemoteFailure:
         async def send() -> Value:
             if _find is None:
                 raise ServiceStopped(f"{service} cannot be called: its run is over")

@@ -1,0 +1,91 @@
+"""Calls of services from other processes, whose callers end before they are answered."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from forge.runtime.controller import ForgeActor, endpoint, run
+from tests.runtime.controller.components import Counter
+
+pytestmark = pytest.mark.processes
+
+CALLS = 400
+
+
+class Caller(ForgeActor):
+    """Calls a service from its process."""
+
+    def __init__(self, service) -> None:
+        self.service = service
+
+    @endpoint
+    async def ask(self, seconds: float) -> int:
+        return await self.service.overlap.route(seconds)
+
+    @endpoint
+    async def ask_often(self, calls: int) -> None:
+        """Calls that are answered one after the other, every few milliseconds."""
+        await asyncio.gather(*(self.service.overlap.route(0.2 + 0.002 * number) for number in range(calls)))
+
+    @endpoint
+    async def process(self) -> int:
+        return os.getpid()
+
+
+async def calling(counter, callers: int) -> list[asyncio.Task]:
+    """Calls from several processes, which the service has begun."""
+    services = [await Caller.options(mesh_name=f"caller{number}").as_service(counter) for number in range(callers)]
+    tasks = [asyncio.create_task(service.ask_often.route(CALLS)) for service in services]
+    while await counter.running_now.route() < callers * CALLS // 2:
+        await asyncio.sleep(0.01)
+    return tasks
+
+
+class Local(ForgeActor):
+    """Lives in the controller, and returns what pickle does not carry."""
+
+    @endpoint
+    async def overlap(self, seconds: float) -> object:
+        return threading.Lock()
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_its_caller():
+    async def main() -> None:
+        caller = await Caller.as_service(await Local.as_local())
+        with pytest.raises(Exception, match=r"cannot pickle '_thread\.lock'"):
+            await asyncio.wait_for(caller.ask.route(0.0), 60)
+
+    run(main())
+
+
+async def fail_in_calls() -> None:
+    counter = await Counter.as_service()
+    await calling(counter, 4)
+    raise KeyError("the run ends while they are called")
+
+
+def test_a_run_that_fails_in_calls_harms_no_later_run_of_this_process():
+    """The answers go to callers that are stopped: Monarch would take that for the failure of this process."""
+    for _ in range(5):
+        with pytest.raises(KeyError, match="the run ends"):
+            run(fail_in_calls())
+
+
+def test_a_caller_that_is_killed_in_its_call_is_replaced_and_answered():
+    async def main() -> None:
+        counter = await Counter.as_service()
+        caller = await Caller.as_service(counter)
+        process = await caller.process.route()
+        asking = asyncio.create_task(caller.ask.route(1.0))
+        while not await counter.running_now.route():
+            await asyncio.sleep(0.01)
+        os.kill(process, signal.SIGKILL)
+        assert await asking in (1, 2)
+        assert await caller.process.route() != process
+        assert await (await Caller.as_service(counter)).ask.route(0.0) in (1, 2)
+
+    for _ in range(2):
+        run(main())
