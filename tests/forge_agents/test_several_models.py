@@ -164,7 +164,9 @@ def test_room_is_needed_for_each_trained_policy():
     assert not any("mirror" in setting for setting in cfg.placements())
 
 
-@pytest.mark.parametrize("settings", [{"algorithm": "ppo"}, {"services": {"ref_model": {}}, "grpo": {"beta": 0.1}}])
+@pytest.mark.parametrize(
+    "settings", [{"algorithm": "ppo"}, {"services": {"ref_model": {}}, "grpo": {**SETTINGS["grpo"], "beta": 0.1}}]
+)
 def test_a_critic_or_a_reference_model_is_an_error_where_several_train(settings):
     episode = {"agent": {"function": answers}}
     with pytest.raises(ConfigError, match="several policies train without a critic and a reference model"):

@@ -44,17 +44,24 @@ async def calling(counter, callers: int) -> list[asyncio.Task]:
     return tasks
 
 
-class Local(ForgeActor):
-    """Lives in the controller, and returns what pickle does not carry."""
+class Once:
+    """Arrives as a lock, which cannot be sent on."""
+
+    def __reduce__(self):
+        return threading.Lock, ()
+
+
+class Unsendable(ForgeActor):
+    """Returns what arrives in the controller, and not in a caller beyond it."""
 
     @endpoint
     async def overlap(self, seconds: float) -> object:
-        return threading.Lock()
+        return Once()
 
 
 def test_an_answer_that_cannot_be_sent_is_an_error_of_its_caller():
     async def main() -> None:
-        caller = await Caller.as_service(await Local.as_local())
+        caller = await Caller.as_service(await Unsendable.as_service())
         with pytest.raises(Exception, match=r"cannot pickle '_thread\.lock'"):
             await asyncio.wait_for(caller.ask.route(0.0), 60)
 
