@@ -108,7 +108,7 @@ async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
 
 
 def check_agent(values: Any) -> None:
-    """ConfigError: the section names a collection's environment that cannot be opened here."""
+    """ConfigError: the collection of the section, or its environment, is missing or invalid."""
     agent = agent_config(values)
     if agent.collection is not None:
         check_collection(agent)
