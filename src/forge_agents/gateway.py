@@ -73,6 +73,7 @@ class Gateway:
         self.sessions: dict[str, Session] = {}
         self.closed: dict[str, SessionRecord] = {}
         self.url = ""
+        self._notes: set[asyncio.Task[None]] = set()  # of deliveries, which are being written to the journal
         # One thread: a tokenizer is not shared between threads (transformers #47085).
         self.thread = ThreadPoolExecutor(1, "forge-gateway")
         if self.journal is not None:
@@ -103,7 +104,8 @@ class Gateway:
         session = self.sessions[key]
         # The client may have its last answer before this process has noted it.
         await session.written(SILENCE)
-        del self.sessions[key]
+        await self._noted()
+        self.sessions.pop(key, None)
         await session.close()
         record = SessionRecord(
             {name: tuple(tree.runs) for name, tree in session.trees.items()},
@@ -137,6 +139,7 @@ class Gateway:
         async with listen(app, listener) as url:
             self.url = url
             yield url
+        await self._noted()
 
     def access(self, host: str) -> Any:
         """The middleware that says who may call: those that have a session's key, and no page of a browser."""
@@ -185,18 +188,30 @@ class Gateway:
             return _error_response(dialect, error)
         with session.reading(generation):
             write = self._stream if parsed.stream else self._whole
+            response: web.StreamResponse
             try:
-                response = await write(request, dialect, generation)
+                response = await write(request, dialect, session, generation)
             except ConnectionError:  # the client is gone, and may come again
                 return web.Response(status=GONE)
-            # A generation that failed has no turns, also where its stream had begun.
-            if generation.turns and request.transport is not None and not request.transport.is_closing():
-                session.mark_delivered(generation)
-                if self.journal is not None:
-                    await asyncio.to_thread(self.journal.write, session.key, events.delivered(generation.ids))
+            finally:
+                if generation.is_delivered and self.journal is not None:
+                    self._begin_note(self.journal, session.key, generation.ids)
             return response
 
-    async def _whole(self, request: web.Request, dialect: Dialect, generation: Generation) -> web.StreamResponse:
+    def _begin_note(self, journal: Journal, key: str, ids: Sequence[str]) -> None:
+        """Write to the journal that answers were delivered, beside the request: a client that hangs up cancels that."""
+        note = asyncio.create_task(asyncio.to_thread(journal.write, key, events.delivered(ids)))
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+
+    async def _noted(self) -> None:
+        """Wait until the journal has what was delivered by now."""
+        if self._notes:
+            await asyncio.wait(self._notes)
+
+    async def _whole(
+        self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
+    ) -> web.StreamResponse:
         try:
             async for _ in generation.pieces(PING):
                 pass
@@ -205,9 +220,12 @@ class Gateway:
         response = web.json_response(dialect.complete(generation.request, generation.turns))
         await response.prepare(request)
         await response.write_eof()
+        _mark_sent(request, session, generation)
         return response
 
-    async def _stream(self, request: web.Request, dialect: Dialect, generation: Generation) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
+    ) -> web.StreamResponse:
         writer = dialect.events(generation.request, generation.ids)
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **UNBUFFERED}
         response = web.StreamResponse(headers=headers)
@@ -222,6 +240,8 @@ class Gateway:
                 await response.prepare(request)
                 await response.write(writer.begin(generation.prompt_tokens))
             await response.write(writer.end(generation.turns))
+            # Many clients hang up at the last event, before the end of the body is written to them.
+            _mark_sent(request, session, generation)
             await response.write_eof()
         except ConnectionError:
             raise
@@ -291,6 +311,12 @@ def client_key(request: web.Request) -> str:
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
     named = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or request.query.get("key")
     return request.match_info.get("key") or named or bearer
+
+
+def _mark_sent(request: web.Request, session: Session, generation: Generation) -> None:
+    """Note that the client of a request has its answer, unless the connection broke while it was written."""
+    if request.transport is not None and not request.transport.is_closing():
+        session.mark_delivered(generation)
 
 
 def _dialect_of(request: web.Request) -> Dialect:

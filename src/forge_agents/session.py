@@ -291,7 +291,7 @@ class Session:
             self.counts["limited"] += 1
             return
         sampling = self._sampling(request, policy, room)
-        is_thinking = policy.dialogue.text(ids[-8:]).rstrip().endswith(OPENING)
+        is_thinking = policy.dialogue.text(ids[-8:], truncated=True).rstrip().endswith(OPENING)
         tools = () if request.tool_choice == "none" else request.tools
         readers = [
             TurnReader(policy.dialogue, tools, is_thinking=is_thinking, stop=request.stop) for _ in generation.ids

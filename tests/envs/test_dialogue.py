@@ -56,6 +56,14 @@ def test_a_turn_that_was_cut_off_is_closed_for_the_policy(bpe, template):
     assert cut == [closer, *dialogue.extend([*tokens, *said, closer], MORE)]
 
 
+def test_a_turn_that_was_cut_off_keeps_its_last_token_whatever_it_is(bpe):
+    """Clients get the text of every token that is trained: only a token that ended the turn has none."""
+    dialogue = Dialogue(bpe, "chatml")
+    tokens = [*bpe("the fox", add_special_tokens=False)["input_ids"], dialogue.stop_ids[0]]
+    assert dialogue.text(tokens, truncated=True) == bpe.decode(tokens) != dialogue.text(tokens) == "the fox"
+    assert dialogue.read(tokens, truncated=True).text == bpe.decode(tokens)
+
+
 def test_another_stop_token_than_the_templates_does_not_end_the_turn_for_the_template(bpe):
     dialogue = Dialogue(bpe, "chatml")
     assert bpe.eos_token_id in dialogue.stop_ids

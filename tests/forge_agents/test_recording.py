@@ -4,8 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import anthropic
 import openai
@@ -103,11 +106,16 @@ def recorded(model, processes, tmp_path_factory):
     dave = anthropic.Anthropic(base_url=server.url, api_key="dave", max_retries=0)
     answer = dave.messages.create(model="tiny", max_tokens=9, messages=[said("hi")])
     texts["anthropic"] = [answer.content[0].text]
-    # An answer that is not complete when the server dies.
+    # An answer that is not complete when the server dies: it may not end before its 200th letter.
+    schema = {"name": "long", "schema": {"type": "string", "minLength": 200}}
     cut = server.client("eve").chat.completions.create(
-        model="tiny", messages=[said("cut")], max_tokens=200, stream=True, seed=0
+        model="tiny",
+        messages=[said("cut")],
+        max_tokens=230,
+        stream=True,
+        response_format={"type": "json_schema", "json_schema": schema},
     )
-    next(iter(cut))
+    next(chunk for chunk in cut if chunk.choices[0].delta.content)
     server.end()
     # Some dialects leave out white space at the ends.
     return folder, {name: [text.strip() for text in answers] for name, answers in texts.items()}
@@ -182,6 +190,48 @@ def test_sft_and_dpo_train_the_rows(recorded, model, tmp_path):
     losses = [row["train/loss"] for row in dpo.metrics if "train/loss" in row]
     assert losses[0] == pytest.approx(0.693, abs=0.01)
     assert losses[-1] < losses[0] - 0.1
+
+
+@contextmanager
+def one_cpu(process):
+    """Within the block a process and this one share a CPU: either may be stopped between any two steps."""
+    cpus = os.sched_getaffinity(0)
+    threads = [0, *map(int, os.listdir(f"/proc/{process}/task"))]
+    for thread in threads:
+        os.sched_setaffinity(thread, {min(cpus)})
+    try:
+        yield
+    finally:
+        for thread in threads:
+            os.sched_setaffinity(thread, cpus)
+
+
+def hang_up_at_the_end(port, number):
+    """A stream whose client resets the connection at its last event, as it reads nothing after that."""
+    body = json.dumps({"model": "tiny", "messages": [said(str(number))], "max_tokens": 4, "stream": True})
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer client{number}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall((head + body).encode())
+        answer = b""
+        while b"[DONE]" not in answer:
+            piece = connection.recv(1 << 16)
+            assert piece, answer
+            answer += piece
+
+
+def test_a_client_that_hangs_up_at_the_last_event_has_received_the_answer(model, tmp_path):
+    server = Recorder(model, tmp_path)
+    port = int(server.url.rsplit(":", 1)[1])
+    with one_cpu(server.process.pid):
+        for number in range(60):
+            hang_up_at_the_end(port, number)
+    server.end(signal.SIGINT)
+    rows = recorded_rows(str(tmp_path), "supervised", open_tokenizer(str(model)))
+    assert len(rows) == 60
 
 
 def test_a_folder_is_appended_to_by_the_same_model_alone(recorded, model, tmp_path):

@@ -137,11 +137,11 @@ class Dialogue:
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
         """The action in the tokens of one turn."""
-        return read_action(self.text(tokens), self.syntax, tools, truncated=truncated)
+        return read_action(self.text(tokens, truncated=truncated), self.syntax, tools, truncated=truncated)
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of one turn, without the token that ends it."""
-        ended = bool(tokens) and tokens[-1] in self._special.ids
+    def text(self, tokens: Sequence[int], *, truncated: bool = False) -> str:
+        """The text of one turn, without the token that ends it; nothing ended a turn that was `truncated`."""
+        ended = bool(tokens) and tokens[-1] in self._special.ids and not truncated
         return str(self.tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:

@@ -12,7 +12,25 @@ from tests.runtime.controller.components import Counter
 
 pytestmark = pytest.mark.processes
 
+# Calls at a time of each caller.
 CALLS = 400
+
+
+class Answers(ForgeActor):
+    """Answers after a while, and counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @endpoint
+    async def overlap(self, seconds: float) -> int:
+        self.asked += 1
+        await asyncio.sleep(seconds)
+        return self.asked
+
+    @endpoint
+    async def count(self) -> int:
+        return self.asked
 
 
 class Caller(ForgeActor):
@@ -27,21 +45,17 @@ class Caller(ForgeActor):
 
     @endpoint
     async def ask_often(self, calls: int) -> None:
-        """Calls that are answered one after the other, every few milliseconds."""
-        await asyncio.gather(*(self.service.overlap.route(0.2 + 0.002 * number) for number in range(calls)))
+        """Calls that are answered one after the other, every few milliseconds, until this process is stopped."""
+
+        async def ask_again(seconds: float) -> None:
+            while True:
+                await self.service.overlap.route(seconds)
+
+        await asyncio.gather(*(ask_again(0.2 + 0.002 * number) for number in range(calls)))
 
     @endpoint
     async def process(self) -> int:
         return os.getpid()
-
-
-async def calling(counter, callers: int) -> list[asyncio.Task]:
-    """Calls from several processes, which the service has begun."""
-    services = [await Caller.options(mesh_name=f"caller{number}").as_service(counter) for number in range(callers)]
-    tasks = [asyncio.create_task(service.ask_often.route(CALLS)) for service in services]
-    while await counter.running_now.route() < callers * CALLS // 2:
-        await asyncio.sleep(0.01)
-    return tasks
 
 
 class Once:
@@ -69,8 +83,12 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_its_caller():
 
 
 async def fail_in_calls() -> None:
-    counter = await Counter.as_service()
-    await calling(counter, 4)
+    """Fail while four processes wait for hundreds of answers, at whatever rate this machine gives them."""
+    answers = await Answers.as_service()
+    callers = [await Caller.options(mesh_name=f"caller{number}").as_service(answers) for number in range(4)]
+    calls = [asyncio.create_task(caller.ask_often.route(CALLS)) for caller in callers]
+    while await answers.count.route() < len(calls) * CALLS // 2:
+        await asyncio.sleep(0.01)
     raise KeyError("the run ends while they are called")
 
 

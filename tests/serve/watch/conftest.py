@@ -29,7 +29,7 @@ def watching(root: Path) -> Iterator[str]:
         yield server.stdout.readline().split()[-1]
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +55,7 @@ def page(browser: Any) -> Iterator[Page]:
     found = Page(browser)
     found.look(1280)
     yield found
+    found.leave()
     errors = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert errors == []
 
@@ -71,8 +72,18 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
-    def open(self, url: str) -> None:
+    @contextmanager
+    def watching(self, root: Path) -> Iterator[str]:
+        """`forge watch` over a folder, which ends after this page has left it: a page logs what is not answered."""
+        with watching(root) as url:
+            yield url
+            self.leave()
+
+    def leave(self) -> None:
         self.browser.get("about:blank")
+
+    def open(self, url: str) -> None:
+        self.leave()
         self.browser.get(url)
 
     def all(self, selector: str) -> list[Any]:

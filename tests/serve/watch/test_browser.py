@@ -92,7 +92,7 @@ def test_each_trained_policy_has_its_curve(page: Page, tmp_path: Path):
         run.log(step, drain(), **values)
     run.finish()
     run.close()
-    with watching(tmp_path) as url:
+    with page.watching(tmp_path) as url:
         page.open(f"{url}/#run=game&view=overview")
         page.wait(lambda: "version of each policy" in page.text("main"))
         plots = (
@@ -165,7 +165,7 @@ def test_held_out_answers_of_each_evaluation(page: Page, tmp_path: Path):
         for step in (0, 30) for number in range(60)
     ]  # fmt: skip
     (root / "one/held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with watching(root) as url:
+    with page.watching(root) as url:
         page.open(f"{url}/#run=one&view=held_out")
         page.wait(lambda: len(page.all("#held-out tbody tr.link")) == 50)
         assert page.text("#answers") == "60 of 60"
@@ -209,7 +209,7 @@ def test_nothing_overlaps(page: Page, written: tuple[Path, str], tmp_path: Path)
 @pytest.mark.processes
 def test_hostile_content_is_shown_as_text(page: Page, tmp_path: Path):
     hostile_run(tmp_path, "a<b>")
-    with watching(tmp_path) as url:
+    with page.watching(tmp_path) as url:
         for view in ("overview", "time", "rollouts", "rollouts&row=0", "rollouts&row=1", "rollouts&row=2"):
             page.open(f"{url}/#run={urllib.parse.quote('a<b>')}&view={view}")
             page.wait(lambda: "a<b>" in page.browser.find_element("css selector", "#now").get_attribute("textContent"))
@@ -233,7 +233,7 @@ def test_the_account_of_agents_is_shown(page: Page, tmp_path: Path):
         (folder / "config.yaml").write_text("training:\n  steps: 2\n")
         lines = [json.dumps({"step": step, "seconds": step, **row}) for step in (1, 2)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    with watching(tmp_path) as url:
+    with page.watching(tmp_path) as url:
         page.open(f"{url}/#run=agents")
         page.wait(lambda: "10 sampled = 10 trained" in page.text())
         page.open(f"{url}/#run=others")
@@ -291,7 +291,7 @@ def test_every_token_of_a_step_is_accounted_for(tmp_path: Path, algorithm: str, 
 @pytest.mark.full
 @pytest.mark.processes
 def test_time_chat_and_report_of_a_real_run(page: Page, trained: Path):
-    with watching(trained) as url:
+    with page.watching(trained) as url:
         page.open(f"{url}/#run=test&view=time")
         page.wait(lambda: "Training waited" in page.text() and len(page.all("main tbody tr")) >= 3)
         for name in ("controller", "generator0", "trainer0"):
@@ -342,7 +342,7 @@ def test_a_run_is_seen_while_it_runs_and_after_it_was_killed(page: Page, tmp_pat
         deadline = time.monotonic() + 120
         while not (tmp_path / "runs/test/metrics.jsonl").exists() and time.monotonic() < deadline:
             time.sleep(0.2)
-        with watching(tmp_path / "runs") as url:
+        with page.watching(tmp_path / "runs") as url:
             page.open(f"{url}/#run=test&view=overview")
             points = "return document.querySelector('.card .uplot')?.parentNode.plot.data[0].length"
             first = page.wait(lambda: page.browser.execute_script(points), 120)
