@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+_planned_type = ""  # of the device that tensors without memory stand for
 
 GRANTED = "FORGE_GPUS"  # environment variable: the GPUs that a component's process was granted
 
@@ -15,12 +19,29 @@ class NoAccelerator(RuntimeError):
     """GPUs were promised to this process, and torch sees none."""
 
 
+def type_of(device: torch.device) -> str:
+    """The type of a device, such as "cpu"; of the meta device that of the one which a plan is for."""
+    return (_planned_type or device.type) if device.type == "meta" else device.type
+
+
+@contextmanager
+def planning_for(device_type: str) -> Iterator[None]:
+    """Within the block, tensors of the meta device take the paths of devices of this type."""
+    global _planned_type
+    before = _planned_type
+    _planned_type = device_type
+    try:
+        yield
+    finally:
+        _planned_type = before
+
+
 def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `torch.mm` can return the sums of two half-precision matrices in float32, which only CUDA can."""
     import torch
 
     halves = torch.bfloat16, torch.float16
-    return a.device.type == "cuda" and torch.version.hip is None and a.dtype == b.dtype and a.dtype in halves
+    return type_of(a.device) == "cuda" and torch.version.hip is None and a.dtype == b.dtype and a.dtype in halves
 
 
 def accelerator() -> torch.device | None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from ..system.devices import type_of
 from .distributed import ALONE, RankGroup
 from .flex import Runs, TreeMask, tree_attention
 
@@ -54,7 +55,7 @@ class PackedLayout:
         cls, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None
     ) -> PackedLayout:
         """The layout of runs of these lengths, back to back in this order; parents come before, -1 is none."""
-        if torch.device(device).type != "cpu":
+        if type_of(torch.device(device)) != "cpu":
             runs = Runs.of(lengths, parents or [-1] * len(lengths))
             columns = {name: column.to(device) for name, column in runs.columns().items()}
             return cls.masked(TreeMask(runs, **columns))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..system.devices import has_wide_products
+from ..system.devices import has_wide_products, type_of
 
 A = TypeVar("A")
 
@@ -33,7 +33,7 @@ def _onednn_is_faster(a: Tensor, b: Tensor) -> bool:
     return (
         AVAILABLE
         and a.numel() > 0 < b.numel()
-        and a.device.type == b.device.type == "cpu"
+        and type_of(a.device) == type_of(b.device) == "cpu"
         and a.dtype == b.dtype == torch.float32
         and type(b) in (Tensor, nn.Parameter)  # a DTensor has its own operators
         and not torch.is_autocast_enabled("cpu")
@@ -88,7 +88,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
     """The number of rows whose logits are computed at a time."""
-    if device.type == "cpu":
+    if type_of(device) == "cpu":
         return CHUNK
     return max(CHUNK, CHUNK_BYTES // (4 * vocabulary) // ROWS * ROWS)
 
@@ -142,7 +142,7 @@ class _TokenLogprobs(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         logprobs, normalisers, entropies = [], [], []
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            if hidden.device.type == "cpu":
+            if type_of(hidden.device) == "cpu":
                 # As `scores_of`, in place: a new matrix of logits takes longer than the arithmetic.
                 logits = at_least_float32(product(h, head)).div_(temperature)
                 normaliser = logits.logsumexp(-1)
@@ -173,7 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = (x.split(ctx.chunk) for x in (hidden, labels, normaliser, entropy, grad_logprobs, grad_entropy))
         start = 0
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
-            if hidden.device.type == "cpu":
+            if type_of(hidden.device) == "cpu":
                 # As `gradient_of`, in place.
                 logp = at_least_float32(product(h, head)).div_(ctx.temperature).sub_(lse[:, None])
                 p = logp.exp()
@@ -192,7 +192,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _fused(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
     """The function, compiled on a GPU."""
-    return _compiled(function) if rows.device.type in ("cuda", "xpu") else function
+    return _compiled(function) if type_of(rows.device) in ("cuda", "xpu") else function
 
 
 def token_logprobs(
@@ -216,7 +216,7 @@ def token_logprobs(
     surplus = -count % ROWS
     hidden = F.pad(hidden, (0, 0, 0, surplus))
     labels = F.pad(labels, (0, surplus))
-    device = hidden.device.type
+    device = type_of(hidden.device)
     # Backward runs outside autocast and must compute the same logits as forward.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     chunk = chunk or rows_of_chunk(hidden.device, len(weight))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..system.devices import type_of
+
 
 class FusedNorm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) as one kernel; transformers' has seven, its gradient twelve.
@@ -18,7 +20,7 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The norm over the last dimension, [..., dim] to [..., dim]."""
-        if hidden_states.device.type == "cpu":
+        if type_of(hidden_states.device) == "cpu":
             return super().forward(hidden_states)
         weight = self.weight.to(hidden_states.dtype)
         return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)

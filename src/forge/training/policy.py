@@ -22,6 +22,7 @@ from transformers import (
 from ..data.prefixes import find_prefixes, prefix_ids
 from ..models.architecture import check_config, rotary_limit, sparse_layers
 from ..models.find import check_classifier, quiet_loading
+from ..system.devices import type_of
 from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
 from .distributed import Ranks
@@ -107,7 +108,7 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
         experts = torch.from_numpy(batch.experts[tree.source[first : first + real]]).long()
         columns["experts"] = F.pad(experts, (0, 0, 0, 0, 0, len(local) - real), value=UNKNOWN_EXPERT)
     # All tensors go to the device in one copy, those of an accelerator's mask among them.
-    runs = None if device.type == "cpu" else Runs.of(lengths, parents)
+    runs = None if type_of(device) == "cpu" else Runs.of(lengths, parents)
     if runs is not None:
         columns |= runs.columns()
     on_device = to_device(columns, device)
@@ -121,7 +122,7 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
 
 def padding(tokens: int, ranks: int, device: torch.device) -> int:
     """The number of tokens to add to a pack of `tokens`, which `ranks` share."""
-    if device.type == "cpu":
+    if type_of(device) == "cpu":
         return -tokens % lcm(ROWS, ranks)
     return max(tokens, MIN_TOKENS) + -max(tokens, MIN_TOKENS) % lcm(BLOCK, ranks) - tokens
 
@@ -283,7 +284,7 @@ class ScalarModel(PackedModel):
         """One scalar for each token with mask True; the temperature is ignored."""
         states, local, ranks = self.states(batch, self.lag)
         # In float32 for any dtype of the backbone: in bfloat16 100 and 100.4 are equal.
-        with torch.autocast(states.device.type, enabled=False):
+        with torch.autocast(type_of(states.device), enabled=False):
             score: Any = self.model.score
             values = at_least_float32(states) @ at_least_float32(score.weight)[0]
         return TokenValues(*gather_scores((values,), local.counts, ranks.sequence, local.order))

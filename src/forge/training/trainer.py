@@ -243,6 +243,8 @@ class PolicyTrainer:
             )
             if record is not None:
                 record.add(micro, loss, inputs, first_epoch=first_epoch)
+            # What hangs on the graph of this micro-batch would stay until the next one's forward pass is complete.
+            del output, inputs, value, current, current_sequences
         total = self.ranks.sum(total)
         length = clip_gradients(list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"))
         # Both at once: here the host waits for the device.

@@ -1,0 +1,95 @@
+"""`forge plan CONFIG`: the memory and the seconds of a run, before it starts and without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .recipes import RECIPES
+from .table import Subparsers
+
+TEXT = "what a configuration needs: memory of each process, seconds of a step; without a GPU and without weights"
+# The section that one recipe alone has.
+SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan", help=TEXT, description=TEXT, epilog="example: forge plan apps/grpo/qwen3_1_7b.yaml --gpus 2xH100"
+    )
+    parser.add_argument("config", help="YAML file of a recipe; apps/... are those of the installed recipes")
+    parser.add_argument("--gpus", default=None, help="a number and a device, as 8xH100 or 64xH200; cpu")
+    parser.add_argument(
+        "--price", type=float, default=None, help="dollars of a GPU's hour: adds the cost of 1,000 steps"
+    )
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the plan; ends with 1 where something does not fit."""
+    from ..config.sections import ConfigError
+
+    try:
+        # Options after the file are among the overrides, which argparse does not look into.
+        gpus = _take(args.overrides, "--gpus") or args.gpus
+        price = _take(args.overrides, "--price") or args.price
+        plan = planned(args.config, args.overrides, gpus)
+        dollars = None if price is None else float(price)
+    except (ConfigError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    from ..recipes.plan.text import plan_lines
+
+    print("\n".join(plan_lines(plan, dollars)))
+    if not plan.fits:
+        raise SystemExit(1)
+
+
+def _take(words: list[str], option: str) -> str | None:
+    """Remove an option and return its value, if it is there. ValueError: it has none."""
+    for number, word in enumerate(words):
+        name, joined, value = word.partition("=")
+        if name != option:
+            continue
+        if not joined and number + 1 == len(words):
+            raise ValueError(f"{option} needs a value")
+        taken = words[number : number + (1 if joined else 2)]
+        del words[number : number + len(taken)]
+        return value if joined else taken[1]
+    return None
+
+
+def planned(config: str, overrides: list[str], gpus: str | None) -> Any:
+    """The `forge.recipes.plan.components.Plan` of a file.
+
+    Raises:
+        ConfigError: a setting that does not exist, or is wrong.
+        ValueError: an unknown device or model, or degrees that do not fit the model.
+    """
+    from ..config.sections import bundled, load, read_file
+
+    path = bundled(Path(config))
+    sections = read_file(path)
+    recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
+    _, settings, kind, _ = RECIPES[recipe]
+    config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), kind)
+    cfg = load(config_type, ["--config", config, *overrides])
+    from ..models.find import build_small_model
+    from ..recipes.plan.components import make_plan
+    from ..recipes.plan.devices import Device, parse_machines
+    from ..recipes.plan.shapes import shape_folder
+    from ..runtime.cluster.inventory import memory_limit
+
+    cpu = Device("CPU", memory_limit(), 0.0, 0.0, 0.0, 0.0, "cpu")
+    uses_gpus = any(cfg.services[name].with_gpus for name in cfg.configured())
+    machines = parse_machines(gpus or ("8xH100" if uses_gpus else "cpu"), cpu)
+    with tempfile.TemporaryDirectory() as scratch:
+        if cfg.model is None:
+            built = build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch)
+            return make_plan(cfg, Path(built), "a model from scratch", machines)
+        folder = shape_folder(cfg.model, Path(scratch))
+        return make_plan(cfg, folder, cfg.model, machines)

@@ -1,0 +1,125 @@
+"""The memory of a trainer's rank at its peak, from what its passes hold and how its weights are divided."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from ...training.settings import OptimizerSettings, PassSettings
+from .passes import Passes, Weight
+
+FLOAT = 4  # bytes: gradients are summed in float32
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of a rank's parts at the moment when they are the most together."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    gathered: int
+    moment: str = ""
+
+    @property
+    def total(self) -> int:
+        """All of it, on the device."""
+        return sum(value for value in asdict(self).values() if isinstance(value, int))
+
+
+def trainer_memory(
+    passes: Passes,
+    settings: PassSettings,
+    optimizer: OptimizerSettings,
+    *,
+    shards: int | None = None,
+    micro_batches: int = 1,
+    gloo: bool = False,
+    learns: bool = True,
+) -> TrainerMemory:
+    """The peak of a rank of a trainer.
+
+    Args:
+        shards: ranks that divide the weights between them; None: one process without a mesh.
+        micro_batches: of an update.
+        gloo: the collectives are gloo's, which sums gradients in a copy.
+        learns: whether it has gradients and an optimiser; a reference model has none.
+    """
+    itemsize = ITEMSIZE[settings.weights_dtype]
+    parts = shards or 1
+    trained = [weight for weight in passes.weights.values() if weight.trains and learns]
+    elements = sum(weight.elements for weight in passes.weights.values())
+    learned = sum(weight.elements for weight in trained)
+    weights = elements * itemsize // parts
+    gradients = learned * itemsize // parts
+    state = sum(state_bytes(weight, settings, optimizer) for weight in trained) // parts
+    update = max((update_bytes(weight, settings, optimizer) for weight in trained), default=0) // parts
+    # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
+    copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
+    moments = [TrainerMemory(weights, gradients, state, update, 0, "update of the weights")]
+    for moment, (first, most) in passes.peaks.items():
+        if shards is None:
+            complete = learned * itemsize if micro_batches > 1 else sum(moment)
+            moments.append(TrainerMemory(weights, complete, state, most, 0, _phase(sum(moment))))
+            continue
+        # FSDP2: the layer that is computed and the next one are gathered in the dtype of the passes, all that is in no
+        # layer stays so, and gradients are whole until their layer is complete.
+        size = passes.itemsize
+        inner = sum(weight.elements for weight in passes.weights.values() if weight.is_inner)
+        learned_inner = sum(weight.elements for weight in trained if weight.is_inner)
+        layer = inner // passes.layers
+        learned_layer = learned_inner // passes.layers
+        complete_layers = moment.layers // (size * learned_layer) if learned_layer else 0
+        current = moment.layers - complete_layers * size * learned_layer
+        reduced = gradients if micro_batches > 1 else complete_layers * learned_layer * itemsize // parts
+        gathered = size * (elements - inner) + 2 * size * layer
+        held = FLOAT * learned_layer if complete_layers else 0  # until the next layer's are summed
+        moments.append(
+            TrainerMemory(weights, reduced + current + moment.root, state, most, gathered + held, _phase(sum(moment)))
+        )
+        if complete_layers and not current:
+            summed = FLOAT * learned_layer * (1 + gloo) + copied * learned_layer // parts
+            whole = size * learned_layer
+            moments.append(
+                TrainerMemory(
+                    weights, reduced + whole + moment.root, state, first, gathered + summed, "sum of gradients"
+                )
+            )
+    if shards is not None and trained:
+        root = sum(weight.elements for weight in trained if not weight.is_inner)
+        last = min(first for first, _ in passes.peaks.values())
+        summed = FLOAT * root * (1 + gloo) + copied * root // parts
+        whole = passes.itemsize * root
+        gathered = passes.itemsize * (elements - inner)
+        moments.append(
+            TrainerMemory(weights, gradients + whole, state, last, gathered + summed, "sum of the last gradients")
+        )
+    return max(moments, key=lambda moment: moment.total)
+
+
+def state_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings) -> int:
+    """The optimiser's state of a weight, see `forge.training.optimizers`."""
+    weights_dtype = settings.weights_dtype
+    dtype = optimizer.optimizer_dtype or weights_dtype
+    if optimizer.optimizer == "adamw8bit":
+        return int(weight.elements * 2 * (1 + FLOAT / 256))  # a scale for each block
+    moments = 1 if optimizer.optimizer == "muon" and weight.is_inner and weight.is_matrix else 2
+    remainder = 2 if (weights_dtype, dtype) == ("bfloat16", "float32") else 0
+    return weight.elements * (moments * ITEMSIZE[dtype] + remainder)
+
+
+def update_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings) -> int:
+    """What the update of one weight holds for a moment."""
+    dtype = optimizer.optimizer_dtype or settings.weights_dtype
+    orthogonalised = optimizer.optimizer == "muon" and weight.is_inner and weight.is_matrix
+    if optimizer.optimizer == "adamw" and dtype == settings.weights_dtype:
+        return 0  # fused
+    moments = 1 if orthogonalised else 2
+    copies = (settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * moments
+    # Newton and Schulz: the update in float32, and five matrices in bfloat16.
+    return weight.elements * (copies * FLOAT + (FLOAT + 5 * 2) * orthogonalised)
+
+
+def _phase(gradients: int) -> str:
+    return "backward pass" if gradients else "forward pass or its end"

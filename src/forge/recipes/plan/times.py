@@ -1,0 +1,80 @@
+"""The seconds of a step by a roofline: what a device computes and reads, at a stated share of its rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from ...models.flops import causal, forward_flops
+from .devices import Device
+
+# Shares of the data sheet's rates. Training: prime-rl's published rows of 65,536 tokens reach .25 to .37. Decoding:
+# weights and keys are read at .6 of the bandwidth; an H100 copies at .87 of it.
+TRAINING = 0.33
+PREFILL = 0.4
+DECODING = 0.6
+# A step of the embedded engine, on an H100, whatever the batch: it is bound by launches (docs/benchmarks.md).
+LAUNCHES = 0.0107
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of a recipe computes.
+
+    samples: completions. prompt, completion: mean tokens of each.
+    """
+
+    samples: int
+    prompt: float
+    completion: float
+
+
+def training_seconds(config: PreTrainedConfig, work: Work, device: Device, ranks: int, recompute: bool) -> float:
+    """Seconds of the forward and backward passes of a batch on so many ranks."""
+    length = work.prompt + work.completion
+    tokens = work.samples * length
+    forward = forward_flops(config, tokens, work.samples * causal(length), work.samples * work.completion)
+    passes = 4 if recompute else 3
+    return passes * forward / (ranks * device.tflops * 1e12 * TRAINING)
+
+
+def scoring_seconds(config: PreTrainedConfig, work: Work, device: Device, ranks: int) -> float:
+    """Seconds of one forward pass over a batch."""
+    return training_seconds(config, work, device, ranks, False) / 3
+
+
+def generation_seconds(
+    config: PreTrainedConfig,
+    work: Work,
+    device: Device,
+    *,
+    replicas: int,
+    slots: int,
+    weights: float,
+    token_bytes: float,
+    launches: bool,
+) -> float:
+    """Seconds until all samples of a step are complete, with `slots` at once on each replica.
+
+    Args:
+        weights: bytes that a decode step reads; token_bytes: of keys and values of a token.
+        launches: the engine is bound by launches, as the embedded one is.
+    """
+    share = work.samples / replicas
+    rounds = max(1.0, share / max(1, slots))
+    running = min(share, slots)
+    context = work.prompt + work.completion / 2
+    read = weights + running * context * token_bytes
+    flops = forward_flops(config, running, running * context, running)
+    step = max(read / (device.bandwidth * 1e9 * DECODING), flops / (device.tflops * 1e12 * PREFILL))
+    step = max(step, LAUNCHES) if launches else step
+    prefill = forward_flops(config, share * work.prompt, share * causal(work.prompt), 0)
+    return rounds * work.completion * step + prefill / (device.tflops * 1e12 * PREFILL)
+
+
+def update_seconds(weights: float, device: Device, hosts: int) -> float:
+    """Seconds to bring a version of the weights to the engines: through the memory of a host, or the network."""
+    # From the device to shared memory and back: PCIe of the fifth generation, 50 GB/s, each way.
+    copies = 2 * weights / 50e9
+    return copies if hosts == 1 else copies + weights / (device.network * 1e9)
