@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
         gpus = _take(args.overrides, "--gpus") or args.gpus
         price = _take(args.overrides, "--price") or args.price
         plan = planned(args.config, args.overrides, gpus)
-        dollars = None if price is None else float(price)
+        dollars = None if price is None else _dollars(price)
     except (ConfigError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     from ..recipes.plan.text import plan_lines
@@ -47,6 +47,13 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join(plan_lines(plan, dollars)))
     if not plan.fits:
         raise SystemExit(1)
+
+
+def _dollars(price: float | str) -> float:
+    try:
+        return float(price)
+    except ValueError:
+        raise ValueError(f"--price is dollars of a GPU's hour, got {price!r}") from None
 
 
 def _take(words: list[str], option: str) -> str | None:
@@ -74,6 +81,8 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> Any:
 
     path = bundled(Path(config))
     sections = read_file(path)
+    if "collect" in sections:
+        raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
     recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
     _, settings, kind, _ = RECIPES[recipe]
     config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), kind)

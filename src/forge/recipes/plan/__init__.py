@@ -1,1 +1,1 @@
-"""What a configuration needs before it starts: memory of each process, seconds of each step."""
+"""Plans of configurations before they start: memory of each process, seconds of each step."""

@@ -158,9 +158,10 @@ def _memory(
     settings = PassSettings(**{**cfg.training.trainer(), "seq_len": seq_len})
     learns = name != "ref_model"
     device_type = machines.device.type if options.with_gpus else "cpu"
-    # One process computes in bfloat16 by way of FSDP on a GPU.
+    # One process computes in bfloat16 by way of FSDP on a GPU, as `forge.training.distributed.join` makes it.
     has_mesh = options.procs > 1 or (device_type != "cpu" and (settings.dtype == "bfloat16" or settings.cpu_offload))
     head: Head = "value" if name == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
+    # A micro-batch is full, and an update has several of them where a pack does not hold the batch.
     data = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
     length = min(cfg.reach(config), seq_len)
     passes = run_passes(
@@ -190,7 +191,7 @@ def _memory(
 
 
 def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
-    """As many packs of `seq_len` tokens as ranks, of sequences of this length, all of whose tokens are trained."""
+    """A batch of one pack of `seq_len` tokens for each rank, of sequences of this length, which are trained whole."""
     count = max(1, seq_len // length) * ranks
     tokens = count * length
     mask = np.ones(tokens, dtype=bool)
@@ -253,6 +254,7 @@ def _add_seconds(
         return
     device = plan.machines.device
     length = min(cfg.reach(config), cfg.training.seq_len)
+    # Lengths are known once a run has measured them; until then prompts and completions are half as long as they may be.
     sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
     longest = min(length, sampling.max_tokens) if sampling is not None else length
     completion = PROMPT * longest
@@ -284,6 +286,7 @@ def _add_seconds(
     plan.seconds["weights"] = update_seconds(plan.elements * itemsize, device, hosts)
     training = sum(seconds for name, seconds in plan.seconds.items() if name != "generation")
     age = cfg.async_.max_policy_age if isinstance(cfg, RLConfig) else 0
+    # Old samples may be trained: generation goes on beside training, and the slower of the two sets the pace.
     overlapped = max(plan.seconds["generation"], training)
     plan.step_seconds = overlapped if age else plan.seconds["generation"] + training
 
@@ -324,6 +327,7 @@ def _remedies(plan: Plan, cfg: TrainingRecipe, folder: Path, trainer: _Trainer) 
             yield f"the trainer fits with {name}: {tried.plan.total / 1e9:.1f} GB"
             return
         cfg = changed
+    # More ranks divide weights and state; shorter packs leave fewer activations, and come last as they bound answers.
     ranks = trainer.ranks * 2
     while ranks <= 8 * trainer.ranks:
         services = cfg.services.model_copy(update={"trainer": cfg.services.trainer.model_copy(update={"procs": ranks})})

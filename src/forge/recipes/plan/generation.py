@@ -56,6 +56,7 @@ def engine_memory(
         return EngineMemory(weights, 0, cache, MARGIN, sequences)
     logits = 4 * settings.slots * config.vocab_size * 4
     others = logits + int(settings.prefix_cache_mb * 1e6)
+    # One more row, in which prompts are computed.
     rows = rounded(settings.slots, WIDTH) + 1
     wanted = rows * length * per_token
     if settings.cache_gb is not None:

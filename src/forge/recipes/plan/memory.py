@@ -57,6 +57,7 @@ def trainer_memory(
     update = max((update_bytes(weight, settings, optimizer) for weight in trained), default=0) // parts
     # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
+    # The update of the weights is one of the moments; the passes have the others.
     moments = [TrainerMemory(weights, gradients, state, update, 0, "update of the weights")]
     for moment, (first, most) in passes.peaks.items():
         if shards is None:
@@ -86,6 +87,7 @@ def trainer_memory(
                     weights, reduced + whole + moment.root, state, first, gathered + summed, "sum of gradients"
                 )
             )
+    # What is in no layer is summed when the backward pass is over: the embedding and the head, the largest weights.
     if shards is not None and trained:
         root = sum(weight.elements for weight in trained if not weight.is_inner)
         last = min(first for first, _ in passes.peaks.values())

@@ -121,16 +121,22 @@ class Meter(TorchDispatchMode):
 def metered(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
     """A meter of all that is done within the block with a model of these weights, by name."""
     meter = Meter(weights)
-    # Attention as its kernels compute it: on the meta device torch would make a matrix of scores.
-    kernels = F.scaled_dot_product_attention, flex._compiled_attention, linear._compiled
-    F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
-    flex._compiled_attention = lambda: _attention  # type: ignore[assignment]
-    linear._compiled = meter.fused  # type: ignore[assignment]
+    # On the meta device torch computes these by many operators, where devices have a kernel.
+    kernels: list[tuple[Any, str, Any]] = [
+        (F, "scaled_dot_product_attention", _attention),
+        (F, "rms_norm", _rms_norm),
+        (flex, "_compiled_attention", lambda: _attention),
+        (linear, "_compiled", meter.fused),
+    ]
+    before = [getattr(module, name) for module, name, _ in kernels]
+    for module, name, kernel in kernels:
+        setattr(module, name, kernel)
     try:
         with meter:
             yield meter
     finally:
-        F.scaled_dot_product_attention, flex._compiled_attention, linear._compiled = kernels
+        for (module, name, _), kernel in zip(kernels, before, strict=True):
+            setattr(module, name, kernel)
 
 
 class _Attention(torch.autograd.Function):
@@ -148,6 +154,24 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Norm(torch.autograd.Function):
+    """What the kernel of RMSNorm holds: its input, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, _shape: Any, weight: Tensor, _eps: float) -> Tensor:
+    return _Norm.apply(x, weight)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:

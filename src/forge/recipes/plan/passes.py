@@ -159,6 +159,7 @@ def _build(
     policy = Policy(built) if head == "policy" else ScalarModel(built, lag=1 if head == "value" else 0)
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(built.config)
+    # Adapters are real, as they are drawn from their names: here they lose their values.
     if lora is not None:
         add_adapters(built, lora)
         policy.to(META)

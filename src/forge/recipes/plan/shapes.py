@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
-
 from ...models.hub import split_revision
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -41,24 +39,27 @@ PUBLIC = {
     "Qwen/Qwen3-14B": _shape(QWEN3, 5120, 17408, 40, 40),
     "Qwen/Qwen3-32B": _shape(QWEN3, 5120, 25600, 64, 64),
     "Qwen/Qwen3-30B-A3B": _shape(QWEN3_MOE, 2048, 6144, 48, 32, num_key_value_heads=4, moe_intermediate_size=768),
+    "Qwen/Qwen3-235B-A22B": _shape(QWEN3_MOE, 4096, 12288, 94, 64, num_key_value_heads=4, moe_intermediate_size=1536),
     "meta-llama/Llama-3.1-8B-Instruct": _shape(LLAMA3, 4096, 14336, 32, 32),
     "meta-llama/Llama-3.1-70B-Instruct": _shape(LLAMA3, 8192, 28672, 80, 64),
 }
 # Those of the same shape under other names.
 PUBLIC |= {f"{name}-Base": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/") and "-2507" not in name}
-PUBLIC["Qwen/Qwen3-30B-A3B-Instruct-2507"] = {**PUBLIC["Qwen/Qwen3-30B-A3B"], "max_position_embeddings": 262144}
+for _name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"):
+    PUBLIC[f"{_name}-Instruct-2507"] = {**PUBLIC[_name], "max_position_embeddings": 262144}
 PUBLIC["meta-llama/Llama-3.1-8B"] = PUBLIC["meta-llama/Llama-3.1-8B-Instruct"]
 
 
 def shape_folder(model: str, scratch: Path) -> Path:
-    """A folder with the config.json of a model, which is written to `scratch` where the model is no folder.
+    """A folder with the config.json of a model, which is written to `scratch` unless the model is a folder.
 
     Raises:
-        ValueError: the model is neither a folder, nor known here, nor at the hub.
+        ValueError: the model is not a folder, not known here, and not at the hub.
     """
     if Path(model).is_dir():
         return Path(model)
-    name, _ = split_revision(model)
+    name, revision = split_revision(model)
+    # Before the hub, which takes half a minute where there is no network.
     if name in PUBLIC:
         fields = dict(PUBLIC[name])
         folder = scratch / name.replace("/", "--")
@@ -66,14 +67,13 @@ def shape_folder(model: str, scratch: Path) -> Path:
         fields["architectures"] = [ARCHITECTURES[fields["model_type"]]]
         (folder / "config.json").write_text(json.dumps(fields, indent=1))
         return folder
+    from huggingface_hub import hf_hub_download
+
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
     except (OSError, ValueError) as error:
         known = ", ".join(name for name in PUBLIC if "-Base" not in name)
         raise ValueError(
-            f"{model} is no folder, and its config.json cannot be read from the hub ({type(error).__name__}): give a "
+            f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): give a "
             f"folder with that file alone; known without it are {known}"
         ) from None
-    folder = scratch / "hub"
-    config.save_pretrained(folder)
-    return folder

@@ -20,7 +20,7 @@ LAUNCHES = 0.0107
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of a recipe computes.
+    """The samples that a step of a recipe generates and trains.
 
     samples: completions. prompt, completion: mean tokens of each.
     """
@@ -65,6 +65,7 @@ def generation_seconds(
     rounds = max(1.0, share / max(1, slots))
     running = min(share, slots)
     context = work.prompt + work.completion / 2
+    # A decode step reads all weights once, whatever the batch, and the keys and values of every running sequence.
     read = weights + running * context * token_bytes
     flops = forward_flops(config, running, running * context, running)
     step = max(read / (device.bandwidth * 1e9 * DECODING), flops / (device.tflops * 1e12 * PREFILL))
