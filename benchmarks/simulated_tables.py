@@ -1,0 +1,2 @@
+def published(path):
+    return ""
