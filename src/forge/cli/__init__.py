@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..system.files import fill_standard_files
-from . import clean, completion, doctor, launch, plan, recipes, runs, serve, table, watch, worker
+from . import clean, completion, doctor, launch, plan, recipes, runs, serve, simulate, table, watch, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -70,6 +70,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     table.add_to(commands)
     runs.add_to(commands)
     watch.add_to(commands)
+    simulate.add_to(commands)
     completion.add_to(commands, make_parser)
     # A set: an environment that was installed under the former name, torchforge, has each entry point twice.
     is_own = bool(words) and words[0] in commands.choices and words[0] != completion.NAME

@@ -286,7 +286,7 @@ def _add_seconds(
     plan.seconds["weights"] = update_seconds(plan.elements * itemsize, device, hosts)
     training = sum(seconds for name, seconds in plan.seconds.items() if name != "generation")
     age = cfg.async_.max_policy_age if isinstance(cfg, RLConfig) else 0
-    # Old samples may be trained: generation goes on beside training, and the slower of the two sets the pace.
+    # Old samples may be trained: generation runs beside training, and the slower one sets the pace.
     overlapped = max(plan.seconds["generation"], training)
     plan.step_seconds = overlapped if age else plan.seconds["generation"] + training
 
