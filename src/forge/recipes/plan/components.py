@@ -254,7 +254,7 @@ def _add_seconds(
         return
     device = plan.machines.device
     length = min(cfg.reach(config), cfg.training.seq_len)
-    # Lengths are known once a run has measured them; until then prompts and completions are half as long as they may be.
+    # Lengths are known once a run has measured them: until then they are half of what they may be.
     sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
     longest = min(length, sampling.max_tokens) if sampling is not None else length
     completion = PROMPT * longest

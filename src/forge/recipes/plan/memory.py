@@ -46,6 +46,7 @@ def trainer_memory(
         gloo: the collectives are gloo's, which sums gradients in a copy.
         learns: whether it has gradients and an optimiser; a reference model has none.
     """
+    # What is there at every moment: this rank's part of weights and state, and of gradients once they are summed.
     itemsize = ITEMSIZE[settings.weights_dtype]
     parts = shards or 1
     trained = [weight for weight in passes.weights.values() if weight.trains and learns]
@@ -75,6 +76,7 @@ def trainer_memory(
         current = moment.layers - complete_layers * size * learned_layer
         reduced = gradients if micro_batches > 1 else complete_layers * learned_layer * itemsize // parts
         gathered = size * (elements - inner) + 2 * size * layer
+        # FSDP2 keeps the buffer of one layer's gradients while the next layer's are computed.
         held = FLOAT * learned_layer if complete_layers else 0  # until the next layer's are summed
         moments.append(
             TrainerMemory(weights, reduced + current + moment.root, state, most, gathered + held, _phase(sum(moment)))

@@ -82,6 +82,7 @@ class Meter(TorchDispatchMode):
         return call
 
     def _add(self, tensor: Tensor) -> None:
+        # Views share their storage, which is counted once.
         key = _key(tensor)
         if key in self._sizes or self._is_fused:
             return
@@ -99,6 +100,7 @@ class Meter(TorchDispatchMode):
             self._others -= size
 
     def _note_gradient(self, weight: nn.Parameter, is_inner: bool) -> None:
+        # The first gradient of a weight is complete here; a later one would be added to it.
         gradient = weight.grad
         assert gradient is not None
         key = _key(gradient)
@@ -113,6 +115,7 @@ class Meter(TorchDispatchMode):
         self._moment = Moment(layers + size, root) if is_inner else Moment(layers, root + size)
 
     def _note(self) -> None:
+        # A moment lasts from one complete gradient to the next.
         first, most = self.peaks.get(self._moment, (self._others, 0))
         self.peaks[self._moment] = first, max(most, self._others)
 

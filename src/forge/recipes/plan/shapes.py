@@ -74,6 +74,6 @@ def shape_folder(model: str, scratch: Path) -> Path:
     except (OSError, ValueError) as error:
         known = ", ".join(name for name in PUBLIC if "-Base" not in name)
         raise ValueError(
-            f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): give a "
-            f"folder with that file alone; known without it are {known}"
+            f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): "
+            f"give a folder with that file alone; known without it are {known}"
         ) from None

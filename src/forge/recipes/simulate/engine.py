@@ -88,6 +88,7 @@ class SimulatedEngine:
         Raises:
             EngineLost: its machine failed.
         """
+        # Weights are read into memory of their own, so that decoding does not wait for the copy.
         await asyncio.sleep(self.settings.load_seconds)
         swapped: asyncio.Future[None] = self.loop.create_future()
         self.update = (version, swapped)
@@ -125,6 +126,7 @@ class SimulatedEngine:
         self.since = now
         if not self.rows or elapsed <= 0:
             return
+        # Prompts are computed first: rows stand still while they are.
         stalled = min(self.stall, elapsed)
         self.stall -= stalled
         self.busy += elapsed
@@ -143,6 +145,7 @@ class SimulatedEngine:
             self._complete(heapq.heappop(self.rows))
         if self.update is not None and not (self.settings.on_update == "finish" and self.rows):
             self._swap()
+        # New groups wait for an update that waits for the running ones, or it would never have its turn.
         if self.update is None:
             self._admit()
         if self._timer is not None:

@@ -87,6 +87,7 @@ class Simulation:
             for fault in faults:
                 fault.close()
             faults = []
+        # The run ends with its last step, as the real one does; what is rolled out by then is cancelled.
         try:
             await first_to_end(self.training(), self.rollouts(), *faults)
         except RunEnded as error:
@@ -113,6 +114,7 @@ class Simulation:
 
     async def rollout(self, index: int) -> None:
         """Generate and score a group, and store it."""
+        # Lengths and rewards are drawn by the group's number: two settings then meet the same groups.
         draw = self.draw(index)
         versions = await self.generators.generate(draw.lengths, self.settings.lengths.prompt)
         if self.settings.rewards.servers:
@@ -129,6 +131,7 @@ class Simulation:
     async def training(self) -> None:
         """Train one batch after the other."""
         settings = self.settings
+        # The order of a step is that of `forge.recipes.rl`: sample, train, publish, log, checkpoint.
         for version in range(settings.steps):
             groups = cast("list[Group]", await self.buffer.sample(version, settings.batch_size))
             self.batch = len(groups)
@@ -155,6 +158,7 @@ class Simulation:
         tokens = sum(map(length_of, groups)) + samples * self.settings.lengths.prompt
         seconds = trainer.step_seconds + trainer.token_gpu_seconds * tokens / self.settings.trainer_gpus
         self.since_checkpoint.append(seconds)
+        # A failure within a step throws away all that was trained since the last checkpoint.
         pending = [seconds]
         losses = 0
         while pending:
