@@ -190,16 +190,14 @@ class CommandRunner:
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
                 raise ValueError(f"readable has {path}, which holds the folders of all runs: name what is needed in it")
-        prefixes = [path for path in (sys.prefix, sys.base_prefix) if os.access(path, os.R_OK | os.X_OK)]
-        readable = [os.path.abspath(path) for path in (*command.readable, *prefixes)]
-        bins = [f"{path}/bin" for path in readable if os.path.isdir(f"{path}/bin")]
+        readable = _readable(command)
         pattern = re.compile("|".join(rf"\{{{name}\}}" for name in words))
 
         def filled(text: str) -> str:
             # In one pass: a task that contains {key} is not a place for it.
             return pattern.sub(lambda match: words[match.group()[1:-1]], text)
 
-        env = environment(words, ":".join([*bins, SYSTEM_PATH]))
+        env = environment(words, program_path(command))
         env |= {name: filled(text) for name, text in command.env.items()}
         line = [filled(word) for word in command.command]
         for text in (*line, *env.values()):
@@ -278,6 +276,18 @@ class CommandRunner:
                 await _end(process)
             for descriptor in (settings_file, result_file, errors):
                 os.close(descriptor)
+
+
+def _readable(command: AgentCommand) -> list[str]:
+    """All that a program may read beside the system: what its command names, and this Python."""
+    prefixes = [path for path in (sys.prefix, sys.base_prefix) if os.access(path, os.R_OK | os.X_OK)]
+    return [os.path.abspath(path) for path in (*command.readable, *prefixes)]
+
+
+def program_path(command: AgentCommand) -> str:
+    """The PATH of a command: folders that its program may be in."""
+    bins = [f"{path}/bin" for path in _readable(command) if os.path.isdir(f"{path}/bin")]
+    return ":".join([*bins, SYSTEM_PATH])
 
 
 def _address(url: str | None, network: Network, level: Level) -> tuple[str, int] | None:

@@ -41,6 +41,10 @@ class AgentConfig(Section):
     """Variables beside those by which clients find the gateway."""
     files: str | None = None
     """A folder that is copied into the task folder."""
+    texts: dict[str, str] = Field(default_factory=dict)
+    """Texts that are written into the task folder before the program starts, by path; `{task}` is replaced."""
+    install: str | None = None
+    """How to install the program, for the error that says that it is missing."""
     readable: list[str] = Field(default_factory=list)
     """What the program may read beside the system and this Python."""
     timeout: PositiveFloat = 600.0
@@ -73,16 +77,16 @@ class AgentConfig(Section):
             if (self.test is None) == (self.reward is None):
                 raise ConfigError("episode.agent.command needs either a test or a reward")
         else:
-            for name in ("env", "files", "readable", "test"):
+            for name in ("env", "files", "texts", "install", "readable", "test"):
                 if getattr(self, name):
                     raise ConfigError(f"episode.agent.{name} does nothing: it is of a command")
             self.load_function()
 
     def _check_collection(self, collection: CollectionConfig) -> None:
-        idle = ["function", "test", "reward", "files"]
+        idle = ["function", "test", "reward", "files", "texts"]
         if collection.kind != "harbor":
             limits = ("memory_mb", "processes", "network", "allow_unsafe")
-            idle += ["command", "readable", *filter(self.differs, limits)]
+            idle += ["command", "install", "readable", *filter(self.differs, limits)]
         elif self.command is None:
             raise ConfigError("episode.agent.collection of harbor needs the command that solves its tasks")
         else:

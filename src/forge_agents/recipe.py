@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from forge.types import Sample
 
 from .actor import GatewayActor, PolicySettings
 from .collection import WorkerPlay, check_collection
-from .command import CommandRunner
+from .command import CommandRunner, program_path
 from .config import AgentConfig
 from .environment import AgentEnv, Outcome, Play, Score
 from .harbor import HarborPlay
@@ -108,10 +109,22 @@ async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
 
 
 def check_agent(values: Any) -> None:
-    """ConfigError: the collection of the section, or its environment, is missing or invalid."""
+    """ConfigError: the program of the section is missing, or its collection or environment is missing or invalid."""
     agent = agent_config(values)
     if agent.collection is not None:
         check_collection(agent)
+    elif agent.command is not None:
+        check_program(agent)
+
+
+def check_program(agent: AgentConfig) -> None:
+    """ConfigError: the program is in no folder of its PATH. One with a path may be of the task folder."""
+    command = agent.agent_command()
+    name = command.command[0]
+    if "/" in name or "PATH" in agent.env or shutil.which(name, path=program_path(command)):
+        return
+    remedy = agent.install or "a program that is not of the system must be in the `bin` of a folder of `readable`"
+    raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {remedy}")
 
 
 async def agent_play(agent: AgentConfig, runner: CommandRunner) -> Play:
@@ -140,7 +153,8 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
 
     async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
         task = sample.prompt.text
-        result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task)
+        texts = {path: _filled(text, {"{task}": task}) for path, text in agent.texts.items()}
+        result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts)
         try:
             info = {"exit_code": result.exit_code, "stdout": result.stdout[-500:], "stderr": result.stderr[-500:]}
             info |= {"reason": result.reason} if result.reason else {}

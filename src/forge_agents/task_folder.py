@@ -19,7 +19,7 @@ def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, n
     Args:
         source: a folder that is copied, for a new one.
         files: texts by their paths in the folder.
-        new: create it first.
+        new: create it first. In a used one, whatever is in the way of a text is replaced by it.
         owned: make all of it the property of the user that confined programs run as.
 
     Raises:
@@ -33,14 +33,16 @@ def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, n
             shutil.copytree(source, folder, symlinks=True)
         (folder / HOME).mkdir(exist_ok=True)
         (folder.parent / "tmp").mkdir()
-    root = os.path.realpath(folder)
+    else:
+        reopen(folder)
     for name, text in files.items():
         path = PurePosixPath(name)
         if path.is_absolute() or not path.parts or ".." in path.parts:
             raise ValueError(f"files must be named by paths within the task folder, got {name!r}")
         target = folder / path
-        # An agent may have left a link there.
-        if not f"{os.path.realpath(target.parent)}/".startswith(f"{root}/"):
+        if not new:
+            make_way(folder, path)
+        elif leads_outside(target.parent, folder):
             raise ValueError(f"the task folder has a link to outside in the path of {name!r}")
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -49,6 +51,31 @@ def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, n
     if owned:
         for place in (folder, folder.parent / "tmp"):
             give(place)
+
+
+def reopen(folder: Path) -> None:
+    """Give a used task folder the rights back that its next program needs: an agent may have locked it."""
+    for place in (folder, folder.parent / "tmp"):
+        place.chmod(0o755)
+
+
+def make_way(folder: Path, path: PurePosixPath) -> None:
+    """Remove what an agent left in the way of a file: a folder of its name; files and links to outside on its path."""
+    for parent in [*reversed(path.parents)][1:]:
+        place = folder / parent
+        if not place.is_dir() or leads_outside(place, folder):
+            place.unlink(missing_ok=True)
+            place.mkdir()
+        place.chmod(0o755)
+    target = folder / path
+    if target.is_dir() and not target.is_symlink():
+        target.chmod(0o700)
+        remove(target)
+
+
+def leads_outside(place: Path, folder: Path) -> bool:
+    """Whether links take a path out of a folder."""
+    return not f"{os.path.realpath(place)}/".startswith(f"{os.path.realpath(folder)}/")
 
 
 def fresh(folder: Path, path: str) -> Path:

@@ -371,9 +371,8 @@ def test_files_that_cannot_be_read(config, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("apps/*/*.yaml")), ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_shipped_file_loads_and_round_trips(path):
-    cls = {"grpo": GRPOConfig, "qwen3_8b_grpo": GRPOConfig, "warmup": SFTConfig, "arithmetic_sft": SFTConfig}.get(
-        path.stem, CONFIGS[path.parent.name]
-    )
+    warm_ups = dict.fromkeys(("warmup", "arithmetic_sft", "repair_warmup"), SFTConfig)
+    cls = {"grpo": GRPOConfig, "qwen3_8b_grpo": GRPOConfig, **warm_ups}.get(path.stem, CONFIGS[path.parent.name])
     cfg = load(cls, ["--config", str(path)])
     assert build(cls, yaml.safe_load(yaml.safe_dump(to_dict(cfg)))) == cfg
 

@@ -164,8 +164,8 @@ def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
                 with pytest.raises(FileNotFoundError):
                     result.read(path)
             assert result.read("link") == b"fine\n"
-            with pytest.raises(ValueError, match="link to outside"):
-                await runner.run(AgentCommand(["true"]), folder=result.folder, files={"tests/new": "x"})
+            await runner.run(AgentCommand(["true"]), folder=result.folder, files={"tests/new": "x"})
+            assert result.read("tests/new") == b"x"
             for path in ("/etc/x", "../x", ""):
                 with pytest.raises(ValueError, match="within the task folder"):
                     await runner.run(AgentCommand(["true"]), files={path: "x"})
@@ -175,6 +175,30 @@ def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
     asyncio.run(run())
     assert secret.read_text() == "hidden"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "mkdir -p t/a.py/b; chmod 0 t/a.py t",
+        "mkdir -p t; chmod 0 t",
+        "touch t; chmod 0 t",
+        "mkfifo t",
+        "ln -s t t",
+        "ln -s nowhere t",
+        "mkdir u; ln -s u t; mkfifo t/a.py; chmod 0 u",
+        "rm -rf .home; chmod 0 . /tmp",
+    ],
+)
+def test_a_test_is_put_in_place_whatever_an_agent_left_there(left: str) -> None:
+    async def run() -> None:
+        async with CommandRunner() as runner:
+            result = await runner.run(AgentCommand(["sh", "-c", left], timeout=60))
+            test = AgentCommand(["sh", "-c", "cat t/a.py && touch /tmp/one two"], timeout=60)
+            verdict = await runner.run(test, folder=result.folder, files={"t/a.py": "the test's"})
+            assert (verdict.status, verdict.exit_code, verdict.stdout) == ("exited", 0, "the test's"), verdict
+
+    asyncio.run(run())
 
 
 LOOK = """
