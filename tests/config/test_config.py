@@ -25,6 +25,7 @@ from forge.recipes.memory import memory_report
 from forge.recipes.reward_model_config import RewardModelConfig
 from forge.recipes.rl_config import GRPOConfig
 from forge.recipes.sft_config import SFTConfig
+from forge.recipes.simulate import SimulationSettings
 from forge.runtime.controller import Options
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,7 @@ CONFIGS = {
     "real": GRPOConfig,
     "selfplay": SelfPlayConfig,
     "sft": SFTConfig,
+    "simulate": SimulationSettings,
     "tools": ToolsConfig,
     "weaver": WeaverConfig,
 }

@@ -58,6 +58,7 @@ def _dollars(price: float | str) -> float:
 
 def _take(words: list[str], option: str) -> str | None:
     """Remove an option and return its value, if it is there. ValueError: it has none."""
+    # Both `--gpus 8xH100` and `--gpus=8xH100`.
     for number, word in enumerate(words):
         name, joined, value = word.partition("=")
         if name != option:
@@ -86,6 +87,7 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> Any:
     recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
     _, settings, kind, _ = RECIPES[recipe]
     config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), kind)
+    # Checked as a run would be, but for what the run would look for on this machine.
     cfg = load(config_type, ["--config", config, *overrides])
     from ..models.find import build_small_model
     from ..recipes.plan.components import make_plan

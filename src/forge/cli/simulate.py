@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> None:
     lines: list[tuple[dict[str, object], list[SimulatedRun]]] = []
     try:
         for swept, settings in _swept(args):
+            # Seeds follow one another, so that every line has the same ones.
             seeds = range(settings.seed, settings.seed + args.seeds)
             lines.append((swept, [simulate(settings.model_copy(update={"seed": seed})) for seed in seeds]))
         print(table(lines))
@@ -86,6 +87,7 @@ def _swept(args: argparse.Namespace) -> list[tuple[dict[str, object], Simulation
     sweeps = [_assigned(text) for text in args.sweep]
     choices = [[(name, value) for value in _listed(listed)] for name, listed in sweeps]
     lines: list[tuple[dict[str, object], SimulationSettings]] = []
+    # Every combination of the swept values is a line.
     for combination in itertools.product(*choices):
         for name, value in combination:
             _set(values, name, value)

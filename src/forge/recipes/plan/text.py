@@ -29,6 +29,7 @@ def plan_lines(plan: Plan, dollars_per_hour: float | None = None) -> Iterator[st
 
 
 def _component(component: ComponentPlan) -> Iterator[str]:
+    # Host memory is what the machine has: only devices have a verdict.
     verdict = ""
     if component.with_gpus:
         verdict = "fits" if component.fits else f"DOES NOT FIT {readable(component.bound)}"

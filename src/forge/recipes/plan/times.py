@@ -62,6 +62,7 @@ def generation_seconds(
         launches: the engine is bound by launches, as the embedded one is.
     """
     share = work.samples / replicas
+    # More samples than slots take turns; the last round is counted as a part of one.
     rounds = max(1.0, share / max(1, slots))
     running = min(share, slots)
     context = work.prompt + work.completion / 2

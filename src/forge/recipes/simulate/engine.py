@@ -88,7 +88,7 @@ class SimulatedEngine:
         Raises:
             EngineLost: its machine failed.
         """
-        # Weights are read into memory of their own, so that decoding does not wait for the copy.
+        # Weights are read into separate memory, so that decoding does not wait for the copy.
         await asyncio.sleep(self.settings.load_seconds)
         swapped: asyncio.Future[None] = self.loop.create_future()
         self.update = (version, swapped)

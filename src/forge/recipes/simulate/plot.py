@@ -51,6 +51,7 @@ def write_plot(lines: Sequence[Line], path: Path) -> None:
         _plot_sweep(lines, left, right)
     else:
         _plot_steps(lines[0][1][0], left, right)
+    # From zero: halves and doubles look like what they are.
     for axes in (left, right):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

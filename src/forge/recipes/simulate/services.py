@@ -123,6 +123,7 @@ class GeneratorService:
         Raises:
             RunEnded: it was lost more often than calls are sent again.
         """
+        # As a real service: a call whose replica is lost goes to another, and the lost one is avoided.
         request = new_request("generate")
         while True:
             replica = cast(EngineReplica, await self.balancer.acquire(request))
@@ -140,6 +141,7 @@ class GeneratorService:
 
     async def update_weights(self, version: int) -> None:
         """Send new weights to all that serve; the others begin with them."""
+        # A replica that is being replaced takes the newest weights when it joins.
         self.version = version
         engines = [replica.engine for replica in self.replicas if replica.alive]
         await asyncio.gather(*(engine.update_weights(version) for engine in engines), return_exceptions=True)
@@ -175,6 +177,7 @@ class RewardServers:
 
     async def score(self, seconds: float) -> None:
         """Score a group, which takes a server so many seconds."""
+        # A server scores one group at a time; the others wait in the balancer's queue.
         request = new_request("score")
         replica = await self.balancer.acquire(request)
         try:

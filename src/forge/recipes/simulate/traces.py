@@ -71,6 +71,7 @@ def settings_of_runs(folders: Sequence[Path]) -> SimulationSettings:
             f"none of {', '.join(map(str, folders))} is in lock-step: give a run with async.max_policy_age 0, where "
             "generation is timed by itself"
         )
+    # Each duration is a fixed part and a part that grows with the work: several runs tell the two apart.
     seconds = [run.generate for run in lock_step if run.generate is not None]
     decode = fit([(run.steps, run.tokens) for run in lock_step], seconds)
     train_tokens = [run.tokens + run.samples * run.shape.lengths.prompt for run in runs]
@@ -114,6 +115,7 @@ def measure(folder: Path) -> Measured:
     # Lock-step: what is decoded between two steps is the batch of the second one.
     alone = shape.max_policy_age == 0
     generate = _median(steps, "seconds/generate") / shape.generators.replicas if alone else None
+    # The trainer waits for the slower of generation and rewards: what generation does not explain is the rewards'.
     waiting = _median(steps, "wall/replay_buffer.sample")
     names = {name for row in steps for name in row if name.startswith("wall/")}
     before = names - {f"wall/{name}" for name in (*SEPARATE, *LEFT_OUT, *AFTER)}
@@ -140,6 +142,7 @@ def shape_of(folder: Path, steps: Sequence[Row]) -> SimulationSettings:
         for mask in batch.column("mask").to_pylist():
             values.append(sum(mask))
             contexts.append(len(mask) - values[-1])
+    # Of many rollouts the lengths themselves, of few their mean: a tail cannot be seen in a handful.
     limit = config["grpo.max_tokens"]
     mean_length = _median(steps, "generation/completion_length")
     known = len(values) >= MIN_LENGTHS
@@ -167,6 +170,7 @@ def shape_of(folder: Path, steps: Sequence[Row]) -> SimulationSettings:
 
 def decode_steps(shape: SimulationSettings) -> float:
     """Decode steps of a training step in lock-step: virtual seconds of an engine whose decode step takes one."""
+    # Rows end at different steps: the simulation itself says how many steps a batch takes with these slots.
     generators = shape.generators.model_copy(update={"step_seconds": 1.0, "row_seconds": 0.0, "load_seconds": 0.0})
     updates = {"generators": generators, "steps": 12, "max_policy_age": 0, "sync_interval": 1}
     return simulate(shape.model_copy(update=updates)).step_seconds
@@ -187,6 +191,7 @@ def fit(features: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tu
     sum_x = sum(x for x, _ in pairs)
     sum_y = sum(y for _, y in pairs)
     determinant = xx * yy - xy * xy
+    # A negative factor means that one feature explains nothing: the other one is fitted alone.
     if determinant > 1e-6 * xx * yy:
         first = (sum_x * yy - sum_y * xy) / determinant
         second = (sum_y * xx - sum_x * xy) / determinant
