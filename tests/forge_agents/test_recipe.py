@@ -16,6 +16,7 @@ from benchmarks import agent_soak
 from forge.config import ConfigError
 from forge.observability.account import account_text, token_account
 from forge.observability.runs import rows
+from forge.recipes.launch import BadInput
 from forge.serve.watch.views import RunView
 from forge_agents.certificate import EXCLUSIONS
 
@@ -174,9 +175,18 @@ def test_an_account_that_does_not_add_up_says_so():
     )
 
 
-def test_a_program_that_is_missing_ends_the_run_with_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"episode\.agent\.command: no-such-agent cannot be executed .*readable"):
+def test_a_program_that_is_missing_is_one_line_before_the_start(tmp_path):
+    with pytest.raises(
+        BadInput, match=r"episode\.agent\.command: no-such-agent cannot be executed.*readable"
+    ) as caught:
         run(tmp_path, {"command": ["no-such-agent"], "reward": "ExactMatch"})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_program_of_the_task_folder_that_is_missing_ends_the_run_with_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"episode\.agent\.command: \./no-such-agent cannot be executed .*readable"):
+        run(tmp_path, {"command": ["./no-such-agent"], "reward": "ExactMatch"})
 
 
 @pytest.mark.parametrize(
