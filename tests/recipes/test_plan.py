@@ -72,7 +72,7 @@ def test_a_plan_leaves_no_process_group_and_no_device(tmp_path: Path):
 def test_every_recipe_for_gpus_fits_them(recipe: Path):
     if "collect:" in recipe.read_text():
         pytest.skip("it collects answers, and trains nothing")
-    plan_of_recipe = planned(str(recipe), [], "8xH100")
+    _, plan_of_recipe = planned(str(recipe), [], "8xH100")
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
     assert plan_of_recipe.step_seconds > 0
 
@@ -111,6 +111,18 @@ def test_bad_input_is_one_line(words: list[str], message: str, monkeypatch: pyte
     assert str(ended.value.code).startswith("error: ")
     assert message in str(ended.value.code)
     assert "\n" not in str(ended.value.code)
+
+
+def test_a_planned_run_is_simulated(capsys: pytest.CaptureFixture[str]):
+    """Overlap is worth what the slower of the two phases leaves, and lock-step takes the sum of both."""
+    main(["plan", "apps/grpo/qwen3_1_7b.yaml", "--gpus", "2xH100", "--simulate"])
+    _cfg, plan_of_recipe = planned("apps/grpo/qwen3_1_7b.yaml", [], "2xH100")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    seconds = {line[0]: float(line[1]) for line in lines if line and line[0] in ("0", "1", "2", "4")}
+    assert seconds.keys() == {"0", "1", "2", "4"}
+    assert seconds["0"] > seconds["1"] > max(plan_of_recipe.seconds["training"], 1.0) * 0.99
+    with pytest.raises(SystemExit, match="generates and trains on GPUs"):
+        main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "8xH100", "--simulate"])
 
 
 def test_machines():
@@ -170,6 +182,6 @@ def test_a_mixture_of_a_folder_is_planned(tmp_path: Path):
     case = Case("Qwen3Moe", shape={"num_hidden_layers": 2})
     model = write_model(case, tmp_path / "model")
     (model / "model.safetensors").unlink()
-    result = planned("apps/sft/tiny.yaml", ["--model", str(model), "--from_scratch", "null"], "cpu")
+    _, result = planned("apps/sft/tiny.yaml", ["--model", str(model), "--from_scratch", "null"], "cpu")
     assert result.components[0].parts["activations"] > 0
     assert result.fits

@@ -26,6 +26,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--price", type=float, default=None, help="dollars of a GPU's hour: adds the cost of 1,000 steps"
     )
+    parser.add_argument("--simulate", action="store_true", help="the run in virtual time, for several max_policy_age")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE")
     parser.set_defaults(run=run)
 
@@ -38,15 +39,30 @@ def run(args: argparse.Namespace) -> None:
         # Options after the file are among the overrides, which argparse does not look into.
         gpus = _take(args.overrides, "--gpus") or args.gpus
         price = _take(args.overrides, "--price") or args.price
-        plan = planned(args.config, args.overrides, gpus)
+        wants_simulation = args.simulate or "--simulate" in args.overrides
+        args.overrides = [word for word in args.overrides if word != "--simulate"]
+        cfg, plan = planned(args.config, args.overrides, gpus)
         dollars = None if price is None else _dollars(price)
     except (ConfigError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     from ..recipes.plan.text import plan_lines
 
     print("\n".join(plan_lines(plan, dollars)))
+    if wants_simulation:
+        _print_simulation(plan, cfg)
     if not plan.fits:
         raise SystemExit(1)
+
+
+def _print_simulation(plan: Any, cfg: Any) -> None:
+    from ..recipes.plan.simulated import simulated_ages, simulation_of
+    from ..recipes.simulate.results import table
+
+    try:
+        settings = simulation_of(plan, cfg)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"\n{table(simulated_ages(settings))}")
 
 
 def _dollars(price: float | str) -> float:
@@ -71,8 +87,8 @@ def _take(words: list[str], option: str) -> str | None:
     return None
 
 
-def planned(config: str, overrides: list[str], gpus: str | None) -> Any:
-    """The `forge.recipes.plan.components.Plan` of a file.
+def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, Any]:
+    """The configuration of a file, and its `forge.recipes.plan.components.Plan`.
 
     Raises:
         ConfigError: a setting that does not exist, or is wrong.
@@ -101,6 +117,6 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> Any:
     with tempfile.TemporaryDirectory() as scratch:
         if cfg.model is None:
             built = build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch)
-            return make_plan(cfg, Path(built), "a model from scratch", machines)
+            return cfg, make_plan(cfg, Path(built), "a model from scratch", machines)
         folder = shape_folder(cfg.model, Path(scratch))
-        return make_plan(cfg, folder, cfg.model, machines)
+        return cfg, make_plan(cfg, folder, cfg.model, machines)

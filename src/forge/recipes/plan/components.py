@@ -65,7 +65,8 @@ class ComponentPlan:
 class Plan:
     """The plan of a configuration.
 
-    seconds: of a step's phases by name; empty without GPUs. notes: what to know, or to change.
+    seconds: of a step's phases by name; empty without GPUs. notes: what to know, or to change. work: of a step.
+    sequences: that an engine runs at once. decode_weights, token_bytes: what a decode step reads, and of each token.
     """
 
     model: str
@@ -75,6 +76,10 @@ class Plan:
     seconds: dict[str, float] = field(default_factory=dict)
     step_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    work: Work | None = None
+    sequences: int = 0
+    decode_weights: float = 0.0
+    token_bytes: float = 0.0
 
     @property
     def devices(self) -> int:
@@ -260,6 +265,7 @@ def _add_seconds(
     completion = PROMPT * longest
     prompt = PROMPT * max(1, length - longest)
     work = Work(cfg.training.batch_size * samples_of(cfg), prompt, completion)
+    plan.work = work
     settings = cfg.training
     plan.seconds["training"] = training_seconds(config, work, device, trainer.ranks, settings.gradient_checkpointing)
     reference = cfg.service("ref_model")
@@ -272,14 +278,17 @@ def _add_seconds(
         return
     itemsize = 2 if cfg.generator.dtype == "bfloat16" else 4
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * (getattr(config, "head_dim", None) or 128)
+    plan.sequences = engine.sequences
+    plan.decode_weights = active_elements(config, plan.elements) * itemsize / generator.procs
+    plan.token_bytes = numbers * itemsize / generator.procs
     plan.seconds["generation"] = generation_seconds(
         config,
         work,
         device,
         replicas=generator.num_replicas,
         slots=max(1, engine.sequences),
-        weights=active_elements(config, plan.elements) * itemsize / generator.procs,
-        token_bytes=numbers * itemsize / generator.procs,
+        weights=plan.decode_weights,
+        token_bytes=plan.token_bytes,
         launches=cfg.generator.engine == "embedded",
     )
     hosts = -(-plan.devices // DEVICES_PER_HOST)
