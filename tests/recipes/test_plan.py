@@ -97,7 +97,10 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
     assert ended.value.code == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text
-    assert "note: the trainer fits on" in text
+    assert "note: the trainer fits with services.trainer.procs 8" in text
+    with pytest.raises(SystemExit):
+        main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "8xH100", "--training.gradient_checkpointing", "false"])
+    assert "note: the trainer fits with training.gradient_checkpointing" in capsys.readouterr().out
     main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "8xH200", "--price", "3"])
     assert "dollars" in capsys.readouterr().out
 

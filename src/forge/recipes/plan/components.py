@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -234,7 +233,7 @@ def _engine(
     cfg: TrainingRecipe, config: PreTrainedConfig, elements: int, machines: Machines
 ) -> tuple[ComponentPlan, EngineMemory] | None:
     options = cfg.service("generator")
-    if options is None or not isinstance(cfg, RecipeConfig) or "generator" in cfg.idle:
+    if options is None or not isinstance(cfg, RecipeConfig) or cfg.engine is None:
         return None
     device = machines.device if options.with_gpus else replace(machines.device, type="cpu")
     memory = engine_memory(config, elements, cfg.generator, options.procs, device)
@@ -324,32 +323,32 @@ def _add_notes(plan: Plan, cfg: TrainingRecipe, folder: Path, trainer: _Trainer)
 
 
 def _remedies(plan: Plan, cfg: TrainingRecipe, folder: Path, trainer: _Trainer) -> Iterator[str]:
-    """What would make the trainer fit, each tried."""
+    """The changes that make the trainer fit, found by planning each."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    changes: list[tuple[str, dict[str, Any]]] = []
+    remedy = ""
     if not cfg.training.gradient_checkpointing:
-        changes.append(("training.gradient_checkpointing: true", {"gradient_checkpointing": True}))
-    for name, update in changes:
-        changed = cfg.model_copy(update={"training": cfg.training.model_copy(update=update)})
-        tried = _trainer(changed, config, folder, "trainer", plan.machines)
-        if tried.plan.fits:
-            yield f"the trainer fits with {name}: {tried.plan.total / 1e9:.1f} GB"
+        # The cheapest remedy, and a part of the others where it is not enough.
+        remedy = "training.gradient_checkpointing and "
+        recomputing = cfg.training.model_copy(update={"gradient_checkpointing": True})
+        cfg = cfg.model_copy(update={"training": recomputing})
+        candidate = _trainer(cfg, config, folder, "trainer", plan.machines)
+        if candidate.plan.fits:
+            yield f"the trainer fits with training.gradient_checkpointing: {candidate.plan.total / 1e9:.1f} GB"
             return
-        cfg = changed
     # More ranks divide weights and state; shorter packs leave fewer activations, and come last as they bound answers.
     ranks = trainer.ranks * 2
     while ranks <= 8 * trainer.ranks:
         services = cfg.services.model_copy(update={"trainer": cfg.services.trainer.model_copy(update={"procs": ranks})})
-        tried = _trainer(cfg.model_copy(update={"services": services}), config, folder, "trainer", plan.machines)
-        if tried.plan.fits:
-            yield f"the trainer fits on {ranks} GPUs (services.trainer.procs): {tried.plan.total / 1e9:.1f} GB"
+        candidate = _trainer(cfg.model_copy(update={"services": services}), config, folder, "trainer", plan.machines)
+        if candidate.plan.fits:
+            yield f"the trainer fits with {remedy}services.trainer.procs {ranks}: {candidate.plan.total / 1e9:.1f} GB"
             return
         ranks *= 2
     seq_len = cfg.training.seq_len // 2
     while seq_len >= 512:
-        tried = _trainer(cfg, config, folder, "trainer", plan.machines, seq_len)
-        if tried.plan.fits:
-            yield f"the trainer fits with training.seq_len {seq_len}: {tried.plan.total / 1e9:.1f} GB"
+        candidate = _trainer(cfg, config, folder, "trainer", plan.machines, seq_len)
+        if candidate.plan.fits:
+            yield f"the trainer fits with {remedy}training.seq_len {seq_len}: {candidate.plan.total / 1e9:.1f} GB"
             return
         seq_len //= 2
     yield "the trainer fits with none of: recomputed activations, more GPUs of a host, a shorter training.seq_len"
