@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ def measured_peak(work: Callable[[], object]) -> int:
 
 def train(case: Case, model: str, store: str, rank: int, answers: Any) -> None:
     """Train two updates on one of the ranks; the first of them answers with its peak."""
-    torch.set_num_threads(1)
+    if case.ranks > 1:
+        torch.set_num_threads(1)
     meeting = dist.FileStore(store, case.ranks) if case.ranks > 1 else None
     ranks = join(rank, case.ranks, meeting, Parallelism(**case.layout))
     lora = None if case.lora is None else LoraSettings(rank=case.lora)
@@ -155,6 +157,10 @@ def train(case: Case, model: str, store: str, rank: int, answers: Any) -> None:
 
 def measure(case: Case, model: Path, scratch: Path) -> int:
     """The measured peak of the first rank, in bytes."""
+    if case.ranks == 1:
+        answer: SimpleQueue[int] = SimpleQueue()
+        train(case, str(model), "", 0, answer)
+        return answer.get()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     store = str(scratch / "store")
@@ -254,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, help="published rows, as prime-rl's baselines in one table")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     if args.rows is not None:
         compare_rows(args.rows)
     else:

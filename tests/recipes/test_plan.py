@@ -31,7 +31,6 @@ CLOSE = 0.02  # of all cases of the benchmark that have one process
 NEAR = 0.1  # of those with several
 
 
-@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize("case", ALONE, ids=str)
 def test_the_plan_is_what_one_process_holds(case: Case, tmp_path: Path):
@@ -39,7 +38,6 @@ def test_the_plan_is_what_one_process_holds(case: Case, tmp_path: Path):
     assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)
 
 
-@pytest.mark.processes
 def test_the_plan_is_what_two_micro_batches_hold(tmp_path: Path):
     case = Case(updates=2)
     model = write_model(case, tmp_path / "model")
