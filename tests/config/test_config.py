@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -426,9 +427,9 @@ def test_sections_unpack():
     assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2, "async_write": False, "push_to_hub": None}
 
 
-@pytest.mark.parametrize("cls", CONFIGS.values())
-def test_every_key_is_read_by_something(cls):
-    """A key that nothing reads would be a setting that silently does nothing."""
+@cache
+def names_in_code():
+    """The names that the code reads, and those of sections that it unpacks."""
     read_names: set[str] = set()
     unpacked: set[str] = set()
     for path in [*ROOT.glob("src/forge/**/*.py"), *ROOT.glob("apps/**/*.py")]:
@@ -445,6 +446,13 @@ def test_every_key_is_read_by_something(cls):
                 unpacked.update(
                     v.id for k, v in zip(node.keys, node.values, strict=True) if k is None and isinstance(v, ast.Name)
                 )
+    return read_names, unpacked
+
+
+@pytest.mark.parametrize("cls", CONFIGS.values())
+def test_every_key_is_read_by_something(cls):
+    """A key that nothing reads would be a setting that silently does nothing."""
+    read_names, unpacked = names_in_code()
 
     def check(section, where):
         for name, field in section.model_fields.items():

@@ -87,6 +87,9 @@ async def fail_in_calls() -> None:
     answers = await Answers.as_service()
     callers = [await Caller.options(mesh_name=f"caller{number}").as_service(answers) for number in range(4)]
     calls = [asyncio.create_task(caller.ask_often.route(CALLS)) for caller in callers]
+    for call in calls:
+        # The run fails before they do: unread, their errors would be logged when they are collected, at any later time.
+        call.add_done_callback(lambda task: task.cancelled() or task.exception())
     while await answers.count.route() < len(calls) * CALLS // 2:
         await asyncio.sleep(0.01)
     raise KeyError("the run ends while they are called")
