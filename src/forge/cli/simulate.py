@@ -74,13 +74,13 @@ def run(args: argparse.Namespace) -> None:
 def _swept(args: argparse.Namespace) -> list[tuple[dict[str, object], SimulationSettings]]:
     """The settings of each line of the table, with the values that differ between them."""
     from ..config import ConfigError, build
-    from ..config.sections import read_file, to_dict
+    from ..config.sections import bundled, read_file, to_dict
     from ..recipes.simulate import SimulationSettings
     from ..recipes.simulate.traces import settings_of_runs
 
     if (args.file is None) == (not args.folders):
         raise ConfigError("give a YAML file with durations, or a run to measure them in: --run runs/quickstart")
-    values = to_dict(settings_of_runs(args.folders)) if args.folders else read_file(args.file)
+    values = to_dict(settings_of_runs(args.folders)) if args.folders else read_file(bundled(args.file))
     for text in args.set:
         name, value = _assigned(text)
         _set(values, name, value)
