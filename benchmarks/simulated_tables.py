@@ -13,7 +13,7 @@ from forge.recipes.simulate import SimulationSettings, simulate
 from forge.recipes.simulate.traces import decode_steps, fit
 
 Table = list[dict[str, str]]
-# Nobody published the lengths: a long tail up to the stated limit is assumed.
+# Lengths were not published: a long tail up to the stated limit is assumed.
 LENGTHS = {"mean": 3000.0, "spread": 1.0, "max_tokens": 28_000}
 PROMPTS = 512
 SAMPLES = 16

@@ -62,11 +62,11 @@ def reopen(folder: Path) -> None:
 def make_way(folder: Path, path: PurePosixPath) -> None:
     """Remove what an agent left in the way of a file: a folder of its name; files and links to outside on its path."""
     for parent in [*reversed(path.parents)][1:]:
-        place = folder / parent
-        if not place.is_dir() or leads_outside(place, folder):
-            place.unlink(missing_ok=True)
-            place.mkdir()
-        place.chmod(0o755)
+        parent_folder = folder / parent
+        if not parent_folder.is_dir() or leads_outside(parent_folder, folder):
+            parent_folder.unlink(missing_ok=True)
+            parent_folder.mkdir()
+        parent_folder.chmod(0o755)
     target = folder / path
     if target.is_dir() and not target.is_symlink():
         target.chmod(0o700)

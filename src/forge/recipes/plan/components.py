@@ -276,10 +276,9 @@ def _add_seconds(
         plan.step_seconds = sum(plan.seconds.values())
         return
     itemsize = 2 if cfg.generator.dtype == "bfloat16" else 4
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * (getattr(config, "head_dim", None) or 128)
     plan.sequences = engine.sequences
     plan.decode_weights = active_elements(config, plan.elements) * itemsize / generator.procs
-    plan.token_bytes = numbers * itemsize / generator.procs
+    plan.token_bytes = engine.token_bytes
     plan.seconds["generation"] = generation_seconds(
         config,
         work,

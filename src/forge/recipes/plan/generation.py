@@ -22,6 +22,7 @@ class EngineMemory:
 
     weights: one version. update: the next version, which is filled while this one decodes. cache: keys and values.
     others: logits, the cache of prefixes, what torch does not count. sequences: of full length that run at once.
+    token_bytes: keys and values of a token.
     """
 
     weights: int
@@ -29,6 +30,7 @@ class EngineMemory:
     cache: int
     others: int
     sequences: int
+    token_bytes: int
 
     @property
     def total(self) -> int:
@@ -53,7 +55,7 @@ def engine_memory(
         share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
         cache = max(0, int(share * device.memory) - weights - MARGIN)
         sequences = min(settings.slots, cache // (length * per_token))
-        return EngineMemory(weights, 0, cache, MARGIN, sequences)
+        return EngineMemory(weights, 0, cache, MARGIN, sequences, per_token)
     logits = 4 * settings.slots * config.vocab_size * 4
     others = logits + int(settings.prefix_cache_mb * 1e6)
     # One more row, in which prompts are computed.
@@ -66,4 +68,5 @@ def engine_memory(
     else:
         others += MARGIN
         cache = max(0, min(wanted, int(device.memory - CONTEXT) - 2 * weights - others))
-    return EngineMemory(weights, weights, cache, others, max(0, min(settings.slots, cache // (length * per_token) - 1)))
+    sequences = max(0, min(settings.slots, cache // (length * per_token) - 1))
+    return EngineMemory(weights, weights, cache, others, sequences, per_token)

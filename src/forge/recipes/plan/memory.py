@@ -58,6 +58,10 @@ def trainer_memory(
     update = max((update_bytes(weight, settings, optimizer) for weight in trained), default=0) // parts
     # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
+    size = passes.itemsize
+    inner = sum(weight.elements for weight in passes.weights.values() if weight.is_inner)
+    learned_inner = sum(weight.elements for weight in trained if weight.is_inner)
+    learned_layer = learned_inner // passes.layers
     # The update of the weights is one of the moments; the passes have the others.
     moments = [TrainerMemory(weights, gradients, state, update, 0, "update of the weights")]
     for moment, (first, most) in passes.peaks.items():
@@ -67,17 +71,12 @@ def trainer_memory(
             continue
         # FSDP2: the layer that is computed and the next one are gathered in the dtype of the passes, all that is in no
         # layer stays so, and gradients are whole until their layer is complete.
-        size = passes.itemsize
-        inner = sum(weight.elements for weight in passes.weights.values() if weight.is_inner)
-        learned_inner = sum(weight.elements for weight in trained if weight.is_inner)
-        layer = inner // passes.layers
-        learned_layer = learned_inner // passes.layers
         complete_layers = moment.layers // (size * learned_layer) if learned_layer else 0
         current = moment.layers - complete_layers * size * learned_layer
         reduced = gradients if micro_batches > 1 else complete_layers * learned_layer * itemsize // parts
-        gathered = size * (elements - inner) + 2 * size * layer
+        gathered = size * (elements - inner) + 2 * size * (inner // passes.layers)
         # FSDP2 keeps the buffer of one layer's gradients while the next layer's are computed.
-        held = FLOAT * learned_layer if complete_layers else 0  # until the next layer's are summed
+        held = FLOAT * learned_layer if complete_layers else 0
         moments.append(
             TrainerMemory(weights, reduced + current + moment.root, state, most, gathered + held, _phase(sum(moment)))
         )
@@ -91,11 +90,11 @@ def trainer_memory(
             )
     # What is in no layer is summed when the backward pass is over: the embedding and the head, the largest weights.
     if shards is not None and trained:
-        root = sum(weight.elements for weight in trained if not weight.is_inner)
+        root = learned - learned_inner
         last = min(first for first, _ in passes.peaks.values())
         summed = FLOAT * root * (1 + gloo) + copied * root // parts
-        whole = passes.itemsize * root
-        gathered = passes.itemsize * (elements - inner)
+        whole = size * root
+        gathered = size * (elements - inner)
         moments.append(
             TrainerMemory(weights, gradients + whole, state, last, gathered + summed, "sum of the last gradients")
         )

@@ -72,8 +72,8 @@ def shape_folder(model: str, scratch: Path) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision)).parent
     except (OSError, ValueError) as error:
-        known = ", ".join(name for name in PUBLIC if "-Base" not in name)
+        public_names = ", ".join(name for name in PUBLIC if "-Base" not in name)
         raise ValueError(
             f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): "
-            f"give a folder with that file alone; known without it are {known}"
+            f"give a folder with that file alone; known without it are {public_names}"
         ) from None

@@ -13,8 +13,8 @@ GB = 1e9
 def plan_lines(plan: Plan, dollars_per_hour: float | None = None) -> Iterator[str]:
     """The lines of a plan, with the cost of 1,000 steps where the price of a GPU's hour is given."""
     device = plan.machines.device
-    place = "CPU" if device.type == "cpu" else f"{plan.machines.count} x {device.name} ({device.memory / GB:.0f} GB)"
-    yield f"{plan.model}: {plan.elements:,} parameters, on {place}"
+    machines = "CPU" if device.type == "cpu" else f"{plan.machines.count} x {device.name} ({device.memory / GB:.0f} GB)"
+    yield f"{plan.model}: {plan.elements:,} parameters, on {machines}"
     yield ""
     for component in plan.components:
         yield from _component(component)

@@ -145,8 +145,8 @@ def shape_of(folder: Path, steps: Sequence[Row]) -> SimulationSettings:
     # Of many rollouts the lengths themselves, of few their mean: a tail cannot be seen in a handful.
     limit = config["grpo.max_tokens"]
     mean_length = _median(steps, "generation/completion_length")
-    known = len(values) >= MIN_LENGTHS
-    lengths = {"values": [value for value in values if value]} if known else {"mean": mean_length, "spread": 0.0}
+    has_lengths = len(values) >= MIN_LENGTHS
+    lengths = {"values": [value for value in values if value]} if has_lengths else {"mean": mean_length, "spread": 0.0}
     generator_gpus = config["services.generator.procs"] if config["services.generator.with_gpus"] else 1
     return SimulationSettings(
         steps=config["training.steps"],
