@@ -144,7 +144,9 @@ class AgentEnv(GroupEnv):
         if episode is None:
             if len(self.seats) == 1 and not self._has_warned:
                 self._has_warned = True
-                log.warning("an episode is unscored: its agent ended (%s) without an answer of the policy", outcome.stop)
+                log.warning(
+                    "an episode is unscored: its agent ended (%s) without an answer of the policy", outcome.stop
+                )
             no_turn = {} if record.runs.get(seat) or len(self.seats) == 1 else {"stop": NO_TURN}
             return _unscored({**info, **no_turn}, total([record.unlearned(seat, self.auxiliary), lost]))
         certificate = Certificate(episode.info["certificate"])

@@ -44,8 +44,8 @@ def test_50_steps_without_learning_leave_the_ratio_at_1(tmp_path, on_update):
     assert len(history) == STEPS
     assert max(row["train/ratio_max_deviation"] for row in history) < 1e-4
     assert 1 <= max(row["policy_age/max"] for row in history) <= 2
-    # Sequences that one version sampled whole are apart from those that an update fell into. Which of them a step has is
-    # a matter of the schedule, so the recorded tokens say what to expect: on a slow machine no step may have the second.
+    # Sequences that one version sampled whole are apart from those that an update fell into. Which of them a step has
+    # depends on the schedule, so the recorded tokens say what to expect: on a slow machine no step may have the second.
     expected_names = difference_names(tmp_path / "runs/test/rollouts.arrow")
     for row in history:
         differences = {name: value for name, value in row.items() if name.startswith("train/engine_difference")}
