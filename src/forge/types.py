@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,14 +20,31 @@ UNKNOWN_EXPERT = 255  # in place of an expert that was not recorded
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready for generation. `token_ids` is what the policy sees; `str(prompt)` is its text."""
+    """A prompt ready for generation. `token_ids` is what the policy sees; `str(prompt)` is its text.
+
+    `row` has the columns of its row that rewards name, as plain data. `messages` are those of a conversation, which a
+    `conversational` row has itself; `stop_ids` end an answer to it, besides the generator's.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     index: int = 0  # position in the data stream, unique within a run
+    row: Info = field(default_factory=dict, compare=False)
+    messages: tuple[Info, ...] = field(default=(), compare=False)
+    conversational: bool = field(default=False, compare=False)
+    stop_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for attribute, value in zip(fields(self), [*state, *({}, (), False, ())[len(state) - 3 :]], strict=True):
+            object.__setattr__(self, attribute.name, value)  # a checkpoint may be older than its last fields
+
+    @property
+    def bare(self) -> Prompt:
+        """The prompt as a generator needs it: without its row and messages."""
+        return replace(self, row={}, messages=())
 
 
 class Sample(NamedTuple):

@@ -277,6 +277,12 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     ),
     (
         SFTConfig,
+        {"reward": {"functions": [lambda response, level: 1.0]}},
+        "the reward takes the column 'level', which answers here do not have: name prompt, response and target alone, "
+        "or set eval.accuracy to false",
+    ),
+    (
+        SFTConfig,
         {"reward": {"functions": ["ExactMatch", "CharacterMatch"]}},
         "reward.functions beyond the first and reward.verifiers do nothing here: answers are right by one function",
     ),

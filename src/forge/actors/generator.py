@@ -132,7 +132,7 @@ class Generator(ForgeActor):
             ValueError: a bad sampling setting, or a prompt that leaves no room for a token.
             StaleWeights: this generator missed an update.
         """
-        settings = Sampling(n=1 if n is None else n, **{**self.defaults, **sampling})
+        settings = Sampling(n=1 if n is None else n, **self._sampling(prompt, sampling))
         with self._ending(), self._busy():
             submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
             completions = await asyncio.wrap_future(submitted)
@@ -167,7 +167,7 @@ class Generator(ForgeActor):
         Raises:
             ValueError: as of `generate`.
         """
-        settings = Sampling(**{**self.defaults, **sampling})
+        settings = Sampling(**self._sampling(prompt, sampling))
         with self._ending():
             return self.streams.open(self._token_ids(prompt), settings, priority, stream)
 
@@ -291,6 +291,13 @@ class Generator(ForgeActor):
     def _check_current(self) -> None:
         if isinstance(self.store, VersionStore) and not self.updating:
             check_current(self.store, self.engine.version, str(self.context), self.weights_key)
+
+    def _sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a request over this generator's; a conversation has tokens that end it."""
+        settings = {**self.defaults, **sampling}
+        if isinstance(prompt, Prompt) and prompt.stop_ids:
+            settings["stop_token_ids"] = tuple(dict.fromkeys((*settings["stop_token_ids"], *prompt.stop_ids)))
+        return settings
 
     def _token_ids(self, prompt: Prompt | str | Sequence[int]) -> Sequence[int]:
         if isinstance(prompt, Prompt):

@@ -416,6 +416,11 @@ SFT_RULES: list[ConfigRule[SFTConfig]] = [
         "eval.accuracy is false, or eval.problems 0",
     ),
     ConfigRule(
+        lambda cfg: cfg.generates and cfg.reward.required_columns,
+        lambda cfg: f"the reward takes the column {cfg.reward.required_columns[0]!r}, which answers here do not have",
+        "name prompt, response and target alone, or set eval.accuracy to false",
+    ),
+    ConfigRule(
         lambda cfg: cfg.generates and cfg.reward.beyond_accuracy,
         "reward.functions beyond the first and reward.verifiers do nothing here",
         "answers are right by one function",

@@ -317,7 +317,7 @@ class RLConfig(RecipeConfig):
 
     def data(self, model: str) -> RowsConfig:
         """The data, whose prompts leave room for a completion. ConfigError: there is none."""
-        return self.prompts(model) if self.multi_turn else with_room(self, "grpo", model)
+        return self.prompts(model) if self.multi_turn else self.reward.with_columns(with_room(self, "grpo", model))
 
     def check_reward(self) -> None:
         """ValueError: something that the reward names does not exist. An environment scores by itself."""
