@@ -171,6 +171,7 @@ async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> L
             weights_key=name,
             temperature=temperature,
             max_tokens=cfg.grpo.max_tokens,
+            sampling=cfg.grpo.sampling(),
         ),
         partial(
             trainer,

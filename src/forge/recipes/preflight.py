@@ -259,6 +259,11 @@ RL_RULES: list[ConfigRule[RLFacts]] = [
         ),
     ),
     ConfigRule(
+        lambda rl: rl.cfg.generator.engine == "vllm" and rl.cfg.grpo.excluding and (rl.age or rl.algorithm.beta),
+        lambda rl: f"grpo.{rl.cfg.grpo.excluding[0]} with vLLM, which has no log-probabilities of what it excludes",
+        "the trainer's stand for them, so set async.max_policy_age and grpo.beta to 0, or generator.engine to embedded",
+    ),
+    ConfigRule(
         lambda rl: rl.cfg.colocated and rl.age != 0,
         "colocated",
         "trainer and generator take turns, so async.max_policy_age must be 0",
