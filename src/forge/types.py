@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,31 @@ UNKNOWN_EXPERT = 255  # in place of an expert that was not recorded
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready for generation. `token_ids` is what the policy sees; `str(prompt)` is its text."""
+    """A prompt ready for generation. `token_ids` is what the policy sees; `str(prompt)` is its text.
+
+    `row` has the columns of its row that rewards name, as plain data. `messages` are those of a conversation, which a
+    `conversational` row has itself; `stop_ids` end an answer to it, besides the generator's.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     index: int = 0  # position in the data stream, unique within a run
+    row: Info = field(default_factory=dict, compare=False)
+    messages: tuple[Info, ...] = field(default=(), compare=False)
+    conversational: bool = field(default=False, compare=False)
+    stop_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for attribute, value in zip(fields(self), [*state, *({}, (), False, ())[len(state) - 3 :]], strict=True):
+            object.__setattr__(self, attribute.name, value)  # a checkpoint may be older than its last fields
+
+    @property
+    def bare(self) -> Prompt:
+        """The prompt as a generator needs it: without its row and messages."""
+        return replace(self, row={}, messages=())
 
 
 class Sample(NamedTuple):
@@ -44,7 +61,11 @@ class Sampling:
     `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
     request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of
     most probable tokens to return at each position, at most 20. `grammar` is the text of a grammar of llguidance, in
-    Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off.
+    Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off. `min_p` excludes
+    tokens below that share of the most probable; `repetition_penalty` above 1 lowers those that prompt or answer have;
+    `bad_words` are never drawn (as their usual tokens); a text of `stop` ends the answer and is part of it.
+    `logprobs_of` "drawn" are those of the distribution drawn from, "policy" those at `temperature` before anything is
+    excluded, which a trainer computes.
     """
 
     n: int = 1
@@ -56,6 +77,11 @@ class Sampling:
     seed: int | None = None
     top_logprobs: int = 0
     grammar: str = ""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    logprobs_of: Literal["drawn", "policy"] = "drawn"
 
     def __post_init__(self) -> None:
         # A bool passes as an int.
@@ -78,10 +104,26 @@ class Sampling:
                 isinstance(self.top_logprobs, int) and 0 <= self.top_logprobs <= TOP_LOGPROBS,
                 f"top_logprobs must be 0 to {TOP_LOGPROBS}, got {self.top_logprobs!r}",
             ),
+            (0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}"),
+            (0 < self.repetition_penalty < math.inf, f"repetition_penalty must be > 0, got {self.repetition_penalty}"),
+            (are_texts(self.stop), f"stop must be a list of texts, got {self.stop!r}"),
+            (are_texts(self.bad_words), f"bad_words must be a list of texts, got {self.bad_words!r}"),
+            (self.logprobs_of in ("drawn", "policy"), f"logprobs_of must be drawn or policy, got {self.logprobs_of!r}"),
             (isinstance(self.grammar, str), f"grammar must be a text, got a {type(self.grammar).__name__}"),
         ):
             if not ok:
                 raise ValueError(message)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether tokens are drawn from something else than the policy's distribution at this temperature."""
+        bounded = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return bounded or self.repetition_penalty != 1 or bool(self.bad_words or self.grammar)
+
+
+def are_texts(value: object) -> bool:
+    """Whether a value is a list of texts, none of them empty."""
+    return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
 
 
 def oldest(versions: Iterable[int]) -> int:

@@ -245,6 +245,32 @@ def test_a_question_worked_on_with_tools(scripted, bpe):
     check(episode)
 
 
+def test_a_score_sees_the_world_that_tools_changed_and_the_conversation(scripted, bpe):
+    def play_with(prompt_row, *turns):
+        cart: list[str] = []
+
+        def buy(item: str) -> str:
+            """Put an item into the cart."""
+            cart.append(item)
+            return f"{len(cart)} items"
+
+        def as_ordered(response, wanted, state, messages, env):
+            assert messages[-1] == {"role": "assistant", "content": response}
+            assert [m["content"] for m in messages if m["role"] == "tool"] == ["1 items", "2 items"][: len(cart)]
+            assert env.state is state is cart
+            return float(state == wanted)
+
+        env = ToolEnvironment(Toolbox(buy), as_ordered, state=cart)
+        task = Sample(Prompt("Buy", (1,), row=prompt_row), "")
+        return asyncio.run(rollout(scripted(*turns), env, task, dialogue=Dialogue(bpe, "chatml"))).reward
+
+    calls = [f'<tool_call>{{"name": "buy", "arguments": {{"item": "{item}"}}}}</tool_call>' for item in ("tea", "rice")]
+    assert play_with({"wanted": ["tea", "rice"]}, *calls, "done") == 1.0
+    assert play_with({"wanted": ["tea", "rice"]}, calls[0], "done") == 0.0
+    with pytest.raises(ValueError, match="scores a group, and an environment plays one episode"):
+        ToolEnvironment(Toolbox(), lambda responses: [1.0])
+
+
 def test_an_answer_that_was_cut_off_is_none(scripted, bpe):
     env = ToolEnvironment(Toolbox(max_calls=1), lambda prompt, response, target: 1.0)
     task = Sample(Prompt("12 + 34?", (1,)), "46")

@@ -123,27 +123,13 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
         ({"algorithm": "dpao"}, "unknown algorithm 'dpao': did you mean 'dapo'"),
         ({"algorithm": 3}, "algorithm 3 is neither a class nor a function"),
         ({"reward": 3.0}, "a reward is a function"),
+        ({"reward": lambda answer: 0.0}, r"the reward <lambda>\(answer\) names nothing of a response: name its"),
+        ({"reward": lambda completions, solution, **kwargs: [0.0]}, "row 1: no column 'solution', which the reward"),
         (
-            {"reward": lambda completions, **kwargs: [0.0]},
-            r"the reward <lambda>\(completions, \*\*kwargs\) cannot be called",
+            {"reward": lambda response, answr: 0.0},
+            "no column 'answr', which .* question, answer; did you mean 'answer'",
         ),
-        (
-            {"reward": trl_reward},
-            r"wrap it, lambda prompt, response, target: trl_reward\(completions=\[response\]\)\[0\]",
-        ),
-        ({"reward": "tests.recipes.test_front_door:trl_reward"}, "wrap it"),
-        (
-            {"reward": lambda completions, solution, **kwargs: [0.0]},
-            r"<lambda>\(completions=\[response\], solution=\[target\]\)\[0\]",
-        ),
-        (
-            {"reward": lambda prompts, completions, ground_truth, log=None: [0.0]},
-            r"<lambda>\(prompts=\[prompt\], completions=\[response\], ground_truth=\[target\]\)\[0\]",
-        ),
-        (
-            {"reward": lambda completions, answer, level, **kwargs: [0.0]},
-            "it needs the columns answer, level, and a row has one target",
-        ),
+        ({"reward": reward, "reward_weights": [1, 2]}, "reward.weights has 2 entries for 1 functions"),
         ({"dataset": [{"prompt": "abc"}]}, "no field 'answer': it has prompt; set target_field to null"),
         ({"dataset": 5}, "dataset must be a path, a hub id, rows or a mapping, got 5"),
         ({"dataset": []}, "the dataset is empty"),

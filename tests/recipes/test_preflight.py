@@ -246,6 +246,12 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
         "dataset.chat_template must be false: episode.template makes the tokens",
     ),
     (
+        RLConfig,
+        {"generator": {"engine": "vllm"}, "grpo": {"top_k": 5, "max_tokens": 16}},
+        "grpo.top_k with vLLM, which has no log-probabilities of what it excludes: the trainer's stand for them, so "
+        "set async.max_policy_age and grpo.beta to 0, or generator.engine to embedded",
+    ),
+    (
         SFTConfig,
         {"colocated": True},
         "colocated does nothing in this recipe: evaluation is the only time that it generates",
@@ -274,6 +280,12 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
         SFTConfig,
         {"eval": {"problems": 0, "stop_at": 0.5}},
         "eval.stop_at and eval.max_tokens do nothing: eval.accuracy is false, or eval.problems 0",
+    ),
+    (
+        SFTConfig,
+        {"reward": {"functions": [lambda response, level: 1.0]}},
+        "the reward takes the column 'level', which answers here do not have: name prompt, response and target alone, "
+        "or set eval.accuracy to false",
     ),
     (
         SFTConfig,

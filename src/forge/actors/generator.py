@@ -42,6 +42,7 @@ class Generator(ForgeActor):
         store: where new versions come from; None for a policy that never changes.
         weights_key: under which; that of their trainer.
         temperature, top_p, top_k, max_tokens, stop_token_ids: defaults of `generate`.
+        sampling: further ones, fields of `forge.types.Sampling`.
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
 
@@ -56,6 +57,7 @@ class Generator(ForgeActor):
         top_k: int = 0,
         max_tokens: int = 128,
         stop_token_ids: Sequence[int] = (),
+        sampling: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.model = model
@@ -70,7 +72,7 @@ class Generator(ForgeActor):
         self.since = 0.0
         self.loading = threading.Lock()
         self.defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        self.defaults |= {"max_tokens": max_tokens, "stop_token_ids": tuple(stop_token_ids)}
+        self.defaults |= {"max_tokens": max_tokens, "stop_token_ids": tuple(stop_token_ids), **(sampling or {})}
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
@@ -132,7 +134,7 @@ class Generator(ForgeActor):
             ValueError: a bad sampling setting, or a prompt that leaves no room for a token.
             StaleWeights: this generator missed an update.
         """
-        settings = Sampling(n=1 if n is None else n, **{**self.defaults, **sampling})
+        settings = Sampling(n=1 if n is None else n, **self._sampling(prompt, sampling))
         with self._ending(), self._busy():
             submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
             completions = await asyncio.wrap_future(submitted)
@@ -167,7 +169,7 @@ class Generator(ForgeActor):
         Raises:
             ValueError: as of `generate`.
         """
-        settings = Sampling(**{**self.defaults, **sampling})
+        settings = Sampling(**self._sampling(prompt, sampling))
         with self._ending():
             return self.streams.open(self._token_ids(prompt), settings, priority, stream)
 
@@ -291,6 +293,14 @@ class Generator(ForgeActor):
     def _check_current(self) -> None:
         if isinstance(self.store, VersionStore) and not self.updating:
             check_current(self.store, self.engine.version, str(self.context), self.weights_key)
+
+    def _sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a request over this generator's; a conversation has tokens that end it."""
+        settings = {**self.defaults, **sampling}
+        # Of the prompt, as one run may have conversations and plain texts.
+        if isinstance(prompt, Prompt) and prompt.stop_ids:
+            settings["stop_token_ids"] = tuple(dict.fromkeys((*settings["stop_token_ids"], *prompt.stop_ids)))
+        return settings
 
     def _token_ids(self, prompt: Prompt | str | Sequence[int]) -> Sequence[int]:
         if isinstance(prompt, Prompt):

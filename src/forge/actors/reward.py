@@ -21,6 +21,7 @@ class RewardActor(ForgeActor):
             `{"use": "package.module:Name", **settings}` that name one with its settings.
         verifiers: models, judges and rules whose scores are added as they are.
         accuracy: the function that decides whether a response is right, see `Reward`.
+        weights, names: of the functions, see `Reward`.
     """
 
     def __init__(
@@ -29,8 +30,12 @@ class RewardActor(ForgeActor):
         *,
         verifiers: VerifiersConfig | None = None,
         accuracy: Any = None,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.verifiers = verifiers
+        self.weights = weights
+        self.names = names
         self.scorers = list[Any]()
         for number, item in enumerate(functions or ()):
             scorer = load_reward(item) if isinstance(item, str) else item
@@ -44,7 +49,7 @@ class RewardActor(ForgeActor):
     def setup(self) -> None:
         """Set up the scorers: models, sandboxes, panels."""
         panels = [] if self.verifiers is None else [self.verifiers.panel()]
-        self.reward = Reward([*self.scorers, *panels], self.accuracy)
+        self.reward = Reward([*self.scorers, *panels], self.accuracy, self.weights, self.names)
         self.reward.setup()
 
     async def teardown(self) -> None:
@@ -54,18 +59,25 @@ class RewardActor(ForgeActor):
 
     @endpoint
     async def score(
-        self, prompt: Any, responses: Sequence[str], target: str | None, evaluation: bool = False
+        self,
+        prompt: Any,
+        responses: Sequence[str],
+        target: str | None,
+        evaluation: bool = False,
+        completions: Sequence[Completion] | None = None,
     ) -> list[Score]:
         """Score the responses of one prompt, in order.
 
         Args:
+            prompt: a `Prompt`, whose row has the columns that functions name, or a text.
             evaluation: a scorer that learns learns nothing of it: these responses then have no reward, and only the
                 accuracy function decides which are right.
+            completions: with the tokens of the responses, for functions that read them.
         """
         if evaluation and (self.reward.learner is not None or self.reward.accuracy is None):
-            right = await self.reward.judge(prompt, responses, target)
+            right = await self.reward.judge(prompt, responses, target, completions)
             return [Score(None, correct) for correct in right]
-        return await self.reward.score(prompt, responses, target)
+        return await self.reward.score(prompt, responses, target, completions)
 
     @endpoint
     async def evaluate_group(self, prompt: Any, responses: Sequence[str], target: str) -> list[float | None]:
@@ -75,8 +87,8 @@ class RewardActor(ForgeActor):
     @endpoint
     async def evaluate_response(self, prompt: Any, response: str | Completion, target: str) -> float | None:
         """The reward of one response; None if it could not be scored."""
-        text = response.text if isinstance(response, Completion) else response
-        return (await self.reward.score(prompt, [text], target))[0].reward
+        completion = response if isinstance(response, Completion) else Completion(response)
+        return (await self.reward.score(prompt, [completion.text], target, [completion]))[0].reward
 
     evaluate = evaluate_response
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from ..config.sections import ConfigError, Section, build
 from .files import Rows
@@ -101,9 +101,18 @@ class DatasetConfig(RowsConfig):
     kind = "prompts"
 
     target_field: str | None = "answer"
-    """Column of the target; null: prompts have no target."""
+    """Column of the target; the default also finds target, solution or ground_truth. null: prompts have no target."""
     target_pattern: str | None = None
     """Regular expression; its group 1, searched in the target, is the target."""
+    target_required: bool | None = None
+    """Whether a row without that column is an error; null: true, unless the reward does not take the target."""
+    columns: list[str] | None = None
+    """Columns that rewards and environments get besides prompt and target (`prompt.row`); null: those that the reward
+    names, or all of them for an environment or a reward with `**kwargs`."""
+    required_columns: list[str] = Field(default_factory=list)
+    """Columns without which a row is an error; those that the reward requires need not be listed."""
+    tools_field: str | None = None
+    """Column of the tools that a conversation offers, schemas in OpenAI's format; null finds tools."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; null: what the completion leaves of `training.seq_len` and of what generators take."""
     too_long: Literal["skip", "error"] = "skip"

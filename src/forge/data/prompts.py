@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -14,7 +15,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from ..types import Prompt, Sample
-from .chat import ChatFormat, Message
+from .chat import ChatFormat, Message, messages
 from .config import DatasetConfig, RowsConfig
 from .files import Row, Rows, check_values
 from .stream import RowStream
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUESTION_FIELDS = ("question", "prompt", "problem", "input")
+TARGET_FIELDS = ("answer", "target", "solution", "ground_truth")  # that the default of target_field finds
 LETTERS = string.ascii_uppercase
 PROMPT_FIELDS = (
     *("prompt_template", "target_field", "prompt_field", "target_pattern"),
@@ -47,7 +49,9 @@ class PromptFormat:
     system_prompt: str | None = None
     chat_options: Mapping[str, Any] | None = None
     choices_field: str | list[str] | None = None
+    tools_field: str | None = None
     chat: ChatFormat | None = field(init=False, default=None)
+    _dialogue_chat: ChatFormat | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.chat_template:
@@ -91,11 +95,24 @@ class PromptFormat:
         for name in needed:
             if name is not None and name not in has:
                 hint = "; set target_field to null for prompts without a target" if name == self.target_field else ""
-                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint}")
+                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{similar(name, has) or hint}")
         return template_fields
 
+    def is_conversation(self, row: Row) -> bool:
+        """Whether the prompt of a row is a list of messages. ValueError: a setting does nothing for it."""
+        name = self.prompt_field or next((name for name in QUESTION_FIELDS if name in row), "")
+        if not isinstance(row.get(name), list):
+            return False
+        if self.prompt_template != "{question}" or self.choices_field is not None:
+            raise ValueError(f"field {name!r} is a conversation, for which prompt_template and choices do nothing")
+        return True
+
     def render(self, row: Row) -> tuple[str, str]:
-        """The user's text and the target of a row. ValueError: a missing or empty field, or no match."""
+        """The user's text and the target of a row; of a conversation the text of its last message. ValueError: a
+        missing or empty field, or no match."""
+        if self.is_conversation(row):
+            name = self.fields(row)["question"]
+            return messages(row, name)[-1]["content"], self._target(row, [])
         # The question from its template, with lettered options if there are any.
         values = {name: plain(row, column) for name, column in self.fields(row).items()}
         options = self._options(row)
@@ -103,9 +120,12 @@ class PromptFormat:
         text = self.prompt_template.format(**values)
         if not text.strip():
             raise ValueError("the prompt is empty")
+        return text, self._target(row, options)
+
+    def _target(self, row: Row, options: list[str]) -> str:
+        """The target of a row, or the part that the pattern selects; of options the letter."""
         if self.target_field is None:
-            return text, ""
-        # The target, or the part that the pattern selects; of options the letter.
+            return ""
         target = plain(row, self.target_field)
         if self.target_pattern is not None:
             match = re.search(self.target_pattern, target)
@@ -114,7 +134,7 @@ class PromptFormat:
             target = match[1].strip()
         if not target.strip():
             raise ValueError(f"field {self.target_field!r}, the target, is empty")
-        return text, self._letter(row[self.target_field], target, options) if options else target
+        return self._letter(row[self.target_field], target, options) if options else target
 
     def _options(self, row: Row) -> list[str]:
         """The options of multiple choice in the order of their letters; empty without `choices_field`. ValueError: two
@@ -156,11 +176,44 @@ class PromptFormat:
             raise ValueError(f"the target {target!r:.60} is none of the {len(options)} options")
         return LETTERS[options.index(target)]
 
-    def encode(self, text: str) -> tuple[str, tuple[int, ...]]:
-        """The policy's prompt as text and token ids."""
-        if self.chat is not None:
-            text = self.chat.render(self.conversation(text), add_generation_prompt=True)
-            return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def chat_of(self, row: Row) -> ChatFormat | None:
+        """The chat format of a row, with the tools that it offers; None without a chat template. ValueError: the tools
+        are not a list of schemas."""
+        if self.chat is None or self.tools_field is None:
+            return self.chat
+        return self.chat.with_tools(row.get(self.tools_field))
+
+    def dialogue(self, row: Row) -> tuple[list[Message], ChatFormat]:
+        """The messages of a prompt that is a conversation, and the format that renders them with the row's tools.
+
+        Raises:
+            ValueError: something other than messages, an answer at their end, or a tokenizer without a chat template.
+        """
+        name = self.fields(row)["question"]
+        talk = messages(row, name)
+        if talk[-1]["role"] == "assistant":
+            raise ValueError(f"field {name!r} ends with the assistant's message: a prompt is what comes before it")
+        if self.system_prompt and talk[0]["role"] != "system":
+            talk = [{"role": "system", "content": self.system_prompt}, *talk]
+        # A conversation can be written in no other way than by a chat template.
+        if self._dialogue_chat is None:
+            self._dialogue_chat = self.chat or ChatFormat(self.tokenizer, True, self.chat_options)
+        return talk, self._dialogue_chat.with_tools(row.get(self.tools_field or "tools"))
+
+    def rendered(self, talk: Sequence[Message], chat: ChatFormat) -> tuple[str, tuple[int, ...]]:
+        """The text and token ids of a conversation, up to where the policy answers."""
+        text = chat.render(talk, add_generation_prompt=True)
+        return text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode(self, text: str, chat: ChatFormat | None = None) -> tuple[str, tuple[int, ...]]:
+        """The policy's prompt as text and token ids.
+
+        Args:
+            chat: the format with a row's tools; None: this one's, if it has a chat template.
+        """
+        chat = chat or self.chat
+        if chat is not None:
+            return self.rendered(self.conversation(text), chat)
         # Without a chat template: a text, begun as the tokenizer begins texts.
         ids = tuple(with_one_bos(self.tokenizer(text)["input_ids"], self.tokenizer))
         # Some tokenizers end every text with eos, which a prompt must not have.
@@ -187,7 +240,8 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def __init__(self, path: str | Rows | None = None, **settings: Any) -> None:
         super().__init__(path, **settings)
-        self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
+        fields = {name: self.settings[name] for name in PROMPT_FIELDS}
+        self._format = PromptFormat(self.tokenizer, **fields, tools_field=self.settings.tools_field)
         self.check()
 
     def targets(self) -> Iterator[str]:
@@ -196,11 +250,73 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             with suppress(ValueError):
                 yield self._format.render(row)[1]
 
+    def begin(self, row: Row) -> None:
+        """Find the target's column by the first row, where the settings leave it open."""
+        section = self.settings
+        if section.target_field != "answer" or section.target_field in row:
+            return
+        column = next((name for name in TARGET_FIELDS if name in row), None)
+        if column is not None or section.target_required is False:
+            self._format.target_field = column
+
     def make(self, number: int, row: Row, index: int) -> Sample | None:
         """Prompt and target of a row; None if the prompt is too long."""
+        for name in self.settings.required_columns:
+            if name not in row:
+                has = ", ".join(row)
+                raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{similar(name, row)}")
         text, target = self._format.render(row)
-        text, ids = self._format.encode(text)
-        return Sample(Prompt(text, ids, index), target) if self.fits(len(ids)) else None
+        columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
+        # A conversation ends where its template ends a turn, whatever the other prompts of a run are.
+        if self._format.is_conversation(row):
+            talk, chat = self._format.dialogue(row)
+            text, ids = self._format.rendered(talk, chat)
+            prompt = Prompt(text, ids, index, columns, tuple(talk), True, chat.stop_ids)
+        else:
+            chat_format = self._format.chat_of(row)
+            talk = self._format.conversation(text) if chat_format is not None else []
+            text, ids = self._format.encode(text, chat_format)
+            prompt = Prompt(text, ids, index, columns, tuple(talk))
+        return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
+
+
+def plain_columns(row: Row, names: Sequence[str] | None, required: Sequence[str]) -> dict[str, Any]:
+    """The columns of a row that rewards get, as plain data: of all those that are, or of those that are named.
+
+    Args:
+        names: None: all.
+
+    Raises:
+        ValueError: a column that is required holds something else, such as a date.
+    """
+    columns: dict[str, Any] = {}
+    for name in row if names is None else [name for name in dict.fromkeys((*names, *required)) if name in row]:
+        try:
+            columns[name] = plain_value(row[name])
+        except ValueError as error:
+            # Of all columns, those that nothing asks for may hold anything.
+            if name in required:
+                raise ValueError(f"column {name!r} {error}") from None
+    return columns
+
+
+def plain_value(value: object) -> Any:
+    """Text, numbers, lists and mappings as a checkpoint holds them. ValueError: something else, such as a date."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if hasattr(value, "tolist"):  # an array, or a number of numpy
+        return plain_value(value.tolist())
+    raise ValueError(f"holds a {type(value).__name__}: rewards get text, numbers, lists and mappings")
+
+
+def similar(name: str, names: Iterable[str]) -> str:
+    """The hint that names the nearest of some columns; empty where none is near."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def stop_ids(settings: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

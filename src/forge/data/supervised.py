@@ -16,6 +16,7 @@ from .stream import RowStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+COMPLETION = "completion"
 _TURNS = {"train_on": "assistant", "thoughts": "keep"}  # settings of conversations, and their defaults
 Marked = tuple[list[int], list[bool]]  # tokens, and the mask of those that are trained
 
@@ -26,8 +27,8 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     The first row decides the form of all: tokens with `token_ids` and `trained`, a truth value for each, as recorded
     traffic has them; plain text with `text_field`, of which all tokens after the first are
     trained; a conversation with `messages_field`, or a field messages or conversations (see `forge.data.chat`), which
-    offers the tools in a field tools; else a prompt with its answer, as a conversation with `chat_template`, closed by
-    eos without one. Tokens after the last trained one are dropped.
+    offers the tools in a field tools; else a prompt with its answer, which are texts or lists of messages, as a
+    conversation with `chat_template`, closed by eos without one. Tokens after the last trained one are dropped.
 
     Settings are the fields of `forge.data.config.SupervisedConfig`. A setting without effect on the form of the rows
     is an error; `chat_template` and `chat_options` also apply to conversations.
@@ -67,7 +68,11 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             check_effects(set_fields, PROMPT_FIELDS, "prompts with answers")
             if self.settings.target_field is None:
                 raise ValueError("target_field must name the field of the answer that is to be learnt")
-            self._format = PromptFormat(self.tokenizer, **{name: self.settings[name] for name in PROMPT_FIELDS})
+            fields = {name: self.settings[name] for name in PROMPT_FIELDS}
+            # TRL's name of an answer, where the settings leave it open.
+            if self.settings.target_field == "answer" and "answer" not in row and COMPLETION in row:
+                fields["target_field"] = COMPLETION
+            self._format = PromptFormat(self.tokenizer, **fields)
 
     def make(self, number: int, row: Row, index: int) -> Episode | None:
         """The episode of a row, with a mask of the trained tokens; None if it is skipped."""
@@ -92,6 +97,13 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             if len(row["trained"]) != len(tokens):
                 raise ValueError(f"it has {len(tokens)} token_ids, and {len(row['trained'])} values of trained")
             return tokens, list(map(bool, row["trained"]))
+        if self._format is not None and self._format.is_conversation(row):
+            talk, chat = self._format.dialogue(row)
+            name = str(self._format.target_field)
+            answer = row.get(name)
+            if isinstance(answer, str):
+                answer = [{"role": "assistant", "content": answer}]
+            return chat.encode([*talk, *messages({name: answer}, name)], since=len(talk))
         if self._format is not None:
             return self._format.answered(*self._format.render(row))
         if self._chat is not None:

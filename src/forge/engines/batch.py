@@ -22,7 +22,8 @@ from .cache import WIDTH, rounded
 from .decoder import Decoder
 from .prefixes import TOKENS, Prefix, PrefixCache
 from .requests import Admission, EngineRequest, RunningSample, WeightSpan
-from .sampling import draw, keep_allowed, keep_top, top_logprobs, uniforms
+from .restrictions import Restrictions, Words
+from .sampling import draw, keep_allowed, top_logprobs, uniforms
 from .weights import Weights
 
 # A prompt waits a step for another that is being computed if they share so many tokens more than the cache has: fewer
@@ -35,11 +36,15 @@ class RunningBatch:
     """Runs requests on a decoder with `rounded(slots, WIDTH)` rows.
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
-    `prefix_bytes` bounds what is kept of computed prompts for later ones that begin with the same tokens.
+    `prefix_bytes` bounds what is kept of computed prompts for later ones that begin with the same tokens. `words` reads
+    the texts of requests that have some.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, prefill_tokens: int, prefix_bytes: int = 0):
+    def __init__(
+        self, decoder: Decoder, slots: int, prefill_tokens: int, prefix_bytes: int = 0, words: Words | None = None
+    ):
         self.decoder = decoder
+        self.words = words
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.prefix_cache = PrefixCache(prefix_bytes)
@@ -55,10 +60,9 @@ class RunningBatch:
         device = decoder.device
         length = decoder.cache.longest
         rows = rounded(slots, WIDTH)
-        self.tokens, self.positions, self.ends, self.top_k = (
-            torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)
-        )
-        self.temperature, self.top_p = (torch.ones(rows, device=device) for _ in range(2))
+        self.tokens, self.positions, self.ends = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
+        self.temperature = torch.ones(rows, device=device)
+        self.restrictions = Restrictions(rows, decoder.vocab, device)
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stops = torch.full((rows, 1), -1, device=device)
         # By position, like the cache: the uniform numbers, and the tokens drawn with them.
@@ -67,7 +71,6 @@ class RunningBatch:
         # Properties of all rows that `step` needs; `admit` updates them.
         self._max_offset = 0  # of a row's position from the number of steps
         self._any_greedy = False
-        self._restricted: Tensor | None = None  # rows with top-k or top-p
         self._constrained: list[int] = []  # rows with a grammar, and as an index
         self._constrained_index: Tensor | None = None
         self._streamed: list[int] = []  # rows with a listener
@@ -239,9 +242,7 @@ class RunningBatch:
         self._max_offset = max((row.context - row.start for row in self.rows), default=0)
         samplings = [row.request.sampling for row in self.rows]
         self._any_greedy = any(s.temperature == 0 for s in samplings)
-        # Top-k and top-p have no effect on greedy decoding.
-        restricted = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)]
-        self._restricted = self._index(restricted) if restricted else None
+        self.restrictions.describe(self.rows)
         self._constrained = [i for i, row in enumerate(self.rows) if row.matcher]
         self._constrained_index = self._index(self._constrained) if self._constrained else None
         self._streamed = [i for i, row in enumerate(self.rows) if row.request.listener]
@@ -317,12 +318,11 @@ class RunningBatch:
             (self.positions, [row.context for row in placed.values()]),
             (self.ends, [len(request.prompt) - 1 + request.limit for request in requests]),
             (self.temperature, [max(s.temperature, MIN_TEMPERATURE) if s.temperature else 1.0 for s in samplings]),
-            (self.top_k, [s.top_k for s in samplings]),
-            (self.top_p, [s.top_p for s in samplings]),
             (self.greedy, [s.temperature == 0 for s in samplings]),
             (self.stops, stops),
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=device)
+        self.restrictions.place(index, placed)
         for i, row in placed.items():
             first = len(row.request.prompt) - 1
             limit = row.request.limit
@@ -341,7 +341,8 @@ class RunningBatch:
                 free = self.free_rows.pop(0)
                 row = self.rows[free] = self.rows[last]
                 self.decoder.cache.fill([free], [self.decoder.cache.read(last, row.context + self.steps - row.start)])
-                for state in (self.tokens, self.positions, self.ends, self.temperature, self.top_k, self.top_p):
+                self.restrictions.move(free, last)
+                for state in (self.tokens, self.positions, self.ends, self.temperature):
                     state[free] = state[last]
                 for state in (self.greedy, self.stops, self.uniform, self.logprobs, self.drawn):
                     state[free] = state[last]
@@ -361,14 +362,15 @@ class RunningBatch:
         # Draw, and record at each row's position.
         positions = self.positions[:rows]
         logits /= self.temperature[:rows, None]
+        policy = self.restrictions.policy(logits)
+        self.restrictions.exclude(logits)
         if self._constrained_index is not None:
             self._constrain(logits, self._constrained_index)
-        if self._restricted is not None:
-            index = self._restricted
-            logits[index] = keep_top(logits[index], self.top_k[index], self.top_p[index])
+        self.restrictions.bound(logits)
         columns = positions[:, None]
         uniform = self.uniform[:rows].gather(1, columns)[:, 0]
         tokens, logprobs = draw(logits, uniform, self.greedy[:rows] if self._any_greedy else None)
+        self.restrictions.record(logprobs, policy, tokens)
         self.tokens[:rows] = tokens
         self.drawn[:rows].scatter_(1, columns, tokens[:, None])
         self.logprobs[:rows].scatter_(1, columns, logprobs[:, None])
@@ -381,14 +383,16 @@ class RunningBatch:
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
         if self._constrained_index is not None:
             self._accept(tokens[self._constrained_index].tolist())
+        ended_by_text = self.restrictions.follow(tokens, self.words) if self.words else set()
         complete = []
         for i, ended in enumerate(finished.tolist()):  # `nonzero` would wait for the device once more
-            if not ended:
+            if not ended and i not in ended_by_text:
                 continue
             row = self.rows[i]
             completion = self._completion(i)
             completion.experts = self._experts(i, completion)
-            completion.finish = "stop" if completion.token_ids[-1] in row.request.stops else "length"
+            stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
+            completion.finish = "stop" if stopped else "length"
             row.request.completions[row.sample] = completion
             self.free_rows.append(i)
             if len(row.request.completions) == row.request.sampling.n:

@@ -50,6 +50,7 @@ class Decoder:
         self.device = device
         self.H, self.K, self.D = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         gemma = config.model_type == "gemma3_text"
+        self.vocab = config.vocab_size
         self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
         # Only a CPU in float32 promises the same bits at any length.
         exact = device.type == "cpu" and dtype == torch.float32

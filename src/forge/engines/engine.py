@@ -26,6 +26,7 @@ from .grammar import Grammars
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
 from .requests import EngineRequest
+from .restrictions import Words
 from .settings import EngineSettings
 from .weights import Weights, load_config, load_eos, read_checkpoint
 
@@ -80,6 +81,7 @@ class EmbeddedEngine:
             self.dtype = torch.float32
         self.eos = load_eos(folder, config)
         self._grammars = Grammars(folder, config.vocab_size)
+        self._words = Words(folder)
         self.on_update = options.on_update
         options.check(config)
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
@@ -90,7 +92,8 @@ class EmbeddedEngine:
             config, weights, rows, self.max_seq_len, self.dtype, self.device, options.router_replay, limit
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
-        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, int(options.prefix_cache_mb * 1e6))
+        prefix_bytes = int(options.prefix_cache_mb * 1e6)
+        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words)
         self._waiting: deque[EngineRequest] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False
@@ -120,7 +123,10 @@ class EmbeddedEngine:
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
         grammar = self._grammars.matcher(sampling.grammar, stops) if sampling.grammar else None
-        request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
+        banned = self._words.banned(sampling.bad_words)
+        if sampling.stop:
+            self._words.open()
+        request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar, banned)
 
         def free(future: Future[list[Completion]]) -> None:
             # A failed listener, too, fails the future while its samples run.

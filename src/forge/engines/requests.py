@@ -24,6 +24,7 @@ class EngineRequest:
     priority: int = 0
     listener: Listener | None = None
     grammar: Matcher | None = None  # in its first state, which each sample copies
+    banned: list[list[int]] = field(default_factory=list)  # the token sequences of bad words
     future: Future[list[Completion]] = field(default_factory=Future)
     admitted: int = 0  # samples that got a row
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
@@ -55,6 +56,7 @@ class RunningSample:
     prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
     top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
     matcher: Matcher | None = None  # its state in the request's grammar; a preempted sample keeps it
+    answer: list[int] = field(default_factory=list)  # all tokens drawn, where texts or bad words need them
 
     @property
     def tokens(self) -> list[int]:

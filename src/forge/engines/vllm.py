@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..types import Completion, Sampling
+from .grammar import has_tokenizer
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .settings import EngineSettings
 from .vllm_args import OWNER, VLLMRequest, check_keys, engine_args, import_args, sampling_params, top_logprobs
@@ -64,6 +66,7 @@ class VLLMEngine:
         self.max_seq_len = check_length(config, options.max_seq_len)
         self.on_update = options.on_update
         self.eos = load_eos(folder, config)
+        self._reads_texts = has_tokenizer(folder)
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         args, self._cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
         # vLLM's labels of the weights of each update, which its completions carry by token.
@@ -102,6 +105,8 @@ class VLLMEngine:
         check_request(sampling, priority, self.config.vocab_size)
         if sampling.grammar.lstrip().startswith("{"):
             raise ValueError("vLLM takes a grammar in Lark, not llguidance's JSON: see forge.engines.grammar")
+        if (sampling.stop or sampling.bad_words) and not self._reads_texts:
+            raise ValueError("stop and bad_words need the tokenizer of the model: its folder has none")
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = sorted({*self.eos, *sampling.stop_token_ids})
         # The loop's thread serves the request from here on.
@@ -289,6 +294,7 @@ class VLLMEngine:
         self._unstarted[name] = None
         completion = Completion(prompt_ids=request.prompt)
         sent = 0  # tokens that the listener has
+        unknown = request.sampling.logprobs_of == "policy" and request.sampling.restricted
         try:
             while not self._open.is_set():  # it may be cleared again before this runs
                 await self._open.wait()
@@ -309,7 +315,9 @@ class VLLMEngine:
                     ids = part.token_ids
                     completion.token_ids += ids
                     pairs = zip(ids, part.logprobs, strict=True)
-                    completion.logprobs += [candidates[token].logprob for token, candidates in pairs]
+                    drawn = [candidates[token].logprob for token, candidates in pairs]
+                    # It renormalises what it draws from, and the policy's own are asked for: they are unknown.
+                    completion.logprobs += [math.nan] * len(ids) if unknown else drawn
                     completion.top_logprobs += top_logprobs(part.logprobs, request.sampling.top_logprobs)
                     self._generated += len(ids)
                     if request.listener and part.finish_reason is None:

@@ -125,7 +125,7 @@ def engine_args(
         "max_num_seqs": slots,
         "max_model_len": max_seq_len,
         "dtype": dtype,
-        "skip_tokenizer_init": not has_tokenizer(folder),  # grammars alone need it
+        "skip_tokenizer_init": not has_tokenizer(folder),  # grammars, stop and bad_words need it
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
@@ -188,12 +188,16 @@ def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingPa
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop),
+        bad_words=list(sampling.bad_words),
         seed=seed,
         stop_token_ids=request.stops,
         ignore_eos=True,  # it is among the stop tokens
         logprobs=min(sampling.top_logprobs, vocab),
         structured_outputs=StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA,
         # Without a listener vLLM reports the first token at once, and the others at the end.
         stream_interval=None if request.listener else 2**30,

@@ -10,6 +10,7 @@ import asyncio
 import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..observability import phase, record_metric
@@ -109,11 +110,12 @@ class SingleTurnEnv(GroupEnv):
     Args:
         reward: a service of `forge.actors.RewardActor`.
         tokenizer: the policy's, needed if the reward scores steps, to find the tokens at which they end.
+        with_tokens: the reward gets whole completions, with tokens and log-probabilities, not their texts alone.
     """
 
-    def __init__(self, reward: Any, tokenizer: Any = None) -> None:
+    def __init__(self, reward: Any, tokenizer: Any = None, *, with_tokens: bool = False) -> None:
         super().__init__()
-        self.reward, self.tokenizer = reward, tokenizer
+        self.reward, self.tokenizer, self.with_tokens = reward, tokenizer, with_tokens
 
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
@@ -121,9 +123,11 @@ class SingleTurnEnv(GroupEnv):
         """Sample n responses and score them together."""
         prompt, target = sample
         # One request samples all responses: the prompt is computed once.
-        completions = await policy.generate.route(prompt, n=n, seed=seed, **sampling)
+        completions = await policy.generate.route(prompt.bare, n=n, seed=seed, **sampling)
         texts = [completion.text for completion in completions]
-        scores = await self.reward.score.route(prompt, texts, target, evaluation)
+        # Tokens travel only where something reads them; experts are for the trainer alone.
+        given = [replace(completion, experts=None) for completion in completions] if self.with_tokens else None
+        scores = await self.reward.score.route(prompt, texts, target, evaluation, given)
         episodes = []
         for completion, score in zip(completions, scores, strict=True):
             episodes.append(Episode(completion, score.reward, info={"correct": score.correct, "parts": score.parts}))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..data.prompts import QUESTION_FIELDS
+from ..rewards.arguments import Answers, RewardCall
 from ..types import Prompt, Sample
 from .environment import Action, Environment, Message, Step
 from .schemas import Schema
@@ -19,16 +20,32 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: the available tools.
-        score: `score(prompt, response, target) -> float | None`, plain or async, such as those of
-            `forge.rewards.rules`; `response` is the answer.
+        score: a reward, plain or async, whose parameters get what they name: `response` (the answer), `prompt`,
+            `target`, columns of the row, `messages` (the whole conversation, with calls and their results), `env` (this
+            environment) and `state`.
         system: a system message before the question.
         turn_reward: for each turn that calls a tool; negative to penalise calls.
+        state: the world that the tools of this episode change, for `score`.
+
+    Raises:
+        ValueError: the score takes other arguments, or scores groups.
     """
 
     def __init__(
-        self, tools: Toolbox, score: Callable[..., Any], *, system: str | None = None, turn_reward: float = 0.0
+        self,
+        tools: Toolbox,
+        score: Callable[..., Any],
+        *,
+        system: str | None = None,
+        turn_reward: float = 0.0,
+        state: Any = None,
     ) -> None:
         self.tools, self.score, self.system, self.turn_reward = tools, score, system, turn_reward
+        self.state = state
+        self.messages: list[Message] = []
+        self._call = RewardCall(score, getattr(score, "__name__", type(score).__name__))
+        if self._call.form in ("group", "batch"):
+            raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
 
     @property
     def offered(self) -> tuple[Schema, ...]:
@@ -46,16 +63,25 @@ class ToolEnvironment(Environment):
         """
         self.task = task if isinstance(task, Sample) else _sample(task)
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return Step((*system, {"role": "user", "content": self.task.prompt.text}), tools=self.tools.schemas)
+        self.messages = [*system, {"role": "user", "content": self.task.prompt.text}]
+        return Step(tuple(self.messages), tools=self.tools.schemas)
 
     async def step(self, action: Action) -> Step:
         """Answer tool calls, or score the answer."""
         # A call is answered, also a malformed one; text alone is the answer to the question.
         if action.calls or action.errors:
-            return Step(tuple(await self.tools.answer(action)), self.turn_reward)
+            answers = await self.tools.answer(action)
+            self.messages += [{"role": "assistant", "content": action.text}, *answers]
+            return Step(tuple(answers), self.turn_reward)
         if action.truncated:
             return Step(truncated=True)
-        reward = self.score(self.task.prompt.text, action.content, self.task.target)
+        prompt, target = self.task
+        if self._call.form == "positional":
+            reward = self.score(prompt.text, action.content, target)
+        else:
+            row = {**prompt.row, "env": self, "state": self.state}
+            answers_given = Answers(prompt.text, [action.content], target, row, self.messages)
+            reward = self.score(**self._call.arguments(answers_given, 0))
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)
 
 

@@ -72,6 +72,7 @@ def train(
     *,
     dataset: Any,
     reward: Any = None,
+    reward_weights: Sequence[float] | None = None,
     environment: Any = None,
     algorithm: Any = "grpo",
     eval_dataset: Any = None,
@@ -87,7 +88,9 @@ def train(
     Args:
         model: folder or hub id; None with `from_scratch={...}`.
         dataset: a path, a hub id, rows (a list of dicts, a `datasets.Dataset`), or the keys of the section `dataset`.
-        reward: a function `f(prompt, response, target) -> float | None`, a verifier, a name, or a list of these.
+        reward: a function of what its parameters name, such as `f(response, target) -> float | None`
+            (docs/howto/reward.md), a verifier, a name, or a list of these.
+        reward_weights: what each of several rewards is multiplied by.
         environment: what makes an environment for each episode, in place of `reward`.
         algorithm: a name ("grpo", "dapo", ...), a mapping of the name and settings, an `Algorithm`, a loss function or
             `nn.Module` over named tensors.
@@ -110,6 +113,8 @@ def train(
     if reward is not None:
         single = isinstance(reward, str) or not isinstance(reward, Sequence | Mapping)
         values["reward"] = reward if isinstance(reward, Mapping) else {"functions": [reward] if single else [*reward]}
+    if reward_weights is not None:
+        values["reward"] = {**values.get("reward", {}), "weights": [float(weight) for weight in reward_weights]}
     if environment is not None:
         values["environment"] = environment
     hooks = Hooks(on_step, on_rollouts)
@@ -174,19 +179,23 @@ def evaluate(
     from ..data.load import load_data
     from ..models.find import check_family, resolve_model
     from ..models.tokenizer import open_tokenizer
+    from .reward_config import RewardConfig
 
     check_family(model)
     folder = resolve_model(model)
-    section = build(DatasetConfig, _dataset(dataset), "dataset")
+    functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
+    scoring = RewardConfig(functions=functions)
+    section = scoring.with_columns(build(DatasetConfig, _dataset(dataset), "dataset"))
     rows: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
     samples = rows.held_out(_count(section.path, problems))
-    functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
 
     async def work(policy: Any) -> dict[str, float]:
         from ..actors import RewardActor
         from ..envs.group import SingleTurnEnv
 
-        return await SingleTurnEnv(await RewardActor.as_service(functions)).evaluate(policy, samples, **sampling)
+        service = await RewardActor.as_service(functions)
+        env = SingleTurnEnv(service, with_tokens=scoring.reads_tokens)
+        return await env.evaluate(policy, samples, **sampling)
 
     return _with_policy(folder, generator, work)
 

@@ -152,7 +152,8 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     )
     env: GroupEnv
     if single_turn:
-        env = SingleTurnEnv(reward_service, open_tokenizer(job.model) if cfg.reward.gives_steps else None)
+        tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
+        env = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
     else:
         env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, trained)
     own_learner = trained[POLICY]
@@ -198,6 +199,7 @@ async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> L
             weights_key=name,
             temperature=temperature,
             max_tokens=cfg.grpo.max_tokens,
+            sampling=cfg.grpo.sampling(),
         ),
         partial(
             trainer,

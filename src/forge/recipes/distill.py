@@ -54,7 +54,9 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         await student.update_weights.fanout(version)
 
     async def evaluate() -> dict[str, float]:
-        return await SingleTurnEnv(reward).evaluate(student, job.held_out, job.record.keep_evaluation)
+        return await SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens).evaluate(
+            student, job.held_out, job.record.keep_evaluation
+        )
 
     await publish(record.start)
     is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)

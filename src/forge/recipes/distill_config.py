@@ -70,4 +70,4 @@ class DistillConfig(RecipeConfig):
 
     def data(self, model: str) -> DatasetConfig:
         """The data, whose prompts leave room for a completion. ConfigError: there is none."""
-        return with_room(self, "distill", model)
+        return self.reward.with_columns(with_room(self, "distill", model))

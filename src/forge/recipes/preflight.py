@@ -259,6 +259,11 @@ RL_RULES: list[ConfigRule[RLFacts]] = [
         ),
     ),
     ConfigRule(
+        lambda rl: rl.cfg.generator.engine == "vllm" and rl.cfg.grpo.excluding and (rl.age or rl.algorithm.beta),
+        lambda rl: f"grpo.{rl.cfg.grpo.excluding[0]} with vLLM, which has no log-probabilities of what it excludes",
+        "the trainer's stand for them, so set async.max_policy_age and grpo.beta to 0, or generator.engine to embedded",
+    ),
+    ConfigRule(
         lambda rl: rl.cfg.colocated and rl.age != 0,
         "colocated",
         "trainer and generator take turns, so async.max_policy_age must be 0",
@@ -414,6 +419,11 @@ SFT_RULES: list[ConfigRule[SFTConfig]] = [
         lambda cfg: not cfg.generates and cfg.eval.differs("stop_at", "max_tokens"),
         "eval.stop_at and eval.max_tokens do nothing",
         "eval.accuracy is false, or eval.problems 0",
+    ),
+    ConfigRule(
+        lambda cfg: cfg.generates and cfg.reward.required_columns,
+        lambda cfg: f"the reward takes the column {cfg.reward.required_columns[0]!r}, which answers here do not have",
+        "name prompt, response and target alone, or set eval.accuracy to false",
     ),
     ConfigRule(
         lambda cfg: cfg.generates and cfg.reward.beyond_accuracy,

@@ -18,18 +18,20 @@ from . import preflight
 from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
 from .models_config import FurtherModel, check_models, placed, seats, trained_models
+from .rollout_settings import RolloutSettings
 from .schema import RecipeConfig, SamplingServices
 
 # What `rollout` holds where it is written in place of `grpo`; `algorithm` holds all else.
-ROLLOUT_KEYS = frozenset({"n_samples", "temperature", "max_tokens", "overlong_buffer"})
+ROLLOUT_KEYS = frozenset({"n_samples", "temperature", "max_tokens", "overlong_buffer", *RolloutSettings.model_fields})
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(RolloutSettings):
     """Sampling, and the settings of the algorithm: every field of its class is a key here, such as `clip_high` or
     `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error.
 
-    It may be written as two sections: `rollout` with `n_samples`, `temperature`, `max_tokens` and `overlong_buffer`,
-    and `algorithm` with its `name` and all else."""
+    It may be written as two sections: `rollout` with `n_samples`, `temperature`, `max_tokens`, `overlong_buffer` and
+    what bounds sampling (`top_p` to `bad_words`), and `algorithm` with its `name` and all else. Log-probabilities are
+    those of the policy at `temperature`, whatever is excluded ([engines.md](engines.md#what-is-excluded))."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -326,7 +328,7 @@ class RLConfig(RecipeConfig):
 
     def data(self, model: str) -> RowsConfig:
         """The data, whose prompts leave room for a completion. ConfigError: there is none."""
-        return self.prompts(model) if self.multi_turn else with_room(self, "grpo", model)
+        return self.prompts(model) if self.multi_turn else self.reward.with_columns(with_room(self, "grpo", model))
 
     def check_reward(self) -> None:
         """ValueError: something that the reward names does not exist. An environment scores by itself."""

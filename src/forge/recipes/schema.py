@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from ..config.plugin import load_plugin
 from ..config.sections import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
 from ..data.files import Rows
@@ -17,15 +15,13 @@ from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..models.architecture import longest
 from ..models.read_once import model_config
-from ..rewards.config import VerifiersConfig
-from ..rewards.reward import as_verifier
-from ..rewards.rules import load_reward
 from ..runtime.cluster.settings import ClusterConfig
 from ..runtime.controller import Options
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from . import preflight
 from .metrics_config import MetricsConfig
 from .preemption import deadline_of
+from .reward_config import RewardConfig
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
@@ -122,87 +118,6 @@ class ServeConfig(Section):
         from ..system.web import bind
 
         return bind(self.host, self.port, "--serve.port 0")
-
-
-class RewardConfig(Section):
-    """The sum of all that is set."""
-
-    functions: list[Any] | None = None
-    """Names from `forge.rewards.rules` or `package.module:Name`, or verifiers with their settings, `{use:
-    package.module:Name, ...}`; from Python also the objects themselves. null: `MathReward` unless `verifiers` is
-    set."""
-    verifiers: VerifiersConfig | None = None
-    """Models, judges and rules, with their scores as they are: the keys of the section `verifiers`."""
-    accuracy: Any = None
-    """The function that decides which answers are right; null: the first function of `functions`."""
-
-    def _check(self) -> None:
-        if self.functions == [] and self.verifiers is None:
-            raise ValueError("reward.functions is empty: name at least one, or set reward.verifiers")
-        for item in self.functions or ():
-            if not isinstance(item, str | dict):
-                as_verifier(item)
-        if sum(bool(getattr(plugin, "learns", False)) for plugin in self.plugins) > 1:
-            raise ValueError("reward.functions: only one of them may learn")
-
-    def settings(self) -> dict[str, Any]:
-        """Settings of `forge.actors.RewardActor`."""
-        functions = self.functions
-        if functions is None:
-            functions = ["MathReward"] if self.verifiers is None else []
-        return {**self, "functions": functions}
-
-    @cached_property
-    def plugins(self) -> list[Any]:
-        """The functions with settings, constructed but not opened. Each is constructed once, as it may hold a seed, a
-        file or a port."""
-        numbered = enumerate(self.functions or ())
-        return [load_plugin(item, f"reward.functions[{n}]") for n, item in numbered if isinstance(item, dict)]
-
-    @property
-    def decides(self) -> bool:
-        """Whether something decides which answers are right."""
-        scorers = (item for item in self.settings()["functions"] if not isinstance(item, dict))
-        return self.accuracy is not None or any(not hasattr(item, "names") for item in scorers)
-
-    @property
-    def beyond_accuracy(self) -> bool:
-        """Whether it scores more than which answers are right."""
-        several = len(self.functions or ()) > 1 and self.accuracy is None
-        return several or self.verifiers is not None or any(isinstance(item, dict) for item in self.functions or ())
-
-    @property
-    def learns(self) -> bool:
-        """Whether it has a state that checkpoints keep."""
-        return any(getattr(plugin, "learns", False) for plugin in self.plugins)
-
-    @property
-    def gives_steps(self) -> bool:
-        """Whether it rewards the steps of a response."""
-        return any(getattr(item, "gives_steps", False) for item in (*self.plugins, *(self.functions or ())))
-
-    @property
-    def files(self) -> list[str]:
-        """Files whose content decides rewards."""
-        return [str(file) for plugin in self.plugins for file in getattr(plugin, "files", ())]
-
-    def open(self) -> None:
-        """Open what it names, except for models.
-
-        Raises:
-            ValueError: a function, a folder or a file does not exist, or is invalid.
-        """
-        for item in (*self.settings()["functions"], self.accuracy):
-            if isinstance(item, str):
-                as_verifier(load_reward(item))
-        if self.verifiers is not None:
-            self.verifiers.check_sources("reward.verifiers")
-        for plugin in self.plugins:
-            if hasattr(plugin, "check"):
-                try:
-                    plugin.check()
-                except (ValueError, OSError) as error:
-                    raise ConfigError(f"reward.functions: {error}") from None
 
 
 class CheckpointConfig(Section):

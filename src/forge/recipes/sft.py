@@ -43,7 +43,9 @@ async def train(cfg: SFTConfig, job: Job) -> None:
             return metrics
         await trainer.push_weights.call(step)
         await policy.update_weights.fanout(step)
-        return metrics | await SingleTurnEnv(reward).evaluate(policy, samples, record.keep_evaluation)
+        return metrics | await SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens).evaluate(
+            policy, samples, record.keep_evaluation
+        )
 
     def done() -> bool:
         return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at

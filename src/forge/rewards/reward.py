@@ -7,13 +7,15 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..observability import record_metric
+from ..types import Completion
+from .arguments import Answers, RewardCall
 from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
@@ -30,71 +32,86 @@ class BadScore(ValueError):
 
 
 class FunctionVerifier:
-    """A function as a verifier of one column: `f(prompt, response, target) -> float | None`, plain or async, or an
-    object whose async `score_group(prompt, responses, target)` scores all responses of a prompt together.
+    """A function as a verifier of one column: `f(response, target, ...) -> float | None`, plain or async, whose
+    parameters get what they name (`forge.rewards.arguments`), or an object whose async `score_group(prompt, responses,
+    target)` scores all responses of a prompt together.
 
-    None or NaN marks a response unscored. Exceptions propagate: an error in a reward function must not be hidden. Plain
-    functions run in a thread.
+    None or NaN marks a response unscored; of a function of TRL's form, that it does not apply. Exceptions propagate: an
+    error in a reward function must not be hidden. Plain functions run in a thread.
+
+    Args:
+        name: of its column; None: the function's.
 
     Raises:
         ValueError: the function takes other arguments; or, of a call, a score is neither a finite number nor None, or
             the number of scores differs from the number of responses.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, name: str | None = None) -> None:
         self.function, self._reported = function, -math.inf
-        self.names: tuple[str, ...] = (getattr(function, "__name__", type(function).__name__),)
-        call = getattr(function, "score_group", function)
-        try:
-            signature = inspect.signature(call)
-        except (TypeError, ValueError):  # of a function in C
-            return
-        try:
-            # The arguments are tried without a call, so that a wrong function is an error before the run.
-            signature.bind("", "", "")
-            takes_one = "completions" not in signature.parameters  # TRL's, of a batch: three would bind by position
-        except TypeError:
-            takes_one = False
-        if not takes_one:
-            text = f"the reward {self.names[0]}{signature} cannot be called with (prompt, response, target)"
-            raise ValueError(text + _wrapper(self.names[0], signature)) from None
+        self.names: tuple[str, ...] = (name or str(getattr(function, "__name__", type(function).__name__)),)
+        grouped = hasattr(function, "score_group")
+        self.call = RewardCall(function.score_group if grouped else function, self.names[0], grouped)
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
-        with self._timed(prompt):
-            returned = await self._scored(prompt, responses, target)
-        return self._checked(returned, prompt, responses, target)
+        return await self.score_answers(Answers.of(prompt, responses, target))
 
-    async def _scored(self, prompt: str, responses: Sequence[str], target: str | None) -> Any:
-        function = self.function
+    async def score_answers(self, answers: Answers) -> Scores:
+        """[responses, 1]."""
+        with self._timed(answers.prompt):
+            returned = await self._scored(answers)
+        return self._checked(returned, answers)
 
-        def called(response: str) -> object:
-            with self._named(prompt, target, response):
+    async def _scored(self, answers: Answers) -> Any:
+        function = getattr(self.function, "score_group", self.function)
+        by_name = self.call.form != "positional"
+        texts = answers.responses
+
+        # None stands for all responses at once.
+        def arguments(number: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if not by_name:
+                return (answers.prompt, texts if number is None else texts[number], answers.target), {}
+            return (), self.call.group_arguments(answers) if number is None else self.call.arguments(answers, number)
+
+        def called(number: int | None) -> object:
+            with self._named(answers, number):
+                positional, named = arguments(number)
                 try:
-                    return function(prompt, response, target)
+                    return function(*positional, **named)
                 except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
                     raise self._contained(error) from error
 
-        async def awaited(response: str | None, call: Callable[..., Awaitable[object]], *args: object) -> object:
-            with self._named(prompt, target, response):
+        async def awaited(number: int | None) -> object:
+            with self._named(answers, number):
+                positional, named = arguments(number)
                 try:
-                    return await call(*args)
+                    return await function(*positional, **named)
                 except EXIT_ERRORS as error:
                     raise self._contained(error) from error
 
         # All responses in one call, each in a coroutine, or one after the other in a thread.
-        if hasattr(function, "score_group"):
-            return await awaited(None, function.score_group, prompt, responses, target)
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await asyncio.gather(*(awaited(text, function, prompt, text, target) for text in responses))
-        return await asyncio.to_thread(lambda: [called(response) for response in responses])
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        if hasattr(self.function, "score_group"):
+            return await awaited(None)
+        if self.call.form in ("group", "batch"):
+            return await (awaited(None) if is_async else asyncio.to_thread(called, None))
+        if is_async:
+            return await asyncio.gather(*(awaited(number) for number in range(len(texts))))
+        return await asyncio.to_thread(lambda: [called(number) for number in range(len(texts))])
 
-    def _checked(self, returned: Any, prompt: str, responses: Sequence[str], target: str | None) -> Scores:
+    def _checked(self, returned: Any, answers: Answers) -> Scores:
         name = self.names[0]
+        count = len(answers.responses)
         # A wrong number or kind of scores is an error of the function, which must not be hidden as a missing score.
-        if len(returned) != len(responses):
-            raise BadScore(f"the reward {name} gave {len(returned)} scores for {len(responses)} responses")
-        scores = Scores(np.full((len(responses), 1), np.nan))
+        if not hasattr(returned, "__len__") or isinstance(returned, str | Mapping):
+            with self._named(answers):
+                raise BadScore(
+                    f"the reward {name} gave {returned!r:.80}: give a list of {count} numbers, one a response"
+                )
+        if len(returned) != count:
+            raise BadScore(f"the reward {name} gave {len(returned)} scores for {count} responses")
+        scores = Scores(np.full((count, 1), np.nan))
         for i, score in enumerate(returned):
             try:
                 if score is None or math.isnan(score):
@@ -104,7 +121,7 @@ class FunctionVerifier:
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
                 remedy = "give a finite number, or None for no score"
-                with self._named(prompt, target, responses[i]):
+                with self._named(answers, i):
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
             scores.values[i, 0] = score
         return scores
@@ -136,33 +153,22 @@ class FunctionVerifier:
             timers[0].cancel()
 
     @contextmanager
-    def _named(self, prompt: str, target: str | None, response: str | None = None) -> Iterator[None]:
+    def _named(self, answers: Answers, number: int | None = None) -> Iterator[None]:
         """Add to an exception the prompt and response that were scored when it was raised."""
         try:
             yield
         except Exception as error:
-            answer = "" if response is None else f", response {response!r:.300}"
-            error.add_note(f"the reward {self.names[0]} scored prompt {prompt!r:.300}, target {target!r:.100}{answer}")
+            answer = "" if number is None else f", response {answers.responses[number]!r:.300}"
+            scored = f"prompt {answers.prompt!r:.300}, target {answers.target!r:.100}{answer}"
+            error.add_note(f"the reward {self.names[0]} scored {scored}")
             raise
 
 
-def _wrapper(name: str, signature: inspect.Signature) -> str:
-    """The remedy in an error about a reward function of TRL's form; empty for another form."""
-    if "completions" not in signature.parameters:
-        return ""
-    # Columns of TRL's data set are parameters; one of them can be the target.
-    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    columns = [parameter for parameter in needed if parameter not in ("prompts", "completions")]
-    if len(columns) > 1:
-        return f": it needs the columns {', '.join(columns)}, and a row has one target: read them from it in a wrapper"
-    values = {"prompts": "prompt", "completions": "response", **dict.fromkeys(columns, "target")}
-    # TRL's arguments are lists over a batch, here of one.
-    arguments = ", ".join(f"{parameter}=[{values[parameter]}]" for parameter in needed)
-    return f": wrap it, lambda prompt, response, target: {name}({arguments})[0]"
-
-
-def as_verifier(scorer: Any) -> Verifier:
+def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
     """A `Verifier` from a verifier, a function, or an object with `score_group`.
+
+    Args:
+        name: of a function's column; None: its own.
 
     Raises:
         ValueError: it is none of these.
@@ -170,8 +176,29 @@ def as_verifier(scorer: Any) -> Verifier:
     if hasattr(scorer, "score") and hasattr(scorer, "names"):
         return scorer
     if callable(scorer) or hasattr(scorer, "score_group"):
-        return FunctionVerifier(scorer)
+        return FunctionVerifier(scorer, name)
     raise ValueError(f"a reward is a function of (prompt, response, target) or a verifier, got {scorer!r:.80}")
+
+
+def call_of(verifier: Verifier) -> RewardCall:
+    """How a verifier is called: all of its responses at once, and further parameters by name."""
+    if isinstance(verifier, FunctionVerifier):
+        return verifier.call
+    return RewardCall(verifier.score, verifier.names[0] if verifier.names else type(verifier).__name__, group=True)
+
+
+def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None) -> list[str]:
+    """The name of what each scorer adds to the reward; of several with one name the later ones have a number."""
+    parts: list[str] = []
+    for number, verifier in enumerate(verifiers):
+        is_function = isinstance(verifier, FunctionVerifier)
+        name = verifier.names[0] if is_function else type(verifier).__name__
+        if names and number < len(names):
+            name = names[number]
+        # Two lambdas are two columns of a chart, not their sum.
+        repeated = sum(part == name or part.startswith(f"{name}_") for part in parts)
+        parts.append(f"{name}_{repeated + 1}" if name in parts else name)
+    return parts
 
 
 class Score(NamedTuple):
@@ -185,20 +212,30 @@ class Score(NamedTuple):
 
 
 class Reward:
-    """The sum of scorers. A response that one of them does not score has no reward.
+    """The weighted sum of scorers. A response that one of them does not score has no reward; of functions of TRL's
+    form, one that none of them scores.
 
     Args:
         scorers: functions, objects with `score_group`, or verifiers.
         accuracy: the function that decides whether a response is right (a score of at least 1); by default the first
             function among `scorers`.
+        weights: of the first scorers; those without one count 1.
+        names: of the first scorers, in metrics; by default the functions' own.
 
     Raises:
-        ValueError: no scorers, or two that learn.
+        ValueError: no scorers, two that learn, or more weights or names than scorers.
     """
 
-    def __init__(self, scorers: Sequence[Any], accuracy: Any = None) -> None:
+    def __init__(
+        self,
+        scorers: Sequence[Any],
+        accuracy: Any = None,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
         if not scorers:
             raise ValueError("a reward needs at least one function, or verifiers")
+        check_parts(len(scorers), weights, names)
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
         # The accuracy function is often among the scorers: it is then called once.
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
@@ -210,6 +247,9 @@ class Reward:
         if len(learning) > 1:
             raise ValueError("only one of a reward's functions may learn")
         self.learner: Any = learning[0] if learning else None
+        self.weights = [*(weights or ()), *[1.0] * (len(self.verifiers) - len(weights or ()))]
+        self.names = part_names(self.verifiers, names)
+        self.calls = [call_of(verifier) for verifier in self.verifiers]
         self._logged: dict[str, set[str]] = {}
 
     def setup(self) -> None:
@@ -218,41 +258,64 @@ class Reward:
             if hasattr(verifier, "setup"):
                 verifier.setup()
 
-    async def score(self, prompt: object, responses: Sequence[str], target: str | None) -> list[Score]:
-        """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers."""
-        prompt = str(prompt)
+    async def score(
+        self,
+        prompt: object,
+        responses: Sequence[str],
+        target: str | None,
+        completions: Sequence[Completion] | None = None,
+    ) -> list[Score]:
+        """The rewards of the responses of one prompt, in order. Records the share of missing scores of verifiers.
+
+        Args:
+            prompt: a `Prompt`, whose row has the columns that scorers name, or a text.
+            completions: with the tokens of the responses, for scorers that read them.
+
+        Raises:
+            MissingColumn: the row lacks a column that a scorer names. Whatever a function raises.
+        """
+        answers = Answers.of(prompt, responses, target, completions)
         total = np.zeros(len(responses))
+        applied = np.zeros(len(responses), dtype=bool)  # by any scorer
         # Sums over the scorers, with each one's part and the rewards of steps.
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]
-        for verifier in self.verifiers:
-            scores = await verifier.score(prompt, responses, target)
-            is_function = isinstance(verifier, FunctionVerifier)
-            name = verifier.names[0] if is_function else type(verifier).__name__
-            part = scores.values.sum(1)
-            parts[name] = parts.get(name, 0.0) + part
-            if not is_function:
+        for verifier, call, weight, name in zip(self.verifiers, self.calls, self.weights, self.names, strict=True):
+            scores = await scored_by(verifier, call, answers)
+            part = weight * scores.values.sum(1)
+            parts[name] = part
+            if not isinstance(verifier, FunctionVerifier):
                 report_missing(verifier, scores, self._logged)
-            total += part
+            applied |= ~np.isnan(part)
+            # In TRL, None says that a function does not apply, and the others decide.
+            total += np.nan_to_num(part) if call.form == "batch" else part
             for response_steps, scored_steps in zip(steps, scores.steps or (), strict=False):
-                response_steps += scored_steps
+                response_steps += [(end, weight * earned) for end, earned in scored_steps]
             if verifier is self.accuracy:
                 correct = _correct(scores)
+        total[~applied] = np.nan
         # An accuracy function that is not among the scorers is asked separately.
         if self.accuracy is not None and self.accuracy not in self.verifiers:
-            correct = await self.judge(prompt, responses, target)
+            correct = await self.judge(prompt, responses, target, completions)
+        several = len(self.verifiers) > 1
         return [
             Score(
                 None if np.isnan(reward) else float(reward),
                 right,
-                {name: float(values[i]) for name, values in parts.items()} if len(self.verifiers) > 1 else None,
+                {name: float(part[i]) for name, part in parts.items() if not np.isnan(part[i])} if several else None,
                 steps[i] or None,
             )
             for i, (reward, right) in enumerate(zip(total, correct, strict=True))
         ]
 
-    async def judge(self, prompt: object, responses: Sequence[str], target: str | None) -> list[bool | None]:
+    async def judge(
+        self,
+        prompt: object,
+        responses: Sequence[str],
+        target: str | None,
+        completions: Sequence[Completion] | None = None,
+    ) -> list[bool | None]:
         """Whether each response is right, by the accuracy function alone; None where that is unscored.
 
         Raises:
@@ -260,11 +323,34 @@ class Reward:
         """
         if self.accuracy is None:
             raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
-        return _correct(await self.accuracy.score(str(prompt), responses, target))
+        answers = Answers.of(prompt, responses, target, completions)
+        return _correct(await scored_by(self.accuracy, call_of(self.accuracy), answers))
 
     async def close(self) -> None:
         """Close all scorers, even if one raises."""
         await close_all(self.verifiers)
+
+
+def check_parts(scorers: int, weights: Sequence[float] | None, names: Sequence[str] | None) -> None:
+    """ValueError: more weights or names than scorers, a weight that is not finite, or a name twice."""
+    for kind, values in (("weights", weights), ("names", names)):
+        if len(values or ()) > scorers:
+            raise ValueError(
+                f"reward.{kind} has {len(values or ())} entries for {scorers} functions: give one for each"
+            )
+    if not all(math.isfinite(weight) for weight in weights or ()):
+        raise ValueError(f"reward.weights must be finite numbers, got {weights}")
+    if len({*(names or ())}) < len(names or ()):
+        raise ValueError(f"reward.names has a name twice: {', '.join(names or ())}")
+
+
+async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> Scores:
+    """The scores of a verifier, which gets what its parameters name. MissingColumn: the row lacks one."""
+    if isinstance(verifier, FunctionVerifier):
+        return await verifier.score_answers(answers)
+    if call.form == "positional" or not (call.columns or call.optional or call.takes_all or call.reads_tokens):
+        return await verifier.score(answers.prompt, answers.responses, answers.target)
+    return await verifier.score(**call.group_arguments(answers))
 
 
 def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str]]) -> None:

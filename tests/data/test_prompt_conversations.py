@@ -1,0 +1,110 @@
+"""Prompts of several turns and with tools, and the forms of TRL's rows, as the policy reads them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from forge.data.files import Rows
+from forge.data.prompts import PromptDataset
+from forge.data.supervised import SupervisedDataset
+from forge.types import Episode, Sample
+from tests.data.templates import CHATML, byte_pairs
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 7 + 5?"},
+    {"role": "assistant", "content": "12"},
+    {"role": "user", "content": "And then?"},
+]
+RENDERED = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK) + "<|im_start|>assistant\n"
+TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + CHATML
+
+
+def tokenizer(template: str | None = CHATML) -> Any:
+    chat = copy.copy(byte_pairs())
+    chat.chat_template = template
+    return chat
+
+
+def first(row: dict[str, Any], template: str | None = CHATML, **settings: Any) -> Sample:
+    return next(PromptDataset(Rows([row]), tokenizer=tokenizer(template), **settings))
+
+
+def test_a_prompt_may_be_a_conversation():
+    sample = first({"prompt": TALK, "answer": "stop", "level": 2})
+    assert sample.prompt.text == RENDERED
+    assert tokenizer().decode(sample.prompt.token_ids) == RENDERED
+    assert (sample.target, sample.prompt.row["level"], sample.prompt.conversational) == ("stop", 2, True)
+    assert list(sample.prompt.messages) == TALK
+    # The end of a turn ends the answer; a text prompt of the same run ends as it did.
+    ends = tokenizer().convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+    assert list(sample.prompt.stop_ids) == ends
+    assert first({"prompt": "2+2", "answer": "4"}).prompt.stop_ids == ()
+
+
+def test_settings_of_a_conversation():
+    template = CHATML.replace("<|im_start|>", "<|begin|>")
+    sample = first({"prompt": TALK[1:], "answer": "4"}, chat_template=template, system_prompt="Be brief.")
+    assert sample.prompt.text == RENDERED.replace("<|im_start|>", "<|begin|>")
+    assert first({"talk": TALK, "answer": "4"}, prompt_field="talk").prompt.text == RENDERED
+
+
+def test_a_row_may_offer_tools():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert (
+        first({"prompt": TALK, "answer": "", "tools": tools}, TOOLS, target_field=None).prompt.text
+        == "[add]" + RENDERED
+    )
+    assert first({"prompt": TALK, "tools": None}, TOOLS, target_field=None).prompt.text == RENDERED
+    offered = {"prompt": "2+2", "offer": tools}
+    text = first(offered, TOOLS, target_field=None, tools_field="offer", chat_template=True).prompt.text
+    assert text.startswith("[add]<|im_start|>user\n2+2")
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        (
+            {"prompt": TALK[:3]},
+            {},
+            "field 'prompt' ends with the assistant's message: a prompt is what comes before it",
+        ),
+        ({"prompt": [{"role": "me", "content": "?"}]}, {}, "prompt, message 1 has the role 'me'"),
+        ({"prompt": TALK}, {"prompt_template": "Q: {question}"}, "for which prompt_template and choices do nothing"),
+        ({"prompt": TALK, "tools": "add"}, {}, "the tools of a conversation are not JSON"),
+    ],
+)
+def test_a_conversation_that_cannot_be_a_prompt_is_one_line(row, settings, message):
+    with pytest.raises(ValueError, match=message):
+        first(row, target_field=None, **settings)
+
+
+def test_a_conversation_needs_a_chat_template():
+    with pytest.raises(
+        ValueError, match="the tokenizer has no chat template: use a chat model's, or set chat_template"
+    ):
+        first({"prompt": TALK, "answer": "4"}, None)
+
+
+def learnt(row: dict[str, Any], **settings: Any) -> tuple[str, str]:
+    """The context and what is trained of the row's episode."""
+    episode: Episode = next(SupervisedDataset(Rows([row]), tokenizer=tokenizer(), **settings))
+    start = episode.mask.index(True)
+    assert all(episode.mask[start:])
+    return tokenizer().decode(episode.tokens[:start]), tokenizer().decode(episode.tokens[start:])
+
+
+@pytest.mark.parametrize("completion", ["It is 12.", [{"role": "assistant", "content": "It is 12."}]])
+def test_supervised_rows_of_prompt_and_completion(completion):
+    assert learnt({"prompt": TALK, "completion": completion}) == (RENDERED, "It is 12.<|im_end|>")
+    if isinstance(completion, str):
+        assert learnt({"prompt": "7 + 5 =", "completion": " 12"}) == ("7 + 5 =", " 12<eos>")
+
+
+def test_earlier_turns_of_a_prompt_are_not_trained():
+    context, answer = learnt({"prompt": TALK, "completion": "fin"})
+    assert "12" in context
+    assert answer == "fin<|im_end|>"

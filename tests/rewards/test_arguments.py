@@ -1,0 +1,287 @@
+"""Each parameter of a reward gets what it names: the answer, the prompt, columns of the row, or the whole group."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from forge.data.prompts import PromptDataset
+from forge.envs.group import SingleTurnEnv
+from forge.models.tokenizer import character_tokenizer
+from forge.observability.metrics import drain
+from forge.recipes.reward_config import RewardConfig
+from forge.rewards import Scores
+from forge.rewards.arguments import MissingColumn, RewardCall
+from forge.rewards.reward import Reward, as_verifier
+from forge.types import Completion, Prompt, Sample
+from tests.actors.respawn import started
+
+ROW = {"prompt": "2+2", "answer": "4", "solution": "four", "level": 3}
+TEXT = Prompt("2+2", (1, 2), 0, ROW)
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2"}]
+CHAT = Prompt("<rendered>", (1, 2), 0, ROW | {"prompt": TALK}, tuple(TALK), True)
+RESPONSES = ["4", "four apples", ""]
+COMPLETIONS = [Completion(text, [7] * (len(text) + 1), [-0.5] * (len(text) + 1), finish="stop") for text in RESPONSES]
+
+
+def scored(*functions: Any, prompt: Prompt = TEXT, **settings: Any) -> list[float | None]:
+    reward = Reward(functions, **settings)
+    return [score.reward for score in asyncio.run(reward.score(prompt, RESPONSES, "4", COMPLETIONS))]
+
+
+def test_names_of_the_answer_the_prompt_and_columns():
+    def by_name(response: str, solution: str, level: int, target: str, prompt: str) -> float:
+        assert (solution, level, target, prompt) == ("four", 3, "4", "2+2")
+        return float(response.startswith(solution)) + 0.5 * (response == target)
+
+    assert scored(by_name) == [0.5, 1.0, 0.0]
+    assert scored(lambda response, missing=7: missing) == [7.0, 7.0, 7.0]
+    assert scored(lambda response, level=7: level) == [3.0, 3.0, 3.0]
+    assert scored(lambda response, **columns: len(columns)) == [3.0] * 3  # the prompt is the rendered one, if named
+
+
+def test_a_completion_has_tokens_logprobs_and_finish():
+    assert scored(lambda completion: len(completion.token_ids)) == [2.0, 12.0, 1.0]
+    assert scored(lambda completion: sum(completion.logprobs)) == [-1.0, -6.0, -0.5]
+    assert scored(lambda response, completion: completion.finish == "stop") == [1.0, 1.0, 1.0]
+
+
+def test_messages_are_those_of_the_prompt_and_the_answer():
+    def last(messages: list[dict[str, str]], response: str) -> float:
+        assert messages[-1] == {"role": "assistant", "content": response}
+        return len(messages)
+
+    assert scored(last, prompt=CHAT) == [3.0] * 3
+    assert scored(last) == [2.0] * 3
+
+
+def test_positions_stay_what_they_were():
+    def by_position(question: str, answer: str, truth: str) -> float:
+        assert question == "2+2"
+        return float(answer == truth)
+
+    assert scored(by_position) == [1.0, 0.0, 0.0]
+    assert scored(lambda _, response, target: response == target) == [1.0, 0.0, 0.0]
+    assert scored(lambda p, r, t=None: r == t) == [1.0, 0.0, 0.0]
+    assert scored(lambda *given: len(given)) == [3.0, 3.0, 3.0]
+
+
+def test_a_plural_gets_the_group():
+    def shortest(responses: list[str], level: int, prompt: str) -> list[float]:
+        assert (level, prompt) == (3, "2+2")
+        return [float(len(response) == min(map(len, responses))) for response in responses]
+
+    async def longest(responses: list[str], completions: list[Completion]) -> list[float]:
+        return [float(len(c.token_ids) == max(len(d.token_ids) for d in completions)) for c in completions]
+
+    assert scored(shortest) == [0.0, 0.0, 1.0]
+    assert scored(longest) == [0.0, 1.0, 0.0]
+
+
+def test_functions_of_trl_as_they_are():
+    def accuracy_reward(completions, solution, **kwargs):
+        assert kwargs["prompts"] == ["2+2"] * 3
+        assert kwargs["level"] == [3, 3, 3]
+        assert kwargs["completion_ids"][0] == [7, 7]
+        return [float(text.startswith(truth)) for text, truth in zip(completions, solution, strict=True)]
+
+    async def later(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def conversational(completions, prompts, answer, **kwargs):
+        assert prompts == [TALK] * 3
+        return [float(c[0]["content"] == truth) for c, truth in zip(completions, answer, strict=True)]
+
+    assert scored(accuracy_reward) == [0.0, 1.0, 0.0]
+    assert scored(later) == [2.0, 12.0, 1.0]
+    assert scored(conversational, prompt=CHAT) == [1.0, 0.0, 0.0]
+
+
+def test_none_of_a_function_of_trl_leaves_the_decision_to_the_others():
+    def of_code(completions, **kwargs):
+        return [None for _ in completions]
+
+    def of_text(completions, **kwargs):
+        return [None if not text else 1.0 for text in completions]
+
+    assert scored(of_code, of_text) == [1.0, 1.0, None]
+    # A function of ours that gives None leaves the response unscored.
+    assert scored(lambda response: None if response == "4" else 0.0, of_text) == [None, 1.0, 0.0]
+
+
+def test_weights_and_names_of_the_parts():
+    def form(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    reward = Reward([lambda response: 2.0, form, lambda response: 4.0], weights=[0.5, 0.25], names=["two"])
+    scores = asyncio.run(reward.score(TEXT, RESPONSES, "4"))
+    assert scores[0].reward == 0.5 * 2 + 0.25 + 4
+    assert scores[0].parts == {"two": 1.0, "form": 0.25, "<lambda>": 4.0}
+    assert list(Reward([lambda response: 1.0, lambda response: 2.0]).names) == ["<lambda>", "<lambda>_2"]
+    for settings, message in (
+        ({"weights": [1, 2, 3]}, "reward.weights has 3 entries for 2 functions"),
+        ({"weights": [float("nan")]}, "reward.weights must be finite"),
+        ({"names": ["a", "a"]}, "reward.names has a name twice: a"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Reward([form, form], **settings)
+
+
+def test_log_metric_of_trl_is_a_metric():
+    drain()
+
+    def counted(completions, log_metric, log_extra, **kwargs):
+        log_metric("words", 3.0)
+        log_extra("solution", ["x"] * len(completions))
+        return [0.0] * len(completions)
+
+    assert scored(counted) == [0.0] * 3
+    assert drain().values()["words"] == 3.0
+
+
+class Verifier:
+    names = ("own",)
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None, *, solution: str) -> Scores:
+        return Scores.of([float(response.startswith(solution)) for response in responses], 1)
+
+
+def test_a_verifier_may_name_columns_too():
+    assert scored(Verifier()) == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda answer: 0.0, r"names nothing of a response: name its parameters prompt, response, target, completion"),
+        (lambda a, b, c, d: 0.0, "names nothing of a response"),
+        (lambda completions, trainer_state, **kwargs: [], "trainer_state, which is TRL's own"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_one_line(function, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        as_verifier(function)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions, **kwargs: 1.0, "gave 1.0: give a list of 3 numbers"),
+        (lambda responses: [1.0], "gave 1 scores for 3 responses"),
+        (lambda responses: ["good", 1.0, 1.0], "gave 'good': give a finite number"),
+        (lambda completions, **kwargs: {"a": 1.0}, "give a list of 3 numbers"),
+    ],
+)
+def test_what_a_group_is_given_is_checked(function, message):
+    with pytest.raises(ValueError, match=message):
+        scored(function)
+
+
+def test_a_column_that_the_row_lacks_names_both():
+    def wants(response, difficulty):
+        return 0.0
+
+    with pytest.raises(MissingColumn, match="the reward wants names 'difficulty', and the prompt's row has prompt"):
+        scored(wants)
+
+
+def rows(reward: Any, data: list[dict[str, Any]], **settings: Any) -> PromptDataset:
+    from forge.data.config import DatasetConfig
+    from forge.data.files import Rows
+
+    section = RewardConfig(functions=[reward]).with_columns(DatasetConfig(path=Rows(data), **settings))
+    return PromptDataset(**{**section, "path": Rows(data)}, tokenizer=character_tokenizer(), seed=0)
+
+
+def test_columns_that_a_reward_needs_are_checked_with_the_data():
+    data = [{"question": "1+1", "solution": "2", "level": 1}, {"question": "1+2", "solution": "3"}]
+    sample = next(rows(lambda response, solution: 0.0, data))
+    assert sample.prompt.row == {"solution": sample.target}
+    with pytest.raises(ValueError, match="row 2: no column 'level', which the reward takes: it has question, solution"):
+        rows(lambda response, level: 0.0, data)
+    with pytest.raises(ValueError, match=r"row 1: no column 'solutio', .*; did you mean 'solution'"):
+        rows(lambda response, solutio: 0.0, data)
+    # Without a default that says what stands for it, a row may lack a column.
+    assert [sample.prompt.row for sample in rows(lambda response, level=0: 0.0, data).held_out(2)] == [{"level": 1}, {}]
+    everything = next(rows(lambda completions, **kwargs: [], data, shuffle=False))
+    assert everything.prompt.row == data[0]
+
+
+def test_a_target_is_required_only_by_what_names_it():
+    data = [{"question": "1+1", "level": 1}]
+    assert next(rows(lambda response, level: 0.0, data)).target == ""
+    with pytest.raises(ValueError, match="no field 'answer': it has question, level; set target_field to null"):
+        rows(lambda response, target: 0.0, data)
+    assert next(rows(lambda response, target: 0.0, [{"question": "1", "solution": "2"}])).target == "2"
+    with pytest.raises(ValueError, match="no field 'truth'"):
+        rows(lambda response, level: 0.0, data, target_field="truth")
+
+
+def test_rows_that_a_checkpoint_cannot_hold():
+    import datetime
+
+    import numpy as np
+
+    data = [{"question": "1", "answer": "1", "day": datetime.date(2026, 1, 1), "tests": np.array([1, 2])}]
+    assert next(rows(lambda completions, **kwargs: [], data)).prompt.row["tests"] == [1, 2]
+    assert "day" not in next(rows(lambda completions, **kwargs: [], data)).prompt.row
+    with pytest.raises(ValueError, match="column 'day' holds a date: rewards get text, numbers, lists and mappings"):
+        rows(lambda response, day: 0.0, data)
+
+
+def test_prompts_of_older_checkpoints_have_no_row():
+    prompt = Prompt("a", (1,), 5)
+    assert pickle.loads(pickle.dumps(CHAT)) == CHAT
+    assert pickle.loads(pickle.dumps(CHAT)).row == CHAT.row
+    older = Prompt.__new__(Prompt)
+    older.__setstate__(["a", (1,), 5])
+    assert (older, older.row, older.messages, older.stop_ids) == (prompt, {}, (), ())
+
+
+class Endpoint:
+    def __init__(self, call: Any) -> None:
+        self.route = call
+
+
+class Policy:
+    """Answers every prompt with the same texts; keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.generate = Endpoint(self._generate)
+        self.prompts: list[Prompt] = []
+
+    async def _generate(self, prompt: Prompt, **sampling: Any) -> list[Completion]:
+        self.prompts.append(prompt)
+        return COMPLETIONS
+
+
+def test_the_environment_hands_on_rows_and_tokens_and_keeps_them_from_the_policy():
+    from forge.actors import RewardActor
+
+    def both(completion: Completion, level: int) -> float:
+        return level + len(completion.token_ids)
+
+    actor = started(RewardActor([both]))
+
+    class Service:
+        score = Endpoint(actor.score)
+
+    policy = Policy()
+    env = SingleTurnEnv(Service(), with_tokens=RewardConfig(functions=[both]).reads_tokens)
+    episodes = asyncio.run(env.rollout(policy, Sample(TEXT, "4"), n=3))
+    assert [episode.reward for episode in episodes] == [5.0, 15.0, 4.0]
+    assert policy.prompts[0].row == {}
+    assert not RewardConfig(functions=[lambda response: 0.0]).reads_tokens
+
+
+def test_calls_say_what_they_take():
+    call = RewardCall(lambda response, a, b=1, **kwargs: 0.0, "f")
+    assert (call.form, call.columns, call.optional, call.takes_all, call.needs_target) == (
+        *("response", ("a",), ("b",), True),
+        False,
+    )
