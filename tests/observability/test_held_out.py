@@ -30,7 +30,9 @@ class Says:
             done = Completion(text=texts[seed], token_ids=ids, logprobs=[0.0] * len(ids), prompt_ids=[1], finish="stop")
             return [done]
 
-        async def score(prompt: Prompt, responses: list[str], target: str, evaluation: bool) -> list[Score]:
+        async def score(
+            prompt: Prompt, responses: list[str], target: str, evaluation: bool, completions: object = None
+        ) -> list[Score]:
             return [Score(*scores[prompt.index])]
 
         self.generate = SimpleNamespace(route=generate)

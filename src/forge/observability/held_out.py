@@ -17,13 +17,18 @@ PAGE = 50  # answers of a page
 MAX_TEXT = 4000  # characters of a text on a page
 
 
-def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode]) -> bytes:
-    """Write one line of JSON for each answer: step, problem (its number among the held-out ones), prompt, target,
-    response, reward, correct, tokens (sampled) and finish. `reward` and `correct` are null where they are not known."""
+def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> bytes:
+    """Write one line of JSON for each answer: step, set (its name, where it is not the first one), problem (its number
+    among those of the set), prompt, target, response, reward, correct, tokens (sampled) and finish. `reward` and
+    `correct` are null where they are not known. Several answers to a problem are neighbours."""
+    numbers: dict[int, int] = {}  # of problems, by the identity of their samples
+    for sample in samples:
+        numbers.setdefault(id(sample), len(numbers))
     rows = (
         {
             "step": step,
-            "problem": number,
+            **({"set": name} if name else {}),
+            "problem": numbers[id(sample)],
             "prompt": str(sample.prompt),
             "target": sample.target,
             "response": episode.text,
@@ -32,7 +37,7 @@ def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode]) -> 
             "tokens": sum(episode.mask),
             "finish": episode.turns[-1].finish if episode.turns else episode.info.get("finish", ""),
         }
-        for number, (sample, episode) in enumerate(zip(samples, episodes, strict=True))
+        for sample, episode in zip(samples, episodes, strict=True)
     )
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 

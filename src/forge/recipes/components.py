@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, Rewa
 from ..actors.store_ref import share
 from ..algorithms import Algorithm, ValueLoss
 from ..config.plugin import resolve
+from ..config.sections import ConfigError
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.read_once import model_tokenizer
@@ -28,6 +30,7 @@ from ..runtime.controller.handle import Handle
 from ..runtime.store import VersionStore
 from ..system.files import write_atomic
 from .checkpoint import RunState
+from .evaluation import Evaluation, start_evaluation
 from .hooks import Hooks
 from .learners import Learner
 from .models_config import POLICY
@@ -48,6 +51,7 @@ class Job(NamedTuple):
     store: VersionStore
     preemption: Preemption | None = None  # where there are checkpoints
     hooks: Hooks = Hooks()
+    sets: Mapping[str, list[Any]] = {}  # the held-out items of `eval.sets`
 
     async def end_step(
         self,
@@ -68,18 +72,20 @@ class Job(NamedTuple):
             Preempted: the run has to end before its last step; its checkpoint is written.
         """
         last = step == cfg.training.steps
-        is_evaluated = last or step == 0 or bool(cfg.eval.every and step % cfg.eval.every == 0)
+        is_evaluated = last or step == 0 or cfg.eval.due(step)
         if is_evaluated:
             metrics = metrics | await evaluate()
         # The profile of the next step begins with it, so it is asked for at the end of this one.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         snapshot = await drain_metrics(profiles)
         is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
-        if is_stopped and not is_evaluated:
+        if is_stopped and not (last or cfg.eval.all_due(step)):
             metrics = metrics | await evaluate()
             snapshot.merge(await drain_metrics({}))
         snapshot.merge(drain())  # what the hook has logged belongs to this step
-        self.record.log(step, snapshot, **metrics)
+        row = self.record.log(step, snapshot, **metrics)
+        if (best := getattr(cfg.eval, "best", None)) is not None:
+            await self.keep_best(state, best, row)
         await state.forget_done()
         # A run that ends here anyway needs no early end.
         ending = last or is_stopped or is_done()
@@ -94,6 +100,16 @@ class Job(NamedTuple):
             progress = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
             raise Preempted(f"{reason}: the run ended {progress}")
         return ending
+
+    async def keep_best(self, state: RunState, metric: str, row: Mapping[str, float]) -> None:
+        """Export the model of a step whose metric is above that of all steps before."""
+        if row["step"] == 0 and metric not in row:  # all sets are evaluated then
+            known = ", ".join(name for name in row if name.startswith("eval/"))
+            raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {known}")
+        values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
+        if metric in row and row[metric] > max(values, default=-math.inf):
+            await state.trainer.export_model.call(self.record.best)
+            log.info("%s is the model of step %d, with %s %.3f", self.record.best, row["step"], metric, row[metric])
 
 
 @dataclass
@@ -111,6 +127,7 @@ class RLComponents:
     critic: Handle | None
     learners: dict[str, Learner]
     state: RunState
+    evaluation: Evaluation
 
     async def advance(self, version: int) -> None:
         """Admit the rollouts that may start with these weights. What came of the ones before is told to the data first:
@@ -173,6 +190,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         critic_trainer,
         trained,
         state,
+        await start_evaluation(cfg, job.held_out, job.sets, job.record, env),
     )
 
 
