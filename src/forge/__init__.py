@@ -20,6 +20,7 @@ aliases.install()
 # Imported on first use, from these modules.
 _HOMES = {
     **dict.fromkeys(("train", "sft", "dpo", "evaluate", "generate", "Result"), "forge.recipes.api"),
+    "log": "forge.recipes.hooks",
     **dict.fromkeys(("Completion", "Episode", "Group", "Prompt", "Sample"), "forge.types"),
 }
 

@@ -82,6 +82,7 @@ class AgentEnv(GroupEnv):
         self.resources = resources  # such as the runner of commands, which lives as long as this
         self.seats = dict(seats or {POLICY: POLICY})
         self._room = asyncio.Semaphore(concurrency)
+        self._has_warned = False  # of episodes without a turn, of which there may be many
 
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
@@ -141,6 +142,11 @@ class AgentEnv(GroupEnv):
         """The episode of one seat. `lost` is the account of its sessions before."""
         episode = record.episode(seat, outcome.reward_of(seat), auxiliary=self.auxiliary, info=info)
         if episode is None:
+            if len(self.seats) == 1 and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "an episode is unscored: its agent ended (%s) without an answer of the policy", outcome.stop
+                )
             no_turn = {} if record.runs.get(seat) or len(self.seats) == 1 else {"stop": NO_TURN}
             return _unscored({**info, **no_turn}, total([record.unlearned(seat, self.auxiliary), lost]))
         certificate = Certificate(episode.info["certificate"])

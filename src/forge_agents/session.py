@@ -72,8 +72,11 @@ class Generation:
                 self.task.result()
                 return
             waiting = asyncio.ensure_future(changed.wait())
-            done, _ = await asyncio.wait({self.task, waiting}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
+            try:
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait({self.task, waiting}, timeout=patience, return_when=first)
+            finally:  # a reader that has gone is cancelled here, and its task would wait for ever
+                waiting.cancel()
             if not done:
                 yield None
 

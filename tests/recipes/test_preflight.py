@@ -309,6 +309,11 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     ),
     (
         DistillConfig,
+        {"dataset": TASK | {"sampler": "retire"}},
+        "dataset.sampler does nothing in this recipe: no groups are scored that it could learn from",
+    ),
+    (
+        DistillConfig,
         {"reward": {"functions": ["ExactMatch", "CharacterMatch"]}},
         "reward.functions beyond the first and reward.verifiers do nothing here: answers are right by one function",
     ),

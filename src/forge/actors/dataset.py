@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..data.load import Data, Kind, load_data
+from ..data.stream import RowStream
 from ..models.tokenizer import open_tokenizer
 from ..observability import Reduce, record_metric
 from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
@@ -74,6 +75,12 @@ class DatasetActor(ForgeActor):
         """The next n pairs as 2n episodes: chosen, rejected, chosen, rejected; fewer where the last epoch ends."""
         drawn: list[Pair] = self._drawn(n, "pairs", "preferences")
         return [episode for pair in drawn for episode in pair]
+
+    @endpoint
+    def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
+        """Tell the sampler of the data, if it has one, the rewards of groups by the indices of their prompts."""
+        if isinstance(self.dataset, RowStream):
+            self.dataset.observe(outcomes)
 
     @endpoint
     def forget(self, seen: Seen) -> None:

@@ -72,6 +72,7 @@ class ReplayBuffer(ForgeActor):
         self.items: list[Item] = []
         self.dropped = dict.fromkeys(REASONS, 0)
         self.seen = Seen()
+        self.outcomes: dict[int, list[float]] = {}  # rewards of groups since `take_outcomes`
         self.random = random.Random(seed)
         self.version = 0  # the weights that train next: an item that is too old for them stays too old
         self.replaced = 0
@@ -107,6 +108,7 @@ class ReplayBuffer(ForgeActor):
             index = _index(item)
             if index is not None and reason != "repeated":
                 self.seen.add(index)
+                self.outcomes[index] = [reward for reward in _rewards(item) if reward is not None]
             if reason is not None:
                 self.replaced += reason == "no_signal"
                 self._drop(reason, [item])
@@ -159,6 +161,13 @@ class ReplayBuffer(ForgeActor):
         return Seen(self.seen.low, set(self.seen.above))
 
     @endpoint
+    async def take_outcomes(self) -> dict[int, list[float]]:
+        """The rewards of all groups that came in since the last call, kept or not, by index."""
+        outcomes = self.outcomes
+        self.outcomes = {}
+        return outcomes
+
+    @endpoint
     async def counts(self) -> dict[str, int]:
         """Items held, and items dropped since the start by reason."""
         return {"size": len(self.items), **self.dropped}
@@ -173,6 +182,7 @@ class ReplayBuffer(ForgeActor):
             "random": self.random.getstate(),
             "seen": Seen(self.seen.low, set(self.seen.above)),
             "replaced": self.replaced,
+            "outcomes": dict(self.outcomes),
         }
 
     @endpoint
@@ -187,6 +197,7 @@ class ReplayBuffer(ForgeActor):
             self.dropped = dict(state["dropped"])
             self.version = state["version"]
             self.replaced = state["replaced"]
+            self.outcomes = dict(state.get("outcomes", {}))  # not of checkpoints of earlier versions
             self.random.setstate(state["random"])
             self.seen = Seen(state["seen"].low, set(state["seen"].above))
             self.admitted = self.served * (self.batch_size or 0) + len(self.items)
@@ -244,6 +255,10 @@ class ReplayBuffer(ForgeActor):
 
 def _index(item: Item) -> int | None:
     return item.index if isinstance(item, Group) and item.index >= 0 else None
+
+
+def _rewards(item: Item) -> list[float | None]:
+    return [episode.outcome for episode in item.episodes] if isinstance(item, Group) else [item.outcome]
 
 
 def _scored(item: Item) -> Item | None:

@@ -155,12 +155,12 @@ class Trainer(ForgeActor):
         """Load the last checkpoint and repeat the batches since then. Unrecoverable: there is no checkpoint."""
         from ..training import checkpoint
 
-        def redo(change: tuple[Batch, Any] | Write) -> Any:
+        def redo(change: tuple[Batch, Any, bool] | Write) -> Any:
             if isinstance(change, Write):  # it was being written when the process was lost
                 self.writing = change, (path := self._begin(change)), self.ledger.now
                 return path
-            batch, answer = change
-            self.trainer.train_step(batch, self.loss)
+            batch, answer, again = change
+            self.trainer.train_step(batch, self.loss, again=again)
             return answer
 
         with self._on_device():
@@ -180,12 +180,17 @@ class Trainer(ForgeActor):
         self,
         batch: Batch | Sequence[Episode | Group] | Sequence[Mapping[str, Any]],
         targets: Sequence[Mapping[str, Any]] | None = None,
+        again: bool = False,
     ) -> dict[str, float] | float:
         """One step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
         Episodes and groups are packed here, with the branches of each episode; one without an advantage trains on
         all that it earned (REINFORCE without a baseline). `train_step(inputs, targets)` takes dicts of tensors, see
         `forge.data.packing.pack_tensors`, and returns the loss.
+
+        Args:
+            again: further updates of the last step, such as on groups of steps before. They have its learning rate, and
+                ages are counted from the weights that it began with.
 
         Raises:
             ValueError: the batch does not fit the loss, or has nothing to train on.
@@ -199,16 +204,16 @@ class Trainer(ForgeActor):
             batch = self._pack(batch, targets)
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
-            self.staleness.check(batch, self.trainer.step)
+            self.staleness.check(batch, self.trainer.step - again)
             if self.identities is not None:
                 self.identities.check(batch)
             with self._on_device():
-                results = self.trainer.train_step(batch, self.loss)
+                results = self.trainer.train_step(batch, self.loss, again=again)
         results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_work(batch))
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         answer = metrics if targets is None else results["loss"]
-        return self.ledger.complete((batch, answer), answer)
+        return self.ledger.complete((batch, answer, again), answer)
 
     @endpoint
     def recorded(self) -> dict[str, np.ndarray] | None:

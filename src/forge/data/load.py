@@ -153,6 +153,10 @@ def load_data(
     dataset_class: Any = KINDS[kind]
     if sources is None:
         return dataset_class(tokenizer=tokenizer, **settings)
+    if settings.get("sampler") is not None or any(source.get("sampler") is not None for source in sources):
+        raise ValueError(
+            "with sources there is no dataset.sampler: put all rows into one file, and use the sampler mix"
+        )
     if settings.get("path") is not None or settings.get("task") is not None:
         raise ValueError("with sources, path and task belong to each of them")
     # Each source's settings override the common ones; its errors name it.

@@ -8,18 +8,21 @@ without moving the position.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.plugin import construct, resolve
 from .files import Row, from_columns
+from .samplers import make_sampler
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
 Numbered = tuple[int, Row]
 Position = dict[str, Any]  # plain JSON, for a checkpoint
+MAX_DRAWS = 10_000  # of a sampler until one can be used
 
 
 class StoredRows:
@@ -57,6 +60,62 @@ class StoredRows:
         if self._shuffle:
             self._order = list(self._order)
             Random(f"{self._seed}/{self.epoch}").shuffle(self._order)
+
+
+class SampledRows:
+    """Stored rows in the order of a sampler: one endless epoch."""
+
+    epoch = 0
+
+    def __init__(self, rows: Sequence[Row], sampler: Any, *, seed: int) -> None:
+        self.rows = rows
+        self.sampler = make_sampler(sampler, rows, seed)
+        self._last = 0
+        self._drawn: dict[int, int] = {}  # position of the row by the index of its sample, until its outcome is known
+        self._excluded: set[int] = set()
+
+    def read(self) -> Numbered:
+        """The row that the sampler draws. ValueError: it draws none that can be used, or none that exists."""
+        for _ in range(MAX_DRAWS):
+            row = self.sampler.draw()
+            if not (isinstance(row, int) and 0 <= row < len(self.rows)):
+                raise ValueError(f"dataset.sampler drew row {row!r} of {len(self.rows)}, which are numbered from 0")
+            if row not in self._excluded:
+                self._last = row
+                return row + 1, self.rows[row]
+        raise ValueError(
+            f"dataset.sampler drew {MAX_DRAWS} rows in succession that are left out, such as too long ones"
+        )
+
+    def exclude(self) -> None:
+        """The row that was read last makes no sample."""
+        self._excluded.add(self._last)
+
+    def issue(self, index: int) -> None:
+        """The row that was read last became the sample of this index."""
+        self._drawn[index] = self._last
+
+    def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
+        """Tell the sampler the rewards of samples, by their indices."""
+        for index in sorted(outcomes):
+            row = self._drawn.pop(index, None)
+            if row is not None:
+                self.sampler.observe(row, outcomes[index])
+
+    def scan(self) -> Iterator[Numbered]:
+        """All rows in stored order, with their numbers from 1."""
+        return enumerate(self.rows, 1)
+
+    def state(self) -> Position:
+        """The state of the sampler, and the samples whose outcome it does not know yet."""
+        drawn = {str(index): row for index, row in self._drawn.items()}
+        # A copy: the sampler goes on while a checkpoint is written.
+        return {"sampler": json.loads(json.dumps(self.sampler.state_dict())), "drawn": drawn}
+
+    def load(self, state: Position) -> None:
+        """Continue from a saved state."""
+        self.sampler.load_state_dict(state["sampler"])
+        self._drawn = {int(index): row for index, row in state["drawn"].items()}
 
 
 class StreamedRows:

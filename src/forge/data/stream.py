@@ -13,7 +13,7 @@ from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
 from .recorded import is_recording, recorded_rows
-from .sources import Position, StoredRows, StreamedRows, TaskRows
+from .sources import Position, SampledRows, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
 C = TypeVar("C", bound=RowsConfig)
@@ -83,7 +83,10 @@ class RowStream(ABC, Generic[T, C]):
         self._limit: int | None = section[self.LIMIT]
         self._too_long: str = section["too_long"]
         self._name = section.task or (path if isinstance(path, str) else "dataset")
-        self._source: StoredRows | StreamedRows | TaskRows
+        self._source: StoredRows | SampledRows | StreamedRows | TaskRows
+        sampler = getattr(section, "sampler", None)  # of prompts
+        if sampler is not None and (section.task is not None or section.streaming or epochs is not None):
+            raise ValueError("dataset.sampler needs stored rows without epochs: unset task, streaming and epochs")
         # Decides about the rows and their order: a saved position fits no other.
         self._identity: Position = {
             "task": section.task,
@@ -108,7 +111,10 @@ class RowStream(ABC, Generic[T, C]):
                 rows = recorded_rows(path, section.kind, tokenizer)
             else:
                 rows = open_rows(path, split=section.split, subset=section.subset)
-            self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
+            if sampler is None:
+                self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
+            else:
+                self._source = SampledRows(rows, sampler, seed=seed)
             self._identity["rows"] = len(rows)
         self.served = 0
         self.skipped = 0
@@ -148,10 +154,19 @@ class RowStream(ABC, Generic[T, C]):
                 item = None
             if item is not None:
                 self._bad = 0
+                if isinstance(self._source, SampledRows):
+                    self._source.issue(self.served)
                 self.served += 1
                 return item
             self.skipped += 1
+            if isinstance(self._source, SampledRows):
+                self._source.exclude()
         raise StopIteration
+
+    def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
+        """Tell the sampler, if there is one, the rewards of groups by the indices of their samples."""
+        if isinstance(self._source, SampledRows):
+            self._source.observe(outcomes)
 
     def _leave_out_bad(self, error: BadRow) -> None:
         """Count and log a bad row. BadRow: so many in a row that the data or the settings are wrong."""
@@ -183,7 +198,9 @@ class RowStream(ABC, Generic[T, C]):
     def rows(self) -> Iterator[Row]:
         """All stored rows in order; of streams and tasks the first 1000."""
         rows = self._source.scan()
-        return (row for _, row in (rows if isinstance(self._source, StoredRows) else islice(rows, _PROBE)))
+        return (
+            row for _, row in (rows if isinstance(self._source, StoredRows | SampledRows) else islice(rows, _PROBE))
+        )
 
     def state_dict(self) -> Position:
         """The position, as plain JSON."""
@@ -241,7 +258,7 @@ class RowStream(ABC, Generic[T, C]):
         if self._checked:
             return
         # All rows where the number of items matters or a long one is an error; else enough to find a wrong setting.
-        stored = isinstance(self._source, StoredRows)
+        stored = isinstance(self._source, StoredRows | SampledRows)
         rows = 0
         items = 0
         left_out = list[int]()

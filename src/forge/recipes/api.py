@@ -21,8 +21,11 @@ from ..config.plugin import nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
 from ..observability.held_out import HELD_OUT
 from ..observability.rollouts import ROLLOUTS, batches, texts
+from .hooks import Hooks, OnRollouts, OnStep, recipe_of
 
 if TYPE_CHECKING:
+    from .launch import Recipe
+    from .rl import Loop
     from .schema import TrainingRecipe
 
 T = TypeVar("T")
@@ -75,6 +78,9 @@ def train(
     eval_dataset: Any = None,
     name: str | None = None,
     resume: str | None = None,
+    recipe: type[Loop] | Recipe | None = None,
+    on_step: OnStep | None = None,
+    on_rollouts: OnRollouts | None = None,
     **settings: Any,
 ) -> Result:
     """Reinforcement learning of a model with a reward, or in an environment.
@@ -91,6 +97,9 @@ def train(
         eval_dataset: held-out rows or a path of them; None: no evaluation, unless `eval={...}` says otherwise.
         name: of the run's folder below runs/; None makes one from the time.
         resume: "auto" resumes the run of this name if there is something to resume.
+        recipe: a subclass of `forge.recipes.rl.Loop`, or `async def recipe(cfg, job)`, in place of the library's loop.
+        on_step: `f(step, metrics)` after each step; True ends the training. See `forge.recipes.hooks.Hooks`.
+        on_rollouts: `f(step, groups)` before each step, with the groups that it trains on.
         settings: sections of the configuration as dicts (`training={"steps": 50}`), or single keys where only one
             section has them (`steps=50`, `n_samples=4`, `learning_rate=1e-5`); docs/configuration.md lists all.
 
@@ -98,7 +107,6 @@ def train(
         ConfigError: a setting is unknown or out of range. BadInput: the model or the data do not allow the run.
         Whatever the reward, the environment or a component raises; nothing of the run is left running.
     """
-    from . import rl
     from .rl_config import RLConfig
 
     values: dict[str, Any] = {"algorithm": algorithm}
@@ -109,7 +117,8 @@ def train(
         values["reward"] = {**values.get("reward", {}), "weights": [float(weight) for weight in reward_weights]}
     if environment is not None:
         values["environment"] = environment
-    return _run(rl.train, RLConfig, "rl", values, model, dataset, eval_dataset, name, resume, settings)
+    hooks = Hooks(on_step, on_rollouts)
+    return _run(recipe_of(recipe), RLConfig, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks)
 
 
 def sft(
@@ -119,6 +128,7 @@ def sft(
     eval_dataset: Any = None,
     name: str | None = None,
     resume: str | None = None,
+    on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
     """Supervised fine-tuning on conversations, prompts with answers, or plain text. Arguments as of `train`."""
@@ -126,7 +136,8 @@ def sft(
     from .sft_config import SFTConfig
 
     values = {"eval": {"accuracy": False}}
-    return _run(recipe.train, SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings)
+    hooks = Hooks(on_step)
+    return _run(recipe.train, SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings, hooks)
 
 
 def dpo(
@@ -136,13 +147,15 @@ def dpo(
     eval_dataset: Any = None,
     name: str | None = None,
     resume: str | None = None,
+    on_step: OnStep | None = None,
     **settings: Any,
 ) -> Result:
     """Direct preference optimisation on pairs of answers. Arguments as of `train`."""
     from . import dpo as recipe
     from .dpo_config import DPOConfig
 
-    return _run(recipe.train, DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings)
+    hooks = Hooks(on_step)
+    return _run(recipe.train, DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings, hooks)
 
 
 def evaluate(
@@ -238,6 +251,7 @@ def _run(
     name: str | None,
     resume: str | None,
     settings: dict[str, Any],
+    hooks: Hooks,
 ) -> Result:
     """Build the configuration of a recipe from Python values, and run it."""
     from .launch import execute
@@ -254,7 +268,7 @@ def _run(
         for section, part in _placed(config_type, key, value, values.get("algorithm")).items():
             values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
     cfg = build(config_type, values)
-    return Result(_anywhere(partial(execute, recipe, cfg, resume=resume)))
+    return Result(_anywhere(partial(execute, recipe, cfg, resume=resume, hooks=hooks)))
 
 
 def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
@@ -293,7 +307,9 @@ def _dataset(dataset: Any) -> dict[str, Any]:
     from ..data.files import Rows
 
     if isinstance(dataset, Mapping):
-        return dict(dataset)
+        path = dataset.get("path")
+        is_rows = isinstance(path, Iterable) and not isinstance(path, str | Rows)
+        return {**dataset, "path": Rows(path)} if is_rows else dict(dataset)
     if isinstance(dataset, str | Path):
         name = str(dataset)
         return {"task": name} if ":" in name and not Path(name).exists() else {"path": name}

@@ -63,6 +63,7 @@ class RunState:
         """Drop the samples whose groups have come in from the data set: only those in flight can be needed again."""
         if self.buffer is not None:
             await self.dataset.forget.route(await self.buffer.handled.route())
+            await self.dataset.observe.route(await self.buffer.take_outcomes.route())
 
     async def resume(self, record: Run) -> None:
         """Restore the checkpoint that the run resumes from, if it does.

@@ -21,12 +21,14 @@ from ..models.read_once import model_tokenizer
 from ..models.tokenizer import open_tokenizer
 from ..observability import Run
 from ..observability.console import log
+from ..observability.metrics import drain
 from ..observability.runs import SERVED
 from ..runtime.controller import drain_metrics
 from ..runtime.controller.handle import Handle
 from ..runtime.store import VersionStore
 from ..system.files import write_atomic
 from .checkpoint import RunState
+from .hooks import Hooks
 from .learners import Learner
 from .models_config import POLICY
 from .preemption import Preempted, Preemption
@@ -45,6 +47,7 @@ class Job(NamedTuple):
     record: Run
     store: VersionStore
     preemption: Preemption | None = None  # where there are checkpoints
+    hooks: Hooks = Hooks()
 
     async def end_step(
         self,
@@ -54,8 +57,9 @@ class Job(NamedTuple):
         metrics: dict[str, float],
         evaluate: Callable[[], Awaitable[dict[str, float]]],
         is_done: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Evaluate, log and write a checkpoint, whichever is due after this step; step 0 is before the first.
+    ) -> bool:
+        """Evaluate, log and write a checkpoint, whichever is due after this step; step 0 is before the first. Returns
+        whether training ends here.
 
         Args:
             is_done: whether training ends here although steps are left; asked once the step is logged.
@@ -64,14 +68,21 @@ class Job(NamedTuple):
             Preempted: the run has to end before its last step; its checkpoint is written.
         """
         last = step == cfg.training.steps
-        if last or step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
+        is_evaluated = last or step == 0 or bool(cfg.eval.every and step % cfg.eval.every == 0)
+        if is_evaluated:
             metrics = metrics | await evaluate()
         # The profile of the next step begins with it, so it is asked for at the end of this one.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
-        self.record.log(step, await drain_metrics(profiles), **metrics)
+        snapshot = await drain_metrics(profiles)
+        is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
+        if is_stopped and not is_evaluated:
+            metrics = metrics | await evaluate()
+            snapshot.merge(await drain_metrics({}))
+        snapshot.merge(drain())  # what the hook has logged belongs to this step
+        self.record.log(step, snapshot, **metrics)
         await state.forget_done()
         # A run that ends here anyway needs no early end.
-        ending = last or is_done()
+        ending = last or is_stopped or is_done()
         reason = self.preemption.reason() if self.preemption is not None and not ending else None
         if step and (reason or cfg.checkpoint.due(step, ending)):
             started_at = time.monotonic()
@@ -82,6 +93,7 @@ class Job(NamedTuple):
         if reason:
             progress = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
             raise Preempted(f"{reason}: the run ended {progress}")
+        return ending
 
 
 @dataclass
@@ -89,6 +101,7 @@ class RLComponents:
     """The components of the RL recipe. `reference` and `critic` are None where the algorithm needs none. `learners` are
     all policies that train, the run's own first."""
 
+    algorithm: Algorithm
     dataset: Handle
     buffer: Handle
     policy: Handle
@@ -98,6 +111,12 @@ class RLComponents:
     critic: Handle | None
     learners: dict[str, Learner]
     state: RunState
+
+    async def advance(self, version: int) -> None:
+        """Admit the rollouts that may start with these weights. What came of the ones before is told to the data first:
+        a sampler draws by it."""
+        await self.state.forget_done()
+        await self.buffer.advance.route(version)
 
 
 AGENTS = "forge_agents.recipe"  # the extension of `episode.agent`
@@ -144,7 +163,16 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     state = RunState(own_learner.trainer, samples, buffer, further, reward_service if cfg.reward.learns else None)
     await state.resume(job.record)
     return RLComponents(
-        samples, buffer, own_learner.policy, own_learner.trainer, env, reference_model, critic_trainer, trained, state
+        algorithm,
+        samples,
+        buffer,
+        own_learner.policy,
+        own_learner.trainer,
+        env,
+        reference_model,
+        critic_trainer,
+        trained,
+        state,
     )
 
 
@@ -182,7 +210,7 @@ async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> L
             store=job.store,
             weights_key=name,
             temperature=temperature,
-            max_policy_age=cfg.max_policy_age,
+            max_policy_age=cfg.max_training_age,
         ),
     )
     return Learner(name, policy, own_trainer)

@@ -59,9 +59,8 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         )
 
     await publish(record.start)
-    if record.start == 0:
-        await job.end_step(cfg, state, 0, {}, evaluate)
-    for step in range(record.start + 1, cfg.training.steps + 1):
+    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
+    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
         episodes = await sampled()
         credit.record_rollouts(episodes)
         batch = pack(episodes, **cfg.shares)
@@ -71,5 +70,6 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         batch.ref_logprobs = await teacher.logprobs.route(batch)
         metrics = await trainer.train_step.route(batch)
         await publish(step)
-        await job.end_step(cfg, state, step, metrics, evaluate)
+        if await job.end_step(cfg, state, step, metrics, evaluate):
+            break
     await trainer.export_model.call(record.model)

@@ -42,10 +42,10 @@ async def train(cfg: DPOConfig, job: Job) -> None:
             return {}
         return evaluate_pairs(loss, held_out, logprobs=await trainer.logprobs.route(held_out))
 
-    if record.start == 0:
-        await job.end_step(cfg, state, 0, {}, evaluate)
-    for step in range(record.start + 1, cfg.training.steps + 1):
+    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
+    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
         pairs = await dataset.pairs.route(cfg.training.batch_size)
         metrics = await trainer.train_step.route(await compared(pairs))
-        await job.end_step(cfg, state, step, metrics, evaluate)
+        if await job.end_step(cfg, state, step, metrics, evaluate):
+            break
     await trainer.export_model.call(record.model)

@@ -33,6 +33,7 @@ from ..system.devices import NoAccelerator
 from ..system.files import FULL, fill_standard_files, is_full
 from ..system.masking import masked
 from .components import Job
+from .hooks import Hooks
 from .preemption import Preempted, Preemption, deadline_of
 from .prepare import prepare
 from .resume import find_start, read_config
@@ -110,8 +111,13 @@ class BadInput(ValueError):
     """Invalid input of a run: the fault and the remedy in one line. No process was started."""
 
 
-def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -> Path:
+def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, hooks: Hooks | None = None) -> Path:
     """Check everything, run a recipe to its end, and close everything that it has opened.
+
+    Args:
+        recipe: `async def recipe(cfg, job)`.
+        resume: "auto" or the run's folder: continue from its last checkpoint.
+        hooks: a user's functions, which are called as the run goes.
 
     Returns:
         the run's folder.
@@ -165,7 +171,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None) -
             run_preemption = preemption if cfg.checkpoint.every else None
             try:
                 run(
-                    recipe(cfg, Job(model, held_out, record, store, run_preemption)),
+                    recipe(cfg, Job(model, held_out, record, store, run_preemption, hooks or Hooks())),
                     cfg.cluster.configured_hosts,
                     cfg.cluster.wait,
                     on_preemption=None if run_preemption is None else run_preemption.request,

@@ -452,4 +452,9 @@ DISTILL_RULES: list[ConfigRule[DistillConfig]] = [
         "reward.functions beyond the first and reward.verifiers do nothing here",
         "answers are right by one function",
     ),
+    ConfigRule(
+        lambda cfg: cfg.dataset.sampler is not None,
+        "dataset.sampler does nothing in this recipe",
+        "no groups are scored that it could learn from",
+    ),
 ]

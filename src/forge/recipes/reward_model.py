@@ -29,10 +29,10 @@ async def train(cfg: RewardModelConfig, job: Job) -> None:
         pairs = pack([episode for pair in job.held_out for episode in pair], aggregation="sequence_mean", unit=2)
         return evaluate_pairs(loss, pairs, values=await trainer.predict.route(pairs))
 
-    if record.start == 0:
-        await job.end_step(cfg, state, 0, {}, evaluate)
-    for step in range(record.start + 1, cfg.training.steps + 1):
+    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
+    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
         pairs = await dataset.pairs.route(cfg.training.batch_size)
         metrics = await trainer.train_step.route(pack(pairs, aggregation="sequence_mean", unit=2))
-        await job.end_step(cfg, state, step, metrics, evaluate)
+        if await job.end_step(cfg, state, step, metrics, evaluate):
+            break
     await trainer.export_model.call(record.model)

@@ -2,9 +2,7 @@
 
     prompts -> rollouts (policy + environment) -> replay buffer -> training -> new weights -> policy
 
-Rollouts sample a group of episodes for each prompt and store them. Training takes a batch, improves the policy and
-hands the new weights to the generators. `async.max_policy_age` says how far rollouts may run ahead: at 0 the two take
-turns, above it they overlap; the code is the same.
+With `async.max_policy_age` 0 rollouts and training take turns, above it they overlap; the code is the same.
 """
 
 from __future__ import annotations
@@ -14,77 +12,89 @@ import asyncio
 from ..rewards.rules import overlong_penalty
 from ..runtime.controller import first_to_end
 from ..training import credit
-from ..types import Group, Sample
-from .components import Job, MakeEnv, start_rl
+from ..types import Batch, Group, Sample
+from .components import Job, MakeEnv, RLComponents, start_rl
 from .rl_config import RLConfig
 from .schema import sample_seed
 
 
-async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None) -> None:
-    """Train `job.model` as configured.
+class Loop:
+    """The loops of a run over its components, `parts`. A subclass may replace each method (docs/howto/own_loop.md)."""
 
-    Args:
-        make_env: makes the environment; None: the configuration's reward, or its `environment`.
-    """
-    algorithm = cfg.load_algorithm()
-    record = job.record
-    rollout_settings = cfg.grpo
-    parts = await start_rl(cfg, job, algorithm, make_env)
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents) -> None:
+        self.cfg, self.job, self.record, self.parts, self.algorithm = cfg, job, job.record, parts, parts.algorithm
+        self.version, self.published_version = self.record.start, -1  # of the trainer, of the generators
 
-    async def rollouts() -> None:
+    async def rollouts(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await parts.buffer.admit.route()  # waits while max_policy_age versions ahead of the trainer
-                tasks.create_task(rollout(await parts.dataset.sample.route()))
+                await self.parts.buffer.admit.route()  # waits while max_policy_age versions ahead of the trainer
+                tasks.create_task(self.rollout(await self.parts.dataset.sample.route()))
 
-    async def rollout(sample: Sample) -> None:
-        prompt, target = sample
-        seed = sample_seed(cfg.seed, prompt.index)
-        episodes = await parts.env.rollout(parts.policy, sample, n=rollout_settings.n_samples, seed=seed)
-        await parts.buffer.add.route(Group(episodes, prompt.index, target, prompt.text))
+    async def rollout(self, sample: Sample) -> None:
+        prompt, n, seed = sample.prompt, self.cfg.grpo.n_samples, sample_seed(self.cfg.seed, sample.prompt.index)
+        episodes = await self.parts.env.rollout(self.parts.policy, sample, n=n, seed=seed)
+        await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
 
-    async def training() -> None:
-        for version in record.steps(cfg.training.steps):
-            groups = await parts.buffer.sample.route(version, cfg.training.batch_size)
-            metrics = await train_step(groups, version)
-            step = version + 1
-            if step == cfg.training.steps or step % cfg.training.sync_interval == 0:
-                await publish(step)
-            await job.end_step(cfg, parts.state, step, metrics, evaluate)
+    async def training(self) -> None:
+        for version in self.record.steps(self.cfg.training.steps):
+            groups = await self.parts.buffer.sample.route(version, self.cfg.training.batch_size)
+            await self.job.hooks.rollouts(version + 1, groups)
+            metrics = await self.train_step(groups, version)
+            self.version += 1
+            if self.version == self.cfg.training.steps or self.version % self.cfg.training.sync_interval == 0:
+                await self.publish(self.version)
+            if await self.job.end_step(self.cfg, self.parts.state, self.version, metrics, self.evaluate):
+                return
 
-    async def train_step(groups: list[Group], version: int) -> dict[str, float]:
+    async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
-        overlong_penalty(groups, rollout_settings.max_tokens, rollout_settings.overlong_buffer)
-        recorded_groups = record.pick(groups)
-        shares = cfg.shares(algorithm)
-        batch = credit.make_batch(groups, algorithm, version, recorded_groups, **shares)  # advantages, packing
-        if cfg.colocated:
-            await parts.policy.release.fanout()
-        if parts.reference is not None:
-            batch.ref_logprobs = await parts.reference.logprobs.route(batch)
-        elif algorithm.needs_reference:
-            batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
-        if parts.critic is not None:
-            batch.values = await parts.critic.predict.route(batch)
-        credit.assign(batch, algorithm)  # GAE, KL in the reward, whitening
-        metrics = await parts.trainer.train_step.route(batch)
-        if parts.critic is not None:
-            metrics |= await parts.critic.train_step.route(batch)
+        recorded_groups = self.record.pick(groups)
+        batch = await self.make_batch(groups, version, recorded_groups)
+        metrics = await self.parts.trainer.train_step.route(batch)
+        if self.parts.critic is not None:
+            metrics |= await self.parts.critic.train_step.route(batch)
         if recorded_groups:
-            numbers = await parts.trainer.recorded.route()
-            record.log_rollouts(version + 1, recorded_groups, batch, numbers, await parts.buffer.take_dropped.route())
+            numbers, dropped = await self.parts.trainer.recorded.route(), await self.parts.buffer.take_dropped.route()
+            self.record.log_rollouts(version + 1, recorded_groups, batch, numbers, dropped)
         return metrics
 
-    async def publish(version: int) -> None:
-        await parts.trainer.push_weights.call(version)
-        await parts.policy.update_weights.fanout(version)
-        await parts.buffer.advance.route(version)
+    async def make_batch(self, groups: list[Group], version: int, recorded_groups: list[Group]) -> Batch:
+        overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
+        shares = self.cfg.shares(self.algorithm)
+        batch = credit.make_batch(groups, self.algorithm, version, recorded_groups, **shares)  # advantages, packing
+        if self.cfg.colocated:
+            await self.parts.policy.release.fanout()
+        if self.parts.reference is not None:
+            batch.ref_logprobs = await self.parts.reference.logprobs.route(batch)
+        elif self.algorithm.needs_reference:
+            batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
+        if self.parts.critic is not None:
+            batch.values = await self.parts.critic.predict.route(batch)
+        credit.assign(batch, self.algorithm)  # GAE, KL in the reward, whitening
+        return batch
 
-    async def evaluate() -> dict[str, float]:
-        return await parts.env.evaluate(parts.policy, job.held_out, record.keep_evaluation)
+    async def publish(self, version: int) -> None:
+        await self.parts.trainer.push_weights.call(version)
+        await self.parts.policy.update_weights.fanout(version)
+        await self.parts.advance(version)
+        self.published_version = version
 
-    await publish(record.start)
-    if record.start == 0:
-        await job.end_step(cfg, parts.state, 0, {}, evaluate)
-    await first_to_end(training(), rollouts())
-    await parts.trainer.export_model.call(record.model)
+    async def evaluate(self) -> dict[str, float]:
+        if self.published_version != self.version:  # the run ends between two publications
+            await self.publish(self.version)
+        return await self.parts.env.evaluate(self.parts.policy, self.job.held_out, self.record.keep_evaluation)
+
+    async def run(self) -> None:
+        await self.publish(self.version)
+        if self.version or not await self.job.end_step(self.cfg, self.parts.state, 0, {}, self.evaluate):
+            await first_to_end(self.training(), self.rollouts())
+        await self.export()
+
+    async def export(self) -> None:
+        await self.parts.trainer.export_model.call(self.record.model)
+
+
+async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
+    """Train `job.model` as configured. `make_env` makes the environment in place of what the configuration names."""
+    await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()

@@ -89,6 +89,9 @@ class AsyncConfig(Section):
     max_policy_age: int | None = Field(None, ge=0)
     """Maximum staleness of a trained token, in policy versions, which the trainer verifies; 0 is lock-step. Null:
     `training.sync_interval`, or 0 if `colocated`."""
+    max_training_age: int | None = Field(None, ge=0)
+    """The same bound for what the trainer accepts, where a loop of one's own trains on groups again that the buffer has
+    handed out before; null: `max_policy_age`, which remains the bound of sampling."""
     order: Literal["fifo", "random"] = "fifo"
     """Of the replay buffer."""
 
@@ -231,6 +234,12 @@ class RLConfig(RecipeConfig):
         """Versions that a trained token may be old: `async.max_policy_age`, which is set by the time it is read."""
         assert self.async_.max_policy_age is not None
         return self.async_.max_policy_age
+
+    @property
+    def max_training_age(self) -> int:
+        """Versions that a token may be old for the trainer."""
+        age = self.async_.max_training_age
+        return self.max_policy_age if age is None else age
 
     @property
     def idle(self) -> frozenset[str]:

@@ -50,12 +50,12 @@ async def train(cfg: SFTConfig, job: Job) -> None:
     def done() -> bool:
         return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at
 
-    if record.start == 0:
-        await job.end_step(cfg, state, 0, {}, evaluate)
-    for step in range(record.start + 1, cfg.training.steps + 1):
+    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
+    for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
         if done():
             break
         episodes = await dataset.supervised.route(cfg.training.batch_size)
         metrics = await trainer.train_step.route(episodes)
-        await job.end_step(cfg, state, step, metrics, evaluate, done)
+        if await job.end_step(cfg, state, step, metrics, evaluate, done):
+            break
     await trainer.export_model.call(record.model)

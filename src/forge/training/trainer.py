@@ -102,12 +102,15 @@ class PolicyTrainer:
         self.step = 0  # steps, not updates: it is the version of the weights
         self.recorded: dict[str, np.ndarray] | None = None  # of the last step, see `TokenRecord`
 
-    def train_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def train_step(self, batch: Batch, loss: Loss, *, again: bool = False) -> dict[str, float]:
         """`mini_batches * epochs` updates on a batch, which every rank gets whole.
 
         With several updates, the policy at the start of the step is scored first if the loss uses it: it is the
         `proximal_logprobs` of all updates, and the behaviour policy of tokens whose sampler is unknown. All updates
         have the step's learning rate.
+
+        Args:
+            again: the updates belong to the last step, whose number stays.
 
         Returns:
             metrics, equal on every rank: loss and grad_norm (means over updates), learning_rate, tokens, micro_batches,
@@ -123,6 +126,17 @@ class PolicyTrainer:
                 ones of this step are.
             ValueError: the loss needs a missing tensor, or all weights of the batch are 0.
         """
+        if again and not self.step:
+            raise ValueError("there is no step yet to which further updates could belong")
+        step = self.step
+        self.step -= again
+        try:
+            return self._step(batch, loss)
+        finally:
+            if again:
+                self.step = step
+
+    def _step(self, batch: Batch, loss: Loss) -> dict[str, float]:
         # With a single update the current policy is the proximal one.
         several = self.passes.mini_batches * self.passes.epochs > 1
         if several and self.head == "policy" and self._uses_proximal(batch, loss):

@@ -1,0 +1,111 @@
+"""Functions of a user that a run calls as it goes: after each step, and with the rollouts of each step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from typing import Any, cast
+
+from ..config.sections import ConfigError
+from ..observability import Reduce, record_metric
+from ..types import Group
+
+OnStep = Callable[[int, dict[str, float]], bool | Awaitable[bool | None] | None]
+OnRollouts = Callable[[int, Sequence[Group]], Awaitable[None] | None]
+
+
+def log(name: str, value: float, reduce: str = "mean") -> None:
+    """Add a value to a metric of the current step, `name` in metrics.jsonl, the page and trackers.
+
+    It works in rewards, environments, losses and hooks, in whatever process they run.
+
+    Args:
+        reduce: what becomes of several values in a step: "mean", "sum", "max", "min" or "std".
+
+    Raises:
+        ValueError: the value is not finite, or `reduce` is unknown.
+    """
+    reductions = {reduction.value: reduction for reduction in Reduce}
+    if reduce not in reductions:
+        raise ValueError(f"reduce must be one of {', '.join(reductions)}, got {reduce!r}")
+    record_metric(name, value, reductions[reduce])
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """A user's functions, sync or async. What they raise ends the run.
+
+    on_step: is called with the step and its metrics before these are written, so that what it logs with `forge.log`
+        is in the same row. True ends the training: the held-out problems are evaluated, and the checkpoint and the
+        model are written, as after the last step. Step 0 is the evaluation before training.
+    on_rollouts: is called with the step and the groups that it will train on, before it does.
+
+    Raises:
+        ConfigError: one of them is not a function of two arguments.
+    """
+
+    on_step: OnStep | None = None
+    on_rollouts: OnRollouts | None = None
+
+    def __post_init__(self) -> None:
+        for name, arguments in (("on_step", "(step, metrics)"), ("on_rollouts", "(step, groups)")):
+            hook = getattr(self, name)
+            if hook is not None and not (callable(hook) and _takes_two(hook)):
+                raise ConfigError(f"{name} must be a function of {arguments}, got {hook!r:.80}")
+
+    async def step(self, step: int, metrics: dict[str, float]) -> bool:
+        """Call `on_step`; returns whether the training ends.
+
+        Raises:
+            TypeError: it returned something else than True, False or None, which might have been meant to end it.
+        """
+        if self.on_step is None:
+            return False
+        verdict = await _called(self.on_step, step, metrics)
+        if not (verdict is None or isinstance(verdict, bool)):
+            raise TypeError(f"on_step must return True to end the training, or False or None, got {verdict!r:.80}")
+        return bool(verdict)
+
+    async def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Call `on_rollouts`."""
+        if self.on_rollouts is not None:
+            await _called(self.on_rollouts, step, groups)
+
+
+def recipe_of(recipe: Any) -> Callable[..., Any]:
+    """The RL recipe that a user names.
+
+    Args:
+        recipe: None for the library's, a subclass of `forge.recipes.rl.Loop`, or `async def recipe(cfg, job)`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    from . import rl
+
+    if recipe is None:
+        return rl.train
+    if isinstance(recipe, type) and issubclass(recipe, rl.Loop):
+        return update_wrapper(partial(rl.train, loop=recipe), rl.train)
+    if inspect.iscoroutinefunction(recipe) and _takes_two(recipe):
+        return cast(Callable[..., Any], recipe)
+    raise ConfigError(
+        f"recipe must be a subclass of forge.recipes.rl.Loop or `async def recipe(cfg, job)`, got {recipe!r:.80}"
+    )
+
+
+async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    result = function(*arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(0, None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C says nothing of its arguments
+        return True
+    return True

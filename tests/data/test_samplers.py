@@ -1,0 +1,135 @@
+"""Samplers: which rows come next, by what came of those before."""
+
+from collections import Counter
+
+import pytest
+
+from forge.data.samplers import Curriculum, Frontier, Mix, Retire, make_sampler
+from forge.data.sources import SampledRows
+
+ROWS = [
+    {"question": f"q{number}", "level": number // 4, "kind": ["even", "odd"][number % 2]} for number in range(12)
+]
+
+
+def drawn(sampler, count):
+    return [sampler.draw() for _ in range(count)]
+
+
+def test_a_curriculum_goes_on_where_a_level_is_solved():
+    sampler = Curriculum(ROWS, 0, advance_at=0.75, window=4)
+    assert {ROWS[row]["level"] for row in drawn(sampler, 40)} == {0}
+    for rewards in ([1.0, 0.0], [1.0, 1.0], [1.0, 1.0]):
+        sampler.observe(0, rewards)
+    assert ROWS[sampler.draw()]["level"] == 0  # the window is not full
+    sampler.observe(1, [1.0, 1.0])
+    assert {ROWS[row]["level"] for row in drawn(sampler, 40)} == {1}
+    for _ in range(20):
+        sampler.observe(2, [1.0])  # of the level before
+    assert ROWS[sampler.draw()]["level"] == 1
+    for _ in range(8):
+        sampler.observe(5, [1.0])
+    for _ in range(8):
+        sampler.observe(9, [1.0])
+    assert ROWS[sampler.draw()]["level"] == 2  # the last one stays
+
+
+def test_the_frontier_is_what_is_sometimes_solved():
+    sampler = Frontier(ROWS, 0, floor=0.01)
+    for _ in range(10):
+        for row in range(12):
+            sampler.observe(row, [1.0, 1.0] if row < 5 else [0.0, 0.0] if row < 10 else [1.0, 0.0])
+    counts = Counter(drawn(sampler, 2000))
+    # p (1 - p) is .25 for two rows and 0 for ten, each with .01 more: the two get .52 of .62.
+    assert sum(counts[row] for row in (10, 11)) / 2000 == pytest.approx(0.52 / 0.62, abs=0.04)
+    assert len(counts) == 12
+
+
+def test_solved_rows_retire_and_come_back_when_all_are():
+    sampler = Retire(ROWS, 0, times=2)
+    assert sorted(drawn(sampler, 12)) == list(range(12))
+    for row in range(11):
+        sampler.observe(row, [1.0, 1.0])
+        sampler.observe(row, [1.0, 0.5] if row == 0 else [1.0, 1.0])
+    assert Counter(drawn(sampler, 10)) == {0: 5, 11: 5}
+    for row in (0, 0, 11, 11):
+        sampler.observe(row, [1.0])
+    assert sorted(drawn(sampler, 12)) == list(range(12))
+
+
+def test_shares_of_a_mix_move():
+    sampler = Mix(ROWS, 0, start={"even": 1.0}, end={"odd": 3.0, "even": 1.0}, draws_to_end=1000)
+    first = Counter(ROWS[row]["kind"] for row in drawn(sampler, 100))
+    drawn(sampler, 900)
+    last = Counter(ROWS[row]["kind"] for row in drawn(sampler, 1000))
+    assert first["even"] > 85
+    assert last["odd"] / 1000 == pytest.approx(0.75, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows: Curriculum(rows, 3, window=2, advance_at=0.5),
+        lambda rows: Frontier(rows, 3),
+        lambda rows: Retire(rows, 3),
+        lambda rows: Mix(rows, 3, start={"even": 1.0}, end={"odd": 1.0}, draws_to_end=50),
+    ],
+)
+def test_a_saved_sampler_draws_what_the_first_would_have(make):
+    """Whatever was drawn and observed before, and with outcomes that are known only later."""
+
+    def play(source, first, last):
+        rows = []
+        for index in range(first, last):
+            number, _ = source.read()
+            source.issue(index)
+            rows.append(number)
+            if index % 3 == 2:  # three at once, of which the newest is still in flight
+                source.observe({done: [float(numbers[done] % 2)] for done in range(index - 4, index) if done >= 0})
+            numbers[index] = number
+        return rows
+
+    numbers = {}
+    whole = SampledRows(ROWS, lambda rows, seed: make(rows), seed=3)
+    expected = play(whole, 0, 120)
+    for cut in (1, 20, 61, 100):
+        numbers = {}
+        source = SampledRows(ROWS, lambda rows, seed: make(rows), seed=3)
+        play(source, 0, cut)
+        resumed = SampledRows(ROWS, lambda rows, seed: make(rows), seed=3)
+        resumed.load(source.state())
+        assert play(resumed, cut, 120) == expected[cut:]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "problem"),
+    [
+        ("easy", "sampler 'easy' was not found"),
+        ({"name": "retire"}, "must have `use`"),
+        ({"use": "retire", "time": 2}, "unknown key 'dataset.sampler.time'; did you mean 'times'"),
+        ({"use": "curriculum", "level": "hardness"}, "row 1 has no hardness: it has question, level, kind"),
+        ({"use": "mix", "start": {"evn": 1.0}, "end": {"odd": 1.0}, "draws_to_end": 5}, "start has 'evn'"),
+        ({"use": "frontier", "floor": 0.0}, "floor must be above 0"),
+        (lambda rows, seed: object(), "has no draw, observe"),
+    ],
+)
+def test_settings_that_cannot_be(sampler, problem):
+    with pytest.raises(ValueError, match=problem) as caught:
+        make_sampler(sampler, ROWS, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sampler_that_draws_what_cannot_be_used_does_not_wait_for_ever():
+    class Fixed(Retire):
+        def draw(self):
+            return self.row
+
+    source = SampledRows(ROWS, Fixed, seed=0)
+    source.sampler.row = 3
+    assert source.read()[0] == 4
+    source.exclude()
+    with pytest.raises(ValueError, match="rows in succession that are left out"):
+        source.read()
+    source.sampler.row = 12
+    with pytest.raises(ValueError, match="drew row 12 of 12"):
+        source.read()

@@ -1,0 +1,205 @@
+"""Hooks, loops of one's own, and samplers, in whole runs."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+import forge
+from forge.actors.staleness import StaleWeights
+from forge.config import ConfigError
+from forge.data.samplers import Retire
+from forge.observability.rollouts import batches
+from forge.recipes.rl import Loop
+
+pytestmark = pytest.mark.processes
+
+WORDS = ["ab", "cd", "ef", "gh", "abc", "def", "ghi", "jkl"]
+ROWS = [{"question": word, "answer": word[::-1], "level": len(word)} for word in WORDS]
+SETTINGS = {
+    "from_scratch": {"alphabet": "abcdefghijkl>", "hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1},
+    "dataset": {"path": ROWS, "prompt_template": "{question}>"},
+    "reward": "CharacterMatch",
+    "training": {"batch_size": 2, "steps": 8, "learning_rate": 1e-2, "seq_len": 128},
+    "grpo": {"n_samples": 4, "max_tokens": 4},
+    "async": {"max_policy_age": 0},
+}
+
+
+def train(folder, name="run", **overrides):
+    settings = SETTINGS | {"run": {"root": str(folder)}} | overrides
+    settings["run"] = {"root": str(folder)}
+    return forge.train(None, name=name, **settings)
+
+
+def test_a_hook_logs_in_its_step_and_ends_the_run_with_all_that_a_last_step_has(tmp_path):
+    steps = []
+    groups_of = {}
+
+    def on_step(step, metrics):
+        steps.append(step)
+        forge.log("mine/step", step)
+        forge.log("mine/twice", 1.0, "sum")
+        forge.log("mine/twice", 2.0, "sum")
+        return step == 3 and metrics["reward"] >= 0.0
+
+    async def on_rollouts(step, groups):
+        groups_of[step] = [episode.reward for group in groups for episode in group.episodes]
+
+    result = train(
+        tmp_path, on_step=on_step, on_rollouts=on_rollouts, eval_dataset=ROWS, checkpoint={"every": 2}, sync_interval=1
+    )
+    history = result.metrics
+    assert [row["step"] for row in history] == steps == [0, 1, 2, 3]
+    assert [row["mine/step"] for row in history] == steps
+    assert {row["mine/twice"] for row in history} == {3.0}
+    assert [step for step in steps if "eval/accuracy" in history[step]] == [0, 3]
+    for step in (1, 2, 3):
+        assert history[step]["reward"] == pytest.approx(sum(groups_of[step]) / 8)
+    assert (result.folder / "checkpoints/step_000003").is_dir()
+    assert (result.folder / "model/model.safetensors").exists()
+    assert (result.folder / "finished").exists()
+
+
+def test_a_hook_that_fails_ends_the_run_with_its_error(tmp_path):
+    def on_step(step, metrics):
+        if step == 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        train(tmp_path, on_step=on_step)
+    assert "enough" in (tmp_path / "run/ended.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("hooks", "problem"),
+    [
+        ({"on_step": 5}, r"on_step must be a function of \(step, metrics\), got 5"),
+        ({"on_rollouts": lambda groups: None}, r"on_rollouts must be a function of \(step, groups\)"),
+        ({"recipe": "mine"}, "recipe must be a subclass of forge.recipes.rl.Loop or `async def recipe"),
+        ({"recipe": lambda cfg, job: None}, "recipe must be a subclass"),
+    ],
+)
+def test_hooks_that_cannot_be(tmp_path, hooks, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        train(tmp_path, **hooks)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_verdict_that_is_none_ends_the_run(tmp_path):
+    with pytest.raises(TypeError, match=r"on_step must return True .* got 0.5"):
+        train(tmp_path, on_step=lambda step, metrics: 0.5)
+
+
+class Replay(Loop):
+    """A second update of each step, on the groups of the step before."""
+
+    earlier = None
+
+    async def train_step(self, groups, version):
+        metrics = await super().train_step(groups, version)
+        if self.earlier is not None:
+            batch = await self.make_batch(self.earlier, version, [])
+            again = await self.parts.trainer.train_step.route(batch, again=True)
+            metrics |= {f"again/{name}": value for name, value in again.items()}
+        self.earlier = groups
+        return metrics
+
+
+def test_a_second_update_on_replayed_groups_has_its_own_bound_and_no_step(tmp_path):
+    settings = {"async": {"max_policy_age": 0, "max_training_age": 1}, "schedule": "linear"}
+    history = train(tmp_path, recipe=Replay, **settings).metrics
+    plain = train(tmp_path, "plain", schedule="linear").metrics
+    assert [row["step"] for row in history] == list(range(9))
+    replayed = [row for row in history if "again/train/loss" in row]
+    assert len(replayed) == 7
+    for row, reference in zip(history[1:], plain[1:], strict=True):
+        # The schedule is that of the steps, and the age of what was sampled stays.
+        assert row["train/learning_rate"] == reference["train/learning_rate"]
+        assert row.get("again/train/learning_rate", row["train/learning_rate"]) == row["train/learning_rate"]
+        assert row["train/on_policy"] == 1.0
+    assert all(row["again/train/on_policy"] == 0.0 for row in replayed)
+    assert history[8]["train/loss"] != plain[8]["train/loss"]
+
+
+def test_replayed_groups_are_refused_where_the_bound_is_that_of_sampling(tmp_path):
+    with pytest.raises(StaleWeights, match="max_policy_age is 0"):
+        train(tmp_path, recipe=Replay)
+
+
+async def two_steps(cfg, job):
+    from forge.recipes.components import start_rl
+
+    parts = await start_rl(cfg, job, cfg.load_algorithm())
+    loop = Loop(cfg, job, parts)
+    await loop.publish(0)
+    for version in range(2):
+        samples = [await parts.dataset.sample.route() for _ in range(cfg.training.batch_size)]
+        for sample in samples:
+            await loop.rollout(sample)
+        groups = await parts.buffer.sample.route(version, cfg.training.batch_size)
+        metrics = await loop.train_step(groups, version)
+        loop.version = version + 1
+        await loop.publish(version + 1)
+        await job.end_step(cfg, parts.state, version + 1, metrics, loop.evaluate)
+    await loop.export()
+
+
+def test_a_recipe_of_ones_own_leaves_a_whole_run(tmp_path):
+    result = train(tmp_path, recipe=two_steps)
+    assert [row["step"] for row in result.metrics] == [1, 2]
+    assert len({row["train/loss"] for row in result.metrics}) == 2
+    assert (result.folder / "model/model.safetensors").exists()
+    assert result.rollouts
+
+
+def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
+    """(step, group, prompt, reward) of all samples that trained."""
+    rows = []
+    for _, batch in batches(folder / "rollouts.arrow", ("step", "group", "prompt", "reward")):
+        rows += [(row["step"], row["group"], row["prompt"], row["reward"]) for row in batch.to_pylist()]
+    return rows
+
+
+@pytest.mark.parametrize("sampler", [{"use": "frontier", "memory": 1.0}, Retire], ids=["frontier", "retire"])
+def test_a_run_with_a_sampler_that_was_resumed_four_times_drew_the_same_rows(tmp_path, sampler):
+    settings = {
+        "dataset": SETTINGS["dataset"] | {"sampler": sampler},
+        "checkpoint": {"every": 1},
+        "metrics": {"rollouts": "all"},
+        # Every character is right in some answers of a row: the sampler has something to learn.
+        "reward": "CharacterMatch",
+        "steps": 10,
+    }
+    whole = train(tmp_path, "whole", **settings)
+    for end in (2, 3, 6, 9):
+
+        def interrupted(step, metrics, end=end):
+            if step == end + 1:
+                raise KeyError(f"interrupted after step {end}")
+
+        with pytest.raises(KeyError, match="interrupted"):
+            train(tmp_path, "resumed", on_step=interrupted, resume="auto", **settings)
+    resumed = train(tmp_path, "resumed", resume="auto", **settings)
+    assert prompts(resumed.folder) == prompts(whole.folder)
+    assert len({reward for *_, reward in prompts(whole.folder)}) > 1
+    digests = {
+        hashlib.sha256(Path(run.model, "model.safetensors").read_bytes()).hexdigest() for run in (whole, resumed)
+    }
+    assert len(digests) == 1
+
+
+def test_a_curriculum_reaches_its_second_level(tmp_path):
+    class Kind:
+        """Pays what it is given, so that levels are solved."""
+
+        def __call__(self, prompt, response, target):
+            return 1.0
+
+    sampler = {"use": "curriculum", "window": 2}
+    result = train(
+        tmp_path, dataset=SETTINGS["dataset"] | {"sampler": sampler}, reward=Kind(), metrics={"rollouts": "all"}
+    )
+    lengths = {step: {len(prompt) for at, _, prompt, _ in prompts(result.folder) if at == step} for step in (1, 8)}
+    assert lengths == {1: {3}, 8: {4}}
