@@ -183,5 +183,5 @@ assert len(set(rewards(grpo))) > 6  # they moved, so that agreement means someth
 assert gradient_is_right
 assert shaped_is_right
 for result in (tanh, clip):
-    assert sum(rewards(result)[-5:]) > sum(rewards(result)[:5]) + 1.0, rewards(result)
+    assert sum(rewards(result)[-5:]) > sum(rewards(result)[:5]) + 0.75, rewards(result)
 assert max(row.get("train/clip_fraction", 0) for row in tanh.metrics) > 0

@@ -7,9 +7,7 @@ import pytest
 from forge.data.samplers import Curriculum, Frontier, Mix, Retire, make_sampler
 from forge.data.sources import SampledRows
 
-ROWS = [
-    {"question": f"q{number}", "level": number // 4, "kind": ["even", "odd"][number % 2]} for number in range(12)
-]
+ROWS = [{"question": f"q{number}", "level": number // 4, "kind": ["even", "odd"][number % 2]} for number in range(12)]
 
 
 def drawn(sampler, count):

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..config.plugin import construct, nearest, resolve
+from ..config.foreign_names import translation
+from ..config.plugin import construct, nearest_setting, resolve
 from .base import TENSORS, Algorithm, OwnLoss
 from .cispo import CISPO
 from .dapo import DAPO
@@ -91,7 +92,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     arguments = [p for p in parameters if p.name not in TENSORS and p.name not in spans]
     if unknown := [name for name in settings if name not in {p.name for p in arguments}]:
         names = ", ".join(p.name for p in arguments) or "none"
-        raise ValueError(f"{subject} has no setting {unknown[0]!r}: it has {names}")
+        raise ValueError(f"{subject} has no setting {unknown[0]!r}{translation(unknown[0])}: it has {names}")
     if missing := [p.name for p in arguments if p.default is p.empty and p.name not in settings]:
         raise ValueError(
             f"{subject} needs {missing[0]!r}, which is not a tensor of a batch ({', '.join(TENSORS)}): set it under "
@@ -135,5 +136,5 @@ def _hint(name: str, settable: list[str]) -> str:
     # A setting of other algorithms is rarely a typing error.
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
     if not owners:
-        return nearest(name, settable)
+        return nearest_setting(name, settable)
     return f": it is one of {', '.join(owners)}; omit it, or set grpo.{name} to null where a file sets it"
