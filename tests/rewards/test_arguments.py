@@ -101,6 +101,20 @@ def test_functions_of_trl_as_they_are():
     assert scored(conversational, prompt=CHAT) == [1.0, 0.0, 0.0]
 
 
+def test_functions_and_rows_of_verl_as_they_are():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        assert (data_source, extra_info) == ("gsm8k", {"index": 7})
+        return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
+
+    row = {"data_source": "gsm8k", "prompt": "2+2", "ability": "math", "extra_info": {"index": 7}}
+    data = [row | {"reward_model": {"style": "rule", "ground_truth": "4"}}]
+    sample = next(rows(compute_score, data))
+    assert sample.target == "4"
+    drain()
+    assert scored(compute_score, prompt=sample.prompt) == [1.0, 0.0, 0.0]
+    assert drain().values()["reward/length"] == pytest.approx((1 + 11 + 0) / 3)
+
+
 def test_none_of_a_function_of_trl_leaves_the_decision_to_the_others():
     def of_code(completions, **kwargs):
         return [None for _ in completions]

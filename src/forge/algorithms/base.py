@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,6 +23,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_horizon"]
 TENSORS = (
     *("logprobs", "entropy", "behaviour_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values"),
     *("old_values", "returns", "weights", "padding_mask", "sequences", "branch_shares"),
+    *("tokens", "positions", "groups"),
 )
 
 
@@ -53,6 +55,8 @@ class Algorithm:
         needs_teacher: the reference model must be a model other than the start.
         on_policy: every sample is treated as the current policy's own.
         dynamic_sampling: maximum number of prompts without signal that are replaced for each prompt of a batch.
+        spans: regular expressions by name, for masks of the tokens that match them in an answer (group 1, if there is
+            one); `token_loss` gets those that it names.
 
     Raises:
         ValueError: a setting out of its range.
@@ -72,6 +76,7 @@ class Algorithm:
     needs_critic: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     whiten: ClassVar[bool] = False
+    spans: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Some algorithms have these as settings.
     within_group = True
     on_policy = False
@@ -96,8 +101,12 @@ class Algorithm:
         """Whether the loss reads `ref_logprobs`."""
         return self.needs_teacher or self.beta > 0
 
-    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-        """One advantage per episode from the rewards of a batch, both [groups][samples]. The default is GRPO's."""
+    def advantages(self, rewards: Sequence[Sequence[float]]) -> Any:
+        """One advantage per episode from the rewards of a batch, both [groups][samples], or a list with one for each
+        trained token of an episode. The default is GRPO's.
+
+        An override may also name `episodes`, [groups][samples] of `forge.types.Episode`, and gets them.
+        """
         return [group_relative(group) for group in rewards]
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
@@ -105,8 +114,17 @@ class Algorithm:
         return importance_ratio(logprobs, old_logprobs)
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """The loss of every token, to be minimised; all tensors of one shape."""
+        """The loss of every token, to be minimised; all tensors of one shape.
+
+        An override may name further tensors of `forge.algorithms`, such as `tokens` and `positions`, and its `spans`.
+        """
         return -ratio * advantages
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """The names of the further tensors that `token_loss` takes."""
+        parameters = list(inspect.signature(self.token_loss).parameters.values())[3:]
+        return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
         """Mask of the tokens whose gradient a bound removed or reduced: bool, of the shape of both. None: the loss has
@@ -123,11 +141,13 @@ class Algorithm:
         entropy: Tensor | None = None,
         proximal_logprobs: Tensor | None = None,
         sequences: Tensor | None = None,
+        **further: Tensor,
     ) -> Tensor:
         """The loss, a scalar.
 
         All tensors have one shape, [batch, seq] or packed [tokens]. `sequences` [tokens] is required where tokens are
-        packed and a term is taken over sequences. `proximal_logprobs` None is the current policy.
+        packed and a term is taken over sequences. `proximal_logprobs` None is the current policy. `further` has what
+        `token_loss` names besides.
 
         Raises:
             ValueError: `beta` without `ref_logprobs`, or `entropy_coef` without `entropy`.
@@ -137,7 +157,16 @@ class Algorithm:
         advantages = where_trained(advantages, weights)
         behaviour = where_trained(behaviour_logprobs, weights)
         old = self._old(logprobs, behaviour, proximal_logprobs, weights)
-        per_token = self.token_loss(self.ratio(logprobs, old, weights, sequences), logprobs, advantages)
+        ratio = self.ratio(logprobs, old, weights, sequences)
+        given = {
+            "weights": weights,
+            "entropy": entropy,
+            "sequences": sequences,
+            "ref_logprobs": ref_logprobs,
+            **further,
+        }
+        named: Any = {name: given[name] for name in self.further}
+        per_token = self.token_loss(ratio, logprobs, advantages, **named)
         if self.correction is not None:
             importance = self.correction.ratio(old, behaviour, weights, sequences)
             per_token = per_token * self.correction.bounded(importance)
@@ -204,6 +233,11 @@ class OwnLoss(Algorithm):
         self._requires_reference = ref is not None and ref.default is ref.empty and beta is None
         # Shown as `forward`, so that the trainer passes the tensors that the function itself names.
         self.forward = partial(call, **self.settings) if self.settings else call
+
+    @property
+    def spans(self) -> Mapping[str, str]:  # type: ignore[override]
+        """The function's own `spans`, where it has them."""
+        return getattr(self.function, "spans", {})
 
     @property
     def aggregation(self) -> Aggregation:  # type: ignore[override]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..config.plugin import construct, nearest, resolve
+from ..config.foreign_names import translation
+from ..config.plugin import construct, nearest_setting, resolve
 from .base import TENSORS, Algorithm, OwnLoss
 from .cispo import CISPO
 from .dapo import DAPO
@@ -72,6 +74,12 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if isinstance(target, Algorithm):
         if settings:
             raise ValueError(f"{subject} is an object and has its settings: omit {', '.join(settings)}")
+        spans = check_patterns(target.spans, TENSORS, subject)
+        if unknown := [name for name in target.further if name not in TENSORS and name not in spans]:
+            raise ValueError(
+                f"{subject}: token_loss names {unknown[0]!r}, which is not a tensor of a batch: there are "
+                f"{', '.join((*TENSORS, *spans))}"
+            )
         return target
     # A function: parameters that are not tensors of a batch are its settings.
     call = getattr(target, "forward", target)
@@ -80,15 +88,33 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     parameters = [
         p for p in inspect.signature(call).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    arguments = [p for p in parameters if p.name not in TENSORS]
+    spans = check_patterns(getattr(target, "spans", {}), TENSORS, subject)
+    arguments = [p for p in parameters if p.name not in TENSORS and p.name not in spans]
     if unknown := [name for name in settings if name not in {p.name for p in arguments}]:
         names = ", ".join(p.name for p in arguments) or "none"
-        raise ValueError(f"{subject} has no setting {unknown[0]!r}: it has {names}")
+        raise ValueError(f"{subject} has no setting {unknown[0]!r}{translation(unknown[0])}: it has {names}")
     if missing := [p.name for p in arguments if p.default is p.empty and p.name not in settings]:
-        raise ValueError(f"{subject} needs {missing[0]!r}, which is not a tensor of a batch: set it under grpo")
+        raise ValueError(
+            f"{subject} needs {missing[0]!r}, which is not a tensor of a batch ({', '.join(TENSORS)}): set it under "
+            "grpo, or name one of these"
+        )
     if len(arguments) == len(parameters):
         raise ValueError(f"{subject} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
     return OwnLoss(target, settings)
+
+
+def check_patterns(spans: object, taken: Sequence[str], subject: str) -> dict[str, str]:
+    """The spans that an algorithm declares. ValueError: not patterns by name, or a name that a tensor has."""
+    if not isinstance(spans, Mapping) or not all(isinstance(value, str) for value in spans.values()):
+        raise ValueError(f"{subject}: spans are regular expressions by name, got {spans!r:.80}")
+    for name, pattern in spans.items():
+        if name in taken:
+            raise ValueError(f"{subject}: the span {name!r} has the name of a tensor: choose another")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{subject}: the span {name} = {pattern!r} is not a regular expression: {error}") from None
+    return dict(spans)
 
 
 def setting_names(algorithm: Any) -> frozenset[str]:
@@ -110,5 +136,5 @@ def _hint(name: str, settable: list[str]) -> str:
     # A setting of other algorithms is rarely a typing error.
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]
     if not owners:
-        return nearest(name, settable)
+        return nearest_setting(name, settable)
     return f": it is one of {', '.join(owners)}; omit it, or set grpo.{name} to null where a file sets it"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..system.masking import without_secrets
+from .foreign_names import translation
 
 Object = Any  # of a class that a user names
 Json = Any  # a value of a configuration
@@ -33,6 +34,11 @@ def nearest(name: object, names: Iterable[object]) -> str:
     if len(str(name)) > 2:
         close += [option for option in options if option.startswith(str(name))]  # algo for algorithm
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(options) or 'none'}"
+
+
+def nearest_setting(name: object, names: Iterable[object]) -> str:
+    """Return `nearest`, or what stands here for another library's setting."""
+    return translation(name) or nearest(name, names)
 
 
 def warn_of_code(path: Path, values: Json) -> None:
@@ -107,7 +113,9 @@ def construct(
             break
     unknown = [name for name in settings if name not in parameters]
     if unknown:
-        raise ValueError(f"unknown key {f'{key}.{unknown[0]}'!r}{nearest(unknown[0], [*parameters, *more_keys])}")
+        raise ValueError(
+            f"unknown key {f'{key}.{unknown[0]}'!r}{nearest_setting(unknown[0], [*parameters, *more_keys])}"
+        )
     missing = [n for n, p in parameters.items() if p.default is p.empty and n not in settings]
     if missing:
         raise ValueError(f"{f'{key}.{missing[0]}'!r} must be set")

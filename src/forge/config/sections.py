@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from ..system.masking import masked, masked_names, without_secrets
+from .foreign_names import leaves, translated
 from .plugin import nearest, warn_of_code
 from .yaml_files import Loader, read_yaml
 
@@ -389,6 +390,10 @@ LIMITS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_
 def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     """Describe one error of several: an unknown key first, for it explains a missing one."""
     unknown = ("extra_forbidden", "invalid_key")
+    # A file of another library has many unknown keys: one line says what stands for them.
+    foreign = [leaf for e in errors.errors() if e["type"] in unknown for leaf in leaves(_location(e, key), e["input"])]
+    if lines := translated(foreign):
+        return f"unknown key {foreign[0]!r}: {lines}" if len(foreign) == 1 else f"unknown keys: {lines}"
     error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in unknown)
     kind = error["type"]
     hint = cls
@@ -433,6 +438,11 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
     form = _form(key, hint, value) if kind == "model_type" else ""
     return f"{key or 'the configuration'} must be {expected}, got {value!r:.80}{form}"
+
+
+def _location(error: Mapping[str, Json], key: str) -> str:
+    """The dotted name of the key that an error is about."""
+    return ".".join(filter(None, (key, *map(str, error["loc"]))))
 
 
 def _sections_with(section: type[Section], name: str) -> list[str]:

@@ -42,7 +42,7 @@ def pack(
     episodes = [episode for episode in episodes if id(episode) not in branches]
     # One row for each branch, with the episode that it belongs to.
     rows: list[Episode] = []
-    advantages: list[float] = []
+    advantages: list[float | Sequence[float]] = []
     for number, episode in enumerate(episodes):
         for row in (*episode.branches, episode):
             advantage = episode.advantage if row.advantage is None else row.advantage
@@ -76,7 +76,7 @@ def pack(
         mask=mask,
         logprobs=flat(logprobs, np.float32),
         versions=flat((row.versions for row in rows), np.int64),
-        advantages=np.repeat(np.array(advantages, np.float32), lengths) * mask,
+        advantages=_advantages(advantages, lengths, mask),
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
         rewards=_rewards(episodes),
         experts=_experts(rows),
@@ -85,6 +85,19 @@ def pack(
         origins=frozenset().union(*(row.origins for row in rows)),
         unit=unit,
     )
+
+
+def _advantages(advantages: Sequence[float | Sequence[float]], lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """[tokens]: the advantages of sequences, one number for all of its trained tokens or one for each."""
+    # Most have one number, which is repeated at once.
+    numbers = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
+    flat = np.repeat(np.array(numbers, np.float32), lengths) * mask
+    starts = np.cumsum(lengths) - lengths
+    for start, length, advantage in zip(starts, lengths, advantages, strict=True):
+        if isinstance(advantage, Sequence):
+            part = slice(start, start + length)
+            flat[part][mask[part]] = advantage
+    return flat
 
 
 def pack_tensors(

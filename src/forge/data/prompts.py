@@ -248,11 +248,12 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         """The targets of `rows`, without bad rows of a stream."""
         for row in self.rows():
             with suppress(ValueError):
-                yield self._format.render(row)[1]
+                yield self._format.render(with_ground_truth(row))[1]
 
     def begin(self, row: Row) -> None:
         """Find the target's column by the first row, where the settings leave it open."""
         section = self.settings
+        row = with_ground_truth(row)
         if section.target_field != "answer" or section.target_field in row:
             return
         column = next((name for name in TARGET_FIELDS if name in row), None)
@@ -261,6 +262,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def make(self, number: int, row: Row, index: int) -> Sample | None:
         """Prompt and target of a row; None if the prompt is too long."""
+        row = with_ground_truth(row)
         for name in self.settings.required_columns:
             if name not in row:
                 has = ", ".join(row)
@@ -278,6 +280,15 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             text, ids = self._format.encode(text, chat_format)
             prompt = Prompt(text, ids, index, columns, tuple(talk))
         return Sample(prompt, target) if self.fits(len(prompt.token_ids)) else None
+
+
+def with_ground_truth(row: Row) -> Row:
+    """A row of verl's form, whose column `reward_model` holds the target, with a column `ground_truth`; any other row
+    as it is."""
+    model = row.get("reward_model")
+    if "ground_truth" in row or not isinstance(model, Mapping) or "ground_truth" not in model:
+        return row
+    return {**row, "ground_truth": model["ground_truth"]}
 
 
 def plain_columns(row: Row, names: Sequence[str] | None, required: Sequence[str]) -> dict[str, Any]:

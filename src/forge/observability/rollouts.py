@@ -218,7 +218,7 @@ def _row(
         "reward": reward,
         "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
         # A dropped episode has no advantage, though one was computed for its group.
-        "advantage": None if reason is not None else episode.advantage,
+        "advantage": None if reason is not None else _mean(episode.advantage),
         "version": episode.version,
         "origins": json.dumps(sorted(episode.origins)),
         "finish": str(info.get("stop") or info.get("finish") or ""),
@@ -226,6 +226,11 @@ def _row(
         "dropped": reason,
         "length": sum(episode.mask),
     }
+
+
+def _mean(advantage: float | Sequence[float] | None) -> float | None:
+    """The advantage of an episode: the mean, where each token has one."""
+    return float(np.mean(advantage)) if isinstance(advantage, Sequence) else advantage
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:

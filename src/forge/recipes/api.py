@@ -21,6 +21,7 @@ from ..config.plugin import nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
 from ..observability.held_out import HELD_OUT
 from ..observability.rollouts import ROLLOUTS, batches, texts
+from .foreign import check_sampling, check_settings
 from .hooks import Hooks, OnRollouts, OnStep, recipe_of
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ class Result:
 
 
 def train(
-    model: str | None,
+    model: str | None = None,
     *,
-    dataset: Any,
+    dataset: Any = None,
     reward: Any = None,
     reward_weights: Sequence[float] | None = None,
     environment: Any = None,
@@ -122,9 +123,9 @@ def train(
 
 
 def sft(
-    model: str | None,
+    model: str | None = None,
     *,
-    dataset: Any,
+    dataset: Any = None,
     eval_dataset: Any = None,
     name: str | None = None,
     resume: str | None = None,
@@ -141,9 +142,9 @@ def sft(
 
 
 def dpo(
-    model: str | None,
+    model: str | None = None,
     *,
-    dataset: Any,
+    dataset: Any = None,
     eval_dataset: Any = None,
     name: str | None = None,
     resume: str | None = None,
@@ -181,6 +182,7 @@ def evaluate(
     from ..models.tokenizer import open_tokenizer
     from .reward_config import RewardConfig
 
+    check_sampling(sampling)
     check_family(model)
     folder = resolve_model(model)
     functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
@@ -219,6 +221,7 @@ def generate(
     from ..models.find import check_family, resolve_model
     from ..models.tokenizer import open_tokenizer
 
+    check_sampling(sampling)
     check_family(model)
     folder = resolve_model(model)
     texts = [prompts] if isinstance(prompts, str) else [*prompts]
@@ -256,6 +259,7 @@ def _run(
     """Build the configuration of a recipe from Python values, and run it."""
     from .launch import execute
 
+    check_settings(settings, config_type, values.get("algorithm"))
     values = {"dataset": _dataset(dataset), **values} | ({} if model is None else {"model": model})
     values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
     held_out = {"problems": 0}

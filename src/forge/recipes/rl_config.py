@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..algorithms import Algorithm, Correction, load_algorithm
-from ..config.plugin import nearest, resolve
+from ..config.plugin import nearest_setting, resolve
 from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, RowsConfig
 from ..engines.interface import check_length
@@ -164,7 +164,7 @@ class RLConfig(RecipeConfig):
         for name, part in parts.items():
             for key, value in part.items():
                 if name == "rollout" and key not in ROLLOUT_KEYS:
-                    hint = nearest(key, sorted(ROLLOUT_KEYS))
+                    hint = nearest_setting(key, sorted(ROLLOUT_KEYS))
                     raise ConfigError(f"unknown key 'rollout.{key}'{hint}; settings of the loss are keys of algorithm")
                 if name == "algorithm" and key in ROLLOUT_KEYS:
                     raise ConfigError(f"algorithm.{key} is a key of rollout: write it there")

@@ -11,8 +11,8 @@ from ..observability import record_metric
 from ..types import Completion, Prompt
 
 Message = Mapping[str, Any]
-# Of one response; all but the first two and `completion` are of the prompt.
-OF_A_RESPONSE = ("response", "completion", "messages", "prompt", "target")
+# Of one response; all but the first three are of the prompt, too.
+OF_A_RESPONSE = ("response", "solution_str", "completion", "messages", "prompt", "target")  # `solution_str` is verl's
 # Of a prompt and all of its responses.
 OF_A_GROUP = ("responses", "completions", "messages", "prompt", "target")
 # TRL's, lists over a batch, which here is the group.
@@ -130,6 +130,7 @@ class RewardCall:
         values: dict[str, Any] = {
             "prompt": answers.prompt,
             "response": answers.responses[number],
+            "solution_str": answers.responses[number],
             "target": answers.target,
         }
         if "completion" in self.names:
@@ -199,7 +200,7 @@ def _form(parameters: Sequence[inspect.Parameter], group: bool) -> Form:
         return "positional"
     if {"completions", "completion_ids"} & names:
         return "batch"
-    return "response" if {"response", "completion"} & names else "positional"
+    return "response" if {"response", "solution_str", "completion"} & names else "positional"
 
 
 def columns_of(calls: Sequence[RewardCall]) -> list[str] | None:

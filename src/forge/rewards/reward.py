@@ -112,7 +112,7 @@ class FunctionVerifier:
         if len(returned) != count:
             raise BadScore(f"the reward {name} gave {len(returned)} scores for {count} responses")
         scores = Scores(np.full((count, 1), np.nan))
-        for i, score in enumerate(returned):
+        for i, score in enumerate(map(self._number, returned)):
             try:
                 if score is None or math.isnan(score):
                     scores.reasons[i, 0] = f"it gave {score}"
@@ -125,6 +125,15 @@ class FunctionVerifier:
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
             scores.values[i, 0] = score
         return scores
+
+    def _number(self, score: Any) -> Any:
+        """The score of a mapping, as verl's functions give it: its other numbers are metrics."""
+        if not isinstance(score, Mapping) or "score" not in score:
+            return score
+        for key, value in score.items():
+            if key != "score" and isinstance(value, bool | int | float) and math.isfinite(value):
+                record_metric(f"reward/{key}", float(value))
+        return score["score"]
 
     def _contained(self, error: BaseException) -> RuntimeError:
         """The error raised in place of an exception that would end more than this call."""

@@ -6,6 +6,7 @@ Batch + reference, critic  --assign-->  one number per token
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -113,15 +114,40 @@ def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_toke
 
 def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
     """The groups' episodes with advantages, in the order of the data, each after its earlier branches, which share its
-    advantage."""
-    for group, advantages in zip(groups, algorithm.advantages([group.rewards for group in groups]), strict=True):
+    advantage. ValueError: an episode has another number of advantages than trained tokens, or one is not finite."""
+    rewards = [group.rewards for group in groups]
+    further = {}
+    if "episodes" in inspect.signature(algorithm.advantages).parameters:
+        further["episodes"] = [group.episodes for group in groups]
+    for group, advantages in zip(groups, algorithm.advantages(rewards, **further), strict=True):
         for episode, advantage in zip(group.episodes, advantages, strict=True):
-            for branch in (*episode.branches, episode):
-                branch.advantage = advantage
+            give_advantage(episode, advantage.tolist() if hasattr(advantage, "tolist") else advantage)
     if algorithm.within_group:
         record_metric("groups_without_signal", sum(not group.has_signal for group in groups) / len(groups))
     in_order = sorted(groups, key=lambda group: group.index)
     return [branch for group in in_order for episode in group.episodes for branch in (*episode.branches, episode)]
+
+
+def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None:
+    """Set the advantage of an episode and its branches: one number, or one for each token that is trained.
+
+    Raises:
+        ValueError: another number of them, or one that is not finite.
+    """
+    branches = (*episode.branches, episode)
+    if not isinstance(advantage, Sequence):
+        for branch in branches:
+            branch.advantage = advantage
+        return
+    # In the order of the batch, where earlier branches come first.
+    counts = [sum(branch.mask) for branch in branches]
+    if len(advantage) != sum(counts):
+        raise ValueError(f"advantages has {len(advantage)} numbers for {sum(counts)} trained tokens of an episode")
+    if not np.isfinite(advantage).all():
+        raise ValueError("advantages has a number that is not finite")
+    ends = np.cumsum(counts)
+    for branch, end, count in zip(branches, ends, counts, strict=True):
+        branch.advantage = [float(value) for value in advantage[end - count : end]]
 
 
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..algorithms import Algorithm
 from ..algorithms.terms import importance_ratio, kl_k3
 from ..types import Batch
 from .distributed import Ranks
@@ -57,16 +58,27 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
             yield replace(part, weights=part.weights * np.float32(len(order) / len(drawn)))
 
 
-def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
-    """The tensors that a loss may name as parameters, each [trained]; None where missing."""
+def loss_inputs(
+    micro: Batch, output: TokenScores | TokenValues, spans: Mapping[str, np.ndarray] | None = None
+) -> Inputs:
+    """The tensors that a loss may name as parameters, each [trained]; None where missing.
+
+    Args:
+        spans: masks of the batch's tokens, [tokens] bool, by the names of the loss.
+    """
+    sequences = np.repeat(np.arange(len(micro)), micro.lengths)
     numbers: dict[str, np.ndarray | None] = {
         "ref_logprobs": micro.ref_logprobs,
         "old_values": micro.values,
         "returns": micro.returns,
         "advantages": micro.advantages,
         "weights": micro.weights,
-        "sequences": np.repeat(np.arange(len(micro)), micro.lengths),
+        "sequences": sequences,
+        "tokens": micro.tokens,
+        "positions": positions(micro.mask, sequences),
+        "groups": None if micro.groups is None else np.repeat(micro.groups, micro.lengths),
         "branch_shares": None if micro.branch_shares is None else np.repeat(micro.branch_shares, micro.lengths),
+        **{name: mask.astype(np.float32) for name, mask in (spans or {}).items()},
         "behaviour_logprobs": micro.logprobs,
         "proximal_logprobs": micro.proximal_logprobs,
     }
@@ -88,10 +100,23 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     return inputs
 
 
+def positions(mask: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+    """[tokens]: how many trained tokens of its sequence come before each."""
+    # Of all sequences, less those before each one's first token.
+    before = np.cumsum(mask) - mask
+    first = np.searchsorted(sequences, np.unique(sequences))
+    return before - np.repeat(before[first], np.diff([*first, len(mask)]))
+
+
 def parameters_of(loss: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """The parameters of a loss by name, without *args and **kwargs."""
+    """The parameters of a loss by name, without *args and **kwargs, and what its `token_loss` names besides."""
     parameters = inspect.signature(getattr(loss, "forward", loss)).parameters
-    return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    own = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if len(own) == len(parameters) or not isinstance(loss, Algorithm):
+        return own
+    # They reach it by **further.
+    further = {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in loss.further if n not in own}
+    return own | further
 
 
 def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:

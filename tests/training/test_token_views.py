@@ -1,0 +1,201 @@
+"""What a loss sees of tokens: ids, positions, groups and spans of text; and advantages of single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forge.algorithms import Algorithm, load_algorithm
+from forge.data.packing import pack
+from forge.models.find import build_small_model
+from forge.models.tokenizer import character_tokenizer, open_tokenizer
+from forge.training import credit
+from forge.training.policy import TokenScores
+from forge.training.spans import spans_in, token_spans
+from forge.training.step import loss_inputs, parameters_of
+from forge.types import Batch, Episode, Group, Turn
+from tests.data.templates import byte_pairs
+from tests.training.cases import make_trainer
+
+LETTERS = character_tokenizer("abcdefghijklmnopqrstuvwxyz: ,")
+
+
+def episode(prompt: str, answer: str, advantage: Any = 1.0, reward: float = 1.0) -> Episode:
+    ids = LETTERS(answer)["input_ids"]
+    made = Episode(
+        prompt_ids=LETTERS(prompt)["input_ids"],
+        response_ids=ids,
+        reward=reward,
+        logprobs=[-1.0] * len(ids),
+        versions=[0] * len(ids),
+    )
+    made.advantage = advantage
+    return made
+
+
+def batch_of(*episodes: Episode) -> Batch:
+    batch = pack(episodes)
+    batch.groups = np.arange(len(episodes)) // 2
+    return batch
+
+
+def inputs_of(batch: Batch, **spans: str) -> dict[str, Any]:
+    count = int(batch.mask.sum())
+    output = TokenScores(torch.full((count,), -1.0, requires_grad=True), torch.ones(count))
+    return loss_inputs(batch, output, spans_in(batch, spans, LETTERS) if spans else None)
+
+
+def test_ids_positions_and_groups_of_trained_tokens():
+    batch = batch_of(episode("ab", "cde"), episode("abc", "d"), episode("a", "bc"))
+    inputs = inputs_of(batch)
+    assert LETTERS.decode(inputs["tokens"].tolist()) == "cdedbc"
+    assert inputs["positions"].tolist() == [0, 1, 2, 0, 0, 1]
+    assert inputs["groups"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert inputs["sequences"].tolist() == [0, 0, 0, 1, 2, 2]
+
+
+def test_positions_go_on_over_the_turns_of_an_episode():
+    played = Episode.played(
+        *([3, 4, 5, 6, 7, 8], [False, True, True, False, True, True], [0.0, -1, -1, 0, -1, -1], [-1, 0, 0, -1, 0, 0]),
+        turns=[Turn(1, 3, 0, "stop"), Turn(4, 6, 0, "stop")],
+        reward=1.0,
+    )
+    played.advantage = 1.0
+    assert inputs_of(batch_of(played))["positions"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_span_is_what_a_pattern_matches_in_an_answer():
+    batch = batch_of(episode("answer: q", "so answer: ab"), episode("x", "no"), episode("x", "answer:"))
+    spans = inputs_of(batch, final="answer:(.*)", word="answer")
+    texts = LETTERS.decode(spans["tokens"].tolist())
+    assert texts == "so answer: abnoanswer:"
+    assert "".join(c for c, inside in zip(texts, spans["final"].tolist(), strict=True) if inside) == " ab"
+    assert "".join(c for c, inside in zip(texts, spans["word"].tolist(), strict=True) if inside) == "answeranswer"
+
+
+def test_tokens_of_several_characters_count_if_any_of_theirs_do():
+    tokenizer = byte_pairs()
+    text = "The answer is 42, because  ünïcode all the others are wrong. Answer: wrong."
+    tokens = tokenizer(text)["input_ids"]
+    for pattern, expected in (("Answer:(.*)", " wrong."), ("ünï", "ünï"), ("is (42)", "42")):
+        [(low, high)] = token_spans(tokens, pattern, tokenizer)
+        covered = tokenizer.decode(tokens[low:high])
+        assert expected in covered
+        assert expected not in tokenizer.decode(tokens[low + 1 : high])
+        assert expected not in tokenizer.decode(tokens[low : high - 1])
+    assert token_spans(tokens, "nothing", tokenizer) == []
+
+
+def shaped(
+    logprobs: Tensor, advantages: Tensor, weights: Tensor, tokens: Tensor, final: Tensor, positions: Tensor
+) -> Tensor:
+    return -(weights * advantages * (1 + final) * (tokens > 3) * 0.9**positions * logprobs).sum()
+
+
+shaped.spans = {"final": "answer:(.*)"}
+
+
+@dataclass(eq=False)
+class Final(Algorithm):
+    """Trains on what comes after `answer:` alone, and less the later it comes."""
+
+    decay: float = 0.5
+
+    spans: ClassVar = {"final": "answer:(.*)"}
+
+    def token_loss(
+        self, ratio: Tensor, logprobs: Tensor, advantages: Tensor, final: Tensor, positions: Tensor, weights: Tensor
+    ) -> Tensor:
+        assert weights.shape == positions.shape
+        return -final * self.decay**positions * ratio * advantages
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 128}
+    return build_small_model(tmp_path / "model", seed=0, alphabet="abcdefghijklmnopqrstuvwxyz: ,", **sizes)
+
+
+def test_a_trainer_hands_a_loss_what_it_names(model: str):
+    """Only tokens of the span count: at equal weights the loss is a sum over these."""
+    assert open_tokenizer(model).get_vocab() == LETTERS.get_vocab()
+    batch = batch_of(episode("q", "so answer: ab"), episode("q", "answer: b", -1.0))
+    algorithm = load_algorithm(Final(decay=0.9))
+    assert {"final", "positions"} <= parameters_of(algorithm).keys()
+    trainer = make_trainer(Path(model))
+    batch.logprobs = np.where(batch.mask, trainer.logprobs(batch), 0.0).astype(np.float32)
+    inputs = inputs_of(batch, final="answer:(.*)")
+    expected = -(inputs["final"] * 0.9 ** inputs["positions"] * inputs["advantages"] * inputs["weights"]).sum()
+    assert trainer.train_step(batch, algorithm)["loss"] == pytest.approx(float(expected), abs=1e-6)
+    assert np.isfinite(trainer.train_step(batch, load_algorithm(shaped))["loss"])
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ({"final": "answer:("}, r"the span final = 'answer:\(' is not a regular expression"),
+        ({"tokens": "answer"}, "the span 'tokens' has the name of a tensor"),
+        (["answer"], "spans are regular expressions by name"),
+    ],
+)
+def test_spans_are_checked_before_anything_starts(spans: Any, message: str):
+    def loss(logprobs, weights, final=None):
+        return logprobs
+
+    loss.spans = spans
+    with pytest.raises(ValueError, match=message):
+        load_algorithm(loss)
+
+
+def test_a_name_that_is_no_tensor_is_one_line():
+    class Wrong(Algorithm):
+        def token_loss(self, ratio, logprobs, advantages, token_ids):
+            return -ratio * advantages
+
+    with pytest.raises(ValueError, match="token_loss names 'token_ids', which is not a tensor of a batch: there"):
+        load_algorithm(Wrong())
+
+    def loss(logprobs, weights, token_ids):
+        return logprobs
+
+    with pytest.raises(ValueError, match=r"needs 'token_ids', which is not a tensor of a batch \(logprobs, .*tokens"):
+        load_algorithm(loss)
+
+
+class Decayed(Algorithm):
+    """The reward of an answer counts less for its later tokens; of an episode that says `x`, nothing does."""
+
+    def advantages(self, rewards: Sequence[Sequence[float]], episodes: Sequence[Sequence[Episode]]) -> Any:
+        x = LETTERS("x")["input_ids"][0]
+        return [
+            [
+                0.0 if x in e.tokens else [reward * 0.5**i for i in range(sum(e.mask))]
+                for reward, e in zip(r, group, strict=True)
+            ]
+            for r, group in zip(rewards, episodes, strict=True)
+        ]
+
+
+def test_advantages_may_be_one_a_token():
+    group = Group([episode("a", "bcd", None, 2.0), episode("a", "bx", None), episode("a", "bc", None, 1.0)])
+    batch = credit.make_batch([group], Decayed(), 0)
+    # The one without an advantage has no gradient.
+    assert len(batch) == 2
+    assert batch.advantages.tolist() == [0, 2, 1, 0.5, 0, 1, 0.5]
+
+
+def test_branches_share_the_tokens_of_an_episode():
+    whole = episode("a", "bcd", None)
+    whole.branches = (episode("a", "ef", None),)
+    credit.give_advantage(whole, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (whole.branches[0].advantage, whole.advantage) == ([1.0, 2.0], [3.0, 4.0, 5.0])
+    for wrong, message in (([1.0], "1 numbers for 5 trained tokens"), ([float("nan")] * 5, "not finite")):
+        with pytest.raises(ValueError, match=message):
+            credit.give_advantage(whole, wrong)
