@@ -25,7 +25,7 @@ from ..observability import Run
 from ..observability.console import log
 from ..observability.metrics import drain
 from ..observability.runs import SERVED
-from ..runtime.controller import drain_metrics
+from ..runtime.controller import Service, drain_metrics
 from ..runtime.controller.handle import Handle
 from ..runtime.store import VersionStore
 from ..system.files import write_atomic
@@ -307,14 +307,8 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
 async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", **sampling: Any) -> Handle:
     """A policy that samples, with what differs from the defaults of `forge.types.Sampling`; the run's own is served to
     others as well where `serve` says so."""
-    options = Generator.options(**cfg.placement(service))
     listening = cfg.serve.listening() if service == "generator" else None
-    if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
-        from ..data.prompts import stop_ids
-
-        sampling["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(job.model))  # type: ignore
-    store = await share(job.store)
-    policy = await options.as_service(job.model, store=store, **sampling, **cfg.generator)
+    policy = await plain_generator(cfg, job.model, service=service, store=await share(job.store), **sampling)
     if listening is not None:
         from ..serve import Server  # its import was checked with the configuration
         from ..system.web import required_key
@@ -327,6 +321,20 @@ async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", 
         write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": run_key}), secret=True)
         log.info("%s is served at %s", cfg.run.name, url)
     return policy
+
+
+async def plain_generator(cfg: RecipeConfig, model: str, *, service: str = "generator", **settings: Any) -> Service:
+    """Generators of a model as `services.<service>` and `generator` say; they end answers where the data's turns end.
+
+    Args:
+        settings: of `forge.actors.Generator`, such as its weight store and what differs from its sampling.
+    """
+    if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
+        from ..data.prompts import stop_ids
+
+        settings["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(model))  # type: ignore
+    options = Generator.options(**cfg.placement(service))
+    return await options.as_service(model, **settings, **cfg.generator)
 
 
 async def trainer(

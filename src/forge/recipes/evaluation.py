@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..actors import RewardActor
 from ..config.sections import build
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.read_once import model_tokenizer
-from ..observability import Run
 from ..runtime.controller.handle import Handle
-from ..types import Sample
+from ..types import Episode, Sample
 from .eval_config import RLEvalConfig
 
 if TYPE_CHECKING:
@@ -32,6 +31,13 @@ class HeldOut:
     sampling: Mapping[str, Any]
 
 
+class Keeper(Protocol):
+    """Takes the answers of an evaluation."""
+
+    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
+        """Keep the episodes of the samples of a set."""
+
+
 class Evaluation:
     """Evaluates the sets that are due.
 
@@ -39,7 +45,7 @@ class Evaluation:
         steps: of the run; all sets are evaluated before the first and after the last.
     """
 
-    def __init__(self, sets: Sequence[HeldOut], record: Run, steps: int) -> None:
+    def __init__(self, sets: Sequence[HeldOut], record: Keeper, steps: int) -> None:
         self.sets, self.record, self.steps = sets, record, steps
         self._step = -1
         self._done: set[str] = set()  # sets that were evaluated at this step
@@ -63,7 +69,7 @@ class Evaluation:
 
 
 async def start_evaluation(
-    cfg: RLConfig, first: Sequence[Sample], sets: Mapping[str, Sequence[Sample]], record: Run, env: GroupEnv
+    cfg: RLConfig, first: Sequence[Sample], sets: Mapping[str, Sequence[Sample]], record: Keeper, env: GroupEnv
 ) -> Evaluation:
     """The evaluation of a run; starts the rewards of sets that have one.
 
