@@ -203,3 +203,60 @@ def test_a_curriculum_reaches_its_second_level(tmp_path):
     )
     lengths = {step: {len(prompt) for at, _, prompt, _ in prompts(result.folder) if at == step} for step in (1, 8)}
     assert lengths == {1: {3}, 8: {4}}
+
+
+def test_each_set_has_its_own_problems_interval_answers_and_reward(tmp_path):
+    sets = {
+        "short": {"path": ROWS[:4], "problems": 4, "every": 2, "n": 4, "sampling": {"max_tokens": 3}},
+        "copies": {"path": ROWS, "problems": 3, "reward": {"functions": [copies]}, "dataset": {"target_field": None}},
+    }
+    evaluation = {"every": 4, "sets": sets, "best": "eval/short/pass@4"}
+    result = train(tmp_path, eval_dataset=ROWS[:2], eval=evaluation, checkpoint={"every": 0})
+    history = result.metrics
+
+    def steps_of(name):
+        return [int(row["step"]) for row in history if name in row]
+
+    assert steps_of("eval/accuracy") == [0, 4, 8]
+    assert steps_of("eval/short/pass@4") == steps_of("eval/short/maj@4") == [0, 2, 4, 6, 8]
+    assert steps_of("eval/copies/accuracy") == [0, 4, 8]
+    assert not {"eval/pass@4", "eval/copies/maj@1"} & history[0].keys()
+    for row in history:
+        assert row.get("eval/short/accuracy", 0.0) <= row.get("eval/short/pass@4", 0.0)
+    # The reward of a set is its own, and all answers are kept.
+    answers = [answer for answer in result.held_out if answer["step"] == 4]
+    assert [(a.get("set", ""), a["problem"]) for a in answers] == [
+        *(("", number) for number in range(2)),
+        *(("short", number) for number in range(4) for _ in range(4)),
+        *(("copies", number) for number in range(3)),
+    ]
+    assert all(
+        a["correct"] == (a["response"] == a["prompt"].removesuffix(">")) for a in answers if a.get("set") == "copies"
+    )
+    assert all(a["tokens"] <= 3 for a in answers if a.get("set") == "short")
+    assert (result.folder / "best/model.safetensors").exists()
+
+
+def copies(prompt, response):
+    return float(response == prompt.removesuffix(">"))
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "problem"),
+    [
+        ({"sets": {"a": {"problems": 3}}}, "needs a path, or a task"),
+        ({"sets": {"a": {"path": ROWS, "problems": 30}}}, "eval.sets.a: .*30 samples asked for, but only 8"),
+        ({"sets": {"accuracy": {"path": ROWS}}}, "'accuracy' cannot be a name"),
+        ({"sets": {"a": {"path": ROWS, "problems": 2, "every": 3}}, "sync": 2}, "multiple of training.sync_interval"),
+        ({"sets": {"a": {"path": ROWS, "problems": 2, "dataset": {"promt_template": "x"}}}}, "promt_template"),
+        ({"n": 4, "sampling": {"temperature": 0.0}}, "all of n = 4 answers are equal"),
+        ({"sampling": {"temprature": 0.5}}, "unknown setting 'temprature'; did you mean 'temperature'"),
+        ({"best": "eval/accuracy"}, "eval.best does nothing"),
+    ],
+)
+def test_evaluations_that_cannot_be(tmp_path, evaluation, problem):
+    interval = evaluation.pop("sync", 1)
+    with pytest.raises((ConfigError, ValueError), match=problem) as caught:
+        train(tmp_path, eval=evaluation, sync_interval=interval, **{"async": {"max_policy_age": 2}})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -390,7 +390,7 @@ def test_a_start_reads_a_model_once_and_constructs_a_reward_once(tmp_path, monke
         "eval": {"problems": 4},
         "run": {"name": "one", "root": str(tmp_path)},
     }
-    _, _, record = prepare(build(RLConfig, values), Start())
+    *_, record = prepare(build(RLConfig, values), Start())
     record.close()
     assert Counted.made == 1
     # AutoTokenizer reads the configuration as well.

@@ -388,7 +388,7 @@ def test_long_prompts_are_skipped_by_setting(tmp_path):
         "--eval.problems", "0",
     )  # fmt: skip
     cfg = read_config(GRPOConfig, Arguments.parse(args[3:]))
-    model, _, record = prepare(cfg, Start())
+    model, *_, record = prepare(cfg, Start())
     record.close()
     samples = load_data(AutoTokenizer.from_pretrained(model), seed=0, **cfg.dataset)
     assert {next(samples).prompt.text for _ in range(4)} == {"c>"}
@@ -404,7 +404,7 @@ def test_a_failed_start_is_overwritten_but_never_what_the_next_run_reads(tmp_pat
     with pytest.raises(ValueError, match=r"would remove .*rows\.jsonl, which it reads"):
         prepare(cfg, Start())
     cfg.dataset.path = str(data.rename(tmp_path / "rows.jsonl"))
-    prepare(cfg, Start())[2].close()
+    prepare(cfg, Start())[-1].close()
 
 
 @pytest.mark.parametrize("pattern", [None, r"####\s*(.+)"])
@@ -416,7 +416,7 @@ def test_targets_that_are_whole_solutions_are_a_warning(tmp_path, capsys, patter
         tmp_path, "--dataset.task", "null", "--dataset.path", str(data), "--eval.path", str(data),
         "--eval.problems", "4", *(["--dataset.target_pattern", pattern] if pattern else []),
     )  # fmt: skip
-    _, held_out, record = prepare(read_config(GRPOConfig, Arguments.parse(args[3:])), Start())
+    _, held_out, _, record = prepare(read_config(GRPOConfig, Arguments.parse(args[3:])), Start())
     record.close()
     printed = capsys.readouterr()
     warned = "dataset.target_field answer looks like a whole solution" in printed.out + printed.err

@@ -155,7 +155,7 @@ class Left:
         self.cfg = build(GRPOConfig, plain)
         self.file = folder / "x.yaml"
         self.file.write_text(yaml.safe_dump(to_dict(self.cfg)))
-        _, _, record = prepare(self.cfg, Start())
+        *_, record = prepare(self.cfg, Start())
         for step in range(6):
             record.log(step, Snapshot(), reward=float(step))
         record.close()
@@ -281,13 +281,13 @@ def test_a_run_folder_of_which_files_are_damaged_is_one_line(left):
 
 
 def test_damaged_logs_are_a_warning(left, caplog):
-    _, _, record = prepare(left.cfg, find_start(left.cfg, "auto"))
+    *_, record = prepare(left.cfg, find_start(left.cfg, "auto"))
     record.sync()
     record.close()
     path = left.folder / "metrics.jsonl"
     path.write_text(path.read_text().replace('"reward": 2.0', '"reward": 3.0'))
     caplog.clear()
-    _, _, record = prepare(left.cfg, find_start(left.cfg, "auto"))
+    *_, record = prepare(left.cfg, find_start(left.cfg, "auto"))
     record.close()
     assert [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()] == [
         f"{path} is damaged: its first {path.stat().st_size} bytes are not what the run wrote"
@@ -298,7 +298,7 @@ def test_what_may_change_and_what_is_kept(left):
     before = (left.root / "x-initial/model.safetensors").stat().st_mtime_ns
     cfg = build(GRPOConfig, yaml.safe_load(left.file.read_text()))
     cfg.training.steps, cfg.services.trainer.procs, cfg.eval.every, cfg.run.overwrite = 9, 2, 4, True
-    _, _, record = prepare(cfg, find_start(cfg, "auto"))
+    *_, record = prepare(cfg, find_start(cfg, "auto"))
     assert (record.start, record.resume) == (4, str(left.checkpoint(4)))
     record.log(5, Snapshot(), reward=50.0)
     record.close()
@@ -315,7 +315,7 @@ def test_what_may_change_and_what_is_kept(left):
 
 
 def test_a_finished_run_is_left_alone_unless_its_model_is_gone_or_more_is_asked(left):
-    _, _, record = prepare(left.cfg, find_start(left.cfg, "auto"))
+    *_, record = prepare(left.cfg, find_start(left.cfg, "auto"))
     for step in (5, 6):
         record.log(step, Snapshot())
     record.finish()

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..system.files import fill_standard_files
-from . import clean, completion, doctor, launch, plan, recipes, runs, serve, simulate, table, watch, worker
+from . import clean, completion, doctor, evaluate, launch, plan, recipes, runs, serve, simulate, table, watch, worker
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -62,6 +62,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     recipes.add_to(commands)
     plan.add_to(commands)
+    evaluate.add_to(commands)
     serve.add_to(commands)
     clean.add_to(commands)
     worker.add_to(commands)

@@ -17,14 +17,11 @@ from ..observability import phase, record_metric
 from ..types import Episode, Sample
 from .dialogue import Dialogue
 from .environment import Environment
+from .evaluation import NothingScored, summarise
 from .rollout import PolicyService
 from .rollout import rollout as play_episode
 
 MAX_UNSCORED_GROUPS = 64
-
-
-class NothingScored(RuntimeError):
-    """No reward has scored any episode."""
 
 
 class GroupEnv(ABC):
@@ -72,36 +69,30 @@ class GroupEnv(ABC):
         policy: PolicyService,
         samples: Sequence[Sample],
         keep: Callable[[Sequence[Sample], Sequence[Episode]], None] | None = None,
+        *,
+        n: int = 1,
+        prefix: str = "eval",
         **sampling: Any,
     ) -> dict[str, float]:
-        """`{"eval/accuracy": share}` of the samples whose greedy episode succeeds, with the mean reward and turns;
-        empty without samples. An episode of which it is unknown is left out and counted in `eval/unscored`; one without
-        a reward is left out of the mean.
+        """`eval/accuracy` and more of n answers to each sample, see `forge.envs.evaluation.summarise`; empty without
+        samples.
 
         Args:
-            keep: gets the episodes, one for each sample.
+            keep: gets the episodes with their samples, each sample n times.
+            sampling: fields of `forge.types.Sampling`; without a temperature one answer is greedy, and several are
+                sampled at 1.
         """
         if not samples:
             return {}
-        # One greedy episode of each sample; unscored ones are counted, not taken as wrong.
-        greedy = {"temperature": 0.0, **sampling}
+        settings = {"temperature": 0.0 if n == 1 else 1.0, **sampling}
         with phase("evaluate"):
             plays = (
-                self.play(policy, task, 1, number, evaluation=True, **greedy) for number, task in enumerate(samples)
+                self.play(policy, task, n, number, evaluation=True, **settings) for number, task in enumerate(samples)
             )
-            episodes = [episode for group in await asyncio.gather(*plays) for episode in group]
+            groups = await asyncio.gather(*plays)
         if keep is not None:
-            keep(samples, episodes)
-        verdicts = [bool(episode.info["correct"]) for episode in episodes if episode.info["correct"] is not None]
-        rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
-        if not verdicts:
-            raise NothingScored(f"no episode of the evaluation could be scored: {episodes[0].info}")
-        return {
-            "eval/accuracy": sum(verdicts) / len(verdicts),
-            **({"eval/reward": sum(rewards) / len(rewards)} if rewards else {}),
-            "eval/turns": sum(max(1, len(episode.turns)) for episode in episodes) / len(episodes),
-            "eval/unscored": 1.0 - len(verdicts) / len(episodes),
-        }
+            keep([sample for sample in samples for _ in range(n)], [episode for group in groups for episode in group])
+        return {f"{prefix}/{name}": value for name, value in summarise(groups, n).items()}
 
 
 class SingleTurnEnv(GroupEnv):

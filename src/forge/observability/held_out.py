@@ -17,13 +17,18 @@ PAGE = 50  # answers of a page
 MAX_TEXT = 4000  # characters of a text on a page
 
 
-def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode]) -> bytes:
-    """Write one line of JSON for each answer: step, problem (its number among the held-out ones), prompt, target,
-    response, reward, correct, tokens (sampled) and finish. `reward` and `correct` are null where they are not known."""
+def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> bytes:
+    """Write one line of JSON for each answer: step, set (its name, where it is not the first one), problem (its number
+    among those of the set), prompt, target, response, reward, correct, tokens (sampled) and finish. `reward` and
+    `correct` are null where they are not known. Several answers to a problem are neighbours."""
+    numbers: dict[int, int] = {}  # of problems, by the identity of their samples
+    for sample in samples:
+        numbers.setdefault(id(sample), len(numbers))
     rows = (
         {
             "step": step,
-            "problem": number,
+            **({"set": name} if name else {}),
+            "problem": numbers[id(sample)],
             "prompt": str(sample.prompt),
             "target": sample.target,
             "response": episode.text,
@@ -32,7 +37,7 @@ def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode]) -> 
             "tokens": sum(episode.mask),
             "finish": episode.turns[-1].finish if episode.turns else episode.info.get("finish", ""),
         }
-        for number, (sample, episode) in enumerate(zip(samples, episodes, strict=True))
+        for sample, episode in zip(samples, episodes, strict=True)
     )
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -44,6 +49,7 @@ class Entry(NamedTuple):
     end: int
     problem: int
     correct: bool | None
+    set: str
 
 
 class Answers:
@@ -63,7 +69,7 @@ class Answers:
             self._end = end
             row = _row(line)
             if row is not None:
-                entry = Entry(start, end, row["problem"], row.get("correct"))
+                entry = Entry(start, end, row["problem"], row.get("correct"), str(row.get("set", "")))
                 self._entries.setdefault(row["step"], []).append(entry)
         self.behind = self._end - before >= TURN
 
@@ -71,27 +77,36 @@ class Answers:
         """Return a page of the answers of one evaluation.
 
         Args:
-            query: `step`, by default the last; `verdict`: "right", "wrong" or "unknown"; `page` from 0.
+            query: `set`, by default the first one; `step`, by default the last of the set; `verdict`: "right", "wrong"
+                or "unknown"; `page` from 0.
 
         Returns:
-            `steps`, `step`, `total` of the selected answers, `all`, and `rows`, each with `before`: whether the answer
-            to this problem was right in the first evaluation.
+            `sets`, `set`, `steps`, `step`, `total` of the selected answers, `all`, and `rows`, each with `before`:
+            whether the answer to this problem was right in the first evaluation.
         """
         if not self._entries:
-            return {"steps": [], "step": None, "total": 0, "all": 0, "rows": []}
-        steps = sorted(self._entries)
-        # An unknown verdict is ignored: an old address of the page still shows something.
+            return {"sets": [], "set": "", "steps": [], "step": None, "total": 0, "all": 0, "rows": []}
+        # What does not exist is ignored: an old address of the page still shows something.
+        sets = sorted({entry.set for entries in self._entries.values() for entry in entries})
+        name = query["set"] if query.get("set") in sets else sets[0]
+        by_step = {
+            step: of_set
+            for step, entries in sorted(self._entries.items())
+            if (of_set := [entry for entry in entries if entry.set == name])
+        }
+        steps = [*by_step]
         step = int(query["step"]) if query.get("step") else steps[-1]
-        entries = self._entries.get(step, [])
+        entries = by_step.get(step, [])
         verdicts = {"right": True, "wrong": False, "unknown": None}
         selected = entries
         if query.get("verdict") in verdicts:
             selected = [entry for entry in entries if entry.correct is verdicts[query["verdict"]]]
         # The first evaluation shows what training has changed.
-        before = {entry.problem: entry.correct for entry in self._entries[steps[0]]}
+        before = {entry.problem: entry.correct for entry in by_step[steps[0]]}
         page = selected[PAGE * int(query.get("page") or 0) :][:PAGE]
         rows = [{**row, "before": before.get(row["problem"])} for row in self._read(page)]
-        return {"steps": steps, "step": step, "total": len(selected), "all": len(entries), "rows": rows}
+        numbers = {"total": len(selected), "all": len(entries)}
+        return {"sets": sets, "set": name, "steps": steps, "step": step, **numbers, "rows": rows}
 
     def _read(self, entries: Sequence[Entry]) -> list[Row]:
         rows: list[Row] = []

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Bytes that are reserved for Monarch's log, which prints a line for each that it cannot write. Of a small run it writes
 # 94 kB, most of it at the start and at the end.
 RESERVED = 1 << 18
+Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # with the name of their set
 FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning names the probable cause
 
 
@@ -98,7 +99,7 @@ class Run:
         self._digests = {name: digest(self.folder / name) for name in self._logs}
         self._trace = Trace(self.folder / TRACE)
         self._rollouts: RolloutLog | None = None
-        self._evaluated: tuple[Sequence[Sample], Sequence[Episode]] = ((), ())
+        self._evaluated: list[Evaluated] = []
         if resume:
             self.sync()  # the checksums may cover rows that were removed
         self._trackers: TrackerProcess | None = None
@@ -131,6 +132,11 @@ class Run:
     def model(self) -> str:
         """Path of the exported model."""
         return str(self.folder / "model")
+
+    @property
+    def best(self) -> str:
+        """Path of the model that was best by `eval.best`."""
+        return str(self.folder / "best")
 
     def model_of(self, policy: str) -> str:
         """Path of the exported model of one of several policies; the run's own is `model`."""
@@ -165,8 +171,9 @@ class Run:
             # A step exists once its line is in the file of metrics.
             self.history.append(row)
             self._write(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
-            self._write(HELD_OUT, lines(step, *self._evaluated))
-            self._evaluated = ((), ())
+            for evaluated in self._evaluated:
+                self._write(HELD_OUT, lines(step, *evaluated))
+            self._evaluated = []
             self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
@@ -216,9 +223,9 @@ class Run:
     def _devices(self, service: str, key: str) -> float:
         return self._settings.get(f"services.{service}.{key}") or 1
 
-    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode]) -> None:
-        """Have `log` write the answers to held-out problems with its row."""
-        self._evaluated = (samples, episodes)
+    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
+        """Have `log` write the answers to held-out problems, of the set of this name, with its row."""
+        self._evaluated.append((samples, episodes, name))
 
     def record(self, groups: int | Literal["all"], max_bytes: float, spell: Callable[[int], str]) -> None:
         """Record rollouts: `groups` of each step, up to `max_bytes`; `spell` returns the text of a token."""

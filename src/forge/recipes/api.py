@@ -271,6 +271,11 @@ def _run(
     for key, value in settings.items():
         for section, part in _placed(config_type, key, value, values.get("algorithm")).items():
             values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
+    sets = values["eval"].get("sets")
+    if isinstance(sets, Mapping):
+        values["eval"]["sets"] = {
+            name: _with_rows(part) if isinstance(part, Mapping) else part for name, part in sets.items()
+        }
     cfg = build(config_type, values)
     return Result(_anywhere(partial(execute, recipe, cfg, resume=resume, hooks=hooks)))
 
@@ -306,14 +311,21 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
     return {owners[0]: {key: value}}
 
 
+def _with_rows(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section whose `path` may be rows."""
+    from ..data.files import Rows
+
+    path: Any = section.get("path")
+    is_rows = isinstance(path, Iterable) and not isinstance(path, str | Path | Rows)
+    return {**section, "path": Rows(path)} if is_rows else dict(section)
+
+
 def _dataset(dataset: Any) -> dict[str, Any]:
     """The section `dataset` of a path, a task, rows, or the section itself."""
     from ..data.files import Rows
 
     if isinstance(dataset, Mapping):
-        path = dataset.get("path")
-        is_rows = isinstance(path, Iterable) and not isinstance(path, str | Rows)
-        return {**dataset, "path": Rows(path)} if is_rows else dict(dataset)
+        return _with_rows(dataset)
     if isinstance(dataset, str | Path):
         name = str(dataset)
         return {"task": name} if ":" in name and not Path(name).exists() else {"path": name}

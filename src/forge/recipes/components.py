@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, Rewa
 from ..actors.store_ref import share
 from ..algorithms import Algorithm, ValueLoss
 from ..config.plugin import resolve
+from ..config.sections import ConfigError
 from ..data.spelling import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.read_once import model_tokenizer
@@ -23,11 +25,12 @@ from ..observability import Run
 from ..observability.console import log
 from ..observability.metrics import drain
 from ..observability.runs import SERVED
-from ..runtime.controller import drain_metrics
+from ..runtime.controller import Service, drain_metrics
 from ..runtime.controller.handle import Handle
 from ..runtime.store import VersionStore
 from ..system.files import write_atomic
 from .checkpoint import RunState
+from .evaluation import Evaluation, start_evaluation
 from .hooks import Hooks
 from .learners import Learner
 from .models_config import POLICY
@@ -48,6 +51,7 @@ class Job(NamedTuple):
     store: VersionStore
     preemption: Preemption | None = None  # where there are checkpoints
     hooks: Hooks = Hooks()
+    sets: Mapping[str, list[Any]] = {}  # the held-out items of `eval.sets`
 
     async def end_step(
         self,
@@ -68,18 +72,20 @@ class Job(NamedTuple):
             Preempted: the run has to end before its last step; its checkpoint is written.
         """
         last = step == cfg.training.steps
-        is_evaluated = last or step == 0 or bool(cfg.eval.every and step % cfg.eval.every == 0)
+        is_evaluated = last or step == 0 or cfg.eval.due(step)
         if is_evaluated:
             metrics = metrics | await evaluate()
         # The profile of the next step begins with it, so it is asked for at the end of this one.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         snapshot = await drain_metrics(profiles)
         is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
-        if is_stopped and not is_evaluated:
+        if is_stopped and not (last or cfg.eval.all_due(step)):
             metrics = metrics | await evaluate()
             snapshot.merge(await drain_metrics({}))
         snapshot.merge(drain())  # what the hook has logged belongs to this step
-        self.record.log(step, snapshot, **metrics)
+        row = self.record.log(step, snapshot, **metrics)
+        if (best := getattr(cfg.eval, "best", None)) is not None:
+            await self.keep_best(state, best, row)
         await state.forget_done()
         # A run that ends here anyway needs no early end.
         ending = last or is_stopped or is_done()
@@ -94,6 +100,16 @@ class Job(NamedTuple):
             progress = f"after step {step}, saved; --resume auto continues it" if step else "before its first step"
             raise Preempted(f"{reason}: the run ended {progress}")
         return ending
+
+    async def keep_best(self, state: RunState, metric: str, row: Mapping[str, float]) -> None:
+        """Export the model of a step whose metric is above that of all steps before."""
+        if row["step"] == 0 and metric not in row:  # all sets are evaluated then
+            known = ", ".join(name for name in row if name.startswith("eval/"))
+            raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {known}")
+        values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
+        if metric in row and row[metric] > max(values, default=-math.inf):
+            await state.trainer.export_model.call(self.record.best)
+            log.info("%s is the model of step %d, with %s %.3f", self.record.best, row["step"], metric, row[metric])
 
 
 @dataclass
@@ -111,6 +127,7 @@ class RLComponents:
     critic: Handle | None
     learners: dict[str, Learner]
     state: RunState
+    evaluation: Evaluation
 
     async def advance(self, version: int) -> None:
         """Admit the rollouts that may start with these weights. What came of the ones before is told to the data first:
@@ -173,6 +190,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         critic_trainer,
         trained,
         state,
+        await start_evaluation(cfg, job.held_out, job.sets, job.record, env),
     )
 
 
@@ -289,14 +307,8 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
 async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", **sampling: Any) -> Handle:
     """A policy that samples, with what differs from the defaults of `forge.types.Sampling`; the run's own is served to
     others as well where `serve` says so."""
-    options = Generator.options(**cfg.placement(service))
     listening = cfg.serve.listening() if service == "generator" else None
-    if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
-        from ..data.prompts import stop_ids
-
-        sampling["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(job.model))  # type: ignore
-    store = await share(job.store)
-    policy = await options.as_service(job.model, store=store, **sampling, **cfg.generator)
+    policy = await plain_generator(cfg, job.model, service=service, store=await share(job.store), **sampling)
     if listening is not None:
         from ..serve import Server  # its import was checked with the configuration
         from ..system.web import required_key
@@ -309,6 +321,20 @@ async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", 
         write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": run_key}), secret=True)
         log.info("%s is served at %s", cfg.run.name, url)
     return policy
+
+
+async def plain_generator(cfg: RecipeConfig, model: str, *, service: str = "generator", **settings: Any) -> Service:
+    """Generators of a model as `services.<service>` and `generator` say; they end answers where the data's turns end.
+
+    Args:
+        settings: of `forge.actors.Generator`, such as its weight store and what differs from its sampling.
+    """
+    if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
+        from ..data.prompts import stop_ids
+
+        settings["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(model))  # type: ignore
+    options = Generator.options(**cfg.placement(service))
+    return await options.as_service(model, **settings, **cfg.generator)
 
 
 async def trainer(

@@ -150,7 +150,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             if start.finished:
                 log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
-            model, held_out, record = prepare(cfg, start)
+            model, held_out, sets, record = prepare(cfg, start)
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
         closing.callback(record.close)
@@ -171,7 +171,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             run_preemption = preemption if cfg.checkpoint.every else None
             try:
                 run(
-                    recipe(cfg, Job(model, held_out, record, store, run_preemption, hooks or Hooks())),
+                    recipe(cfg, Job(model, held_out, record, store, run_preemption, hooks or Hooks(), sets)),
                     cfg.cluster.configured_hosts,
                     cfg.cluster.wait,
                     on_preemption=None if run_preemption is None else run_preemption.request,

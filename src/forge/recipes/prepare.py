@@ -22,18 +22,21 @@ from ..observability.folder import MARK, check_free
 from ..observability.machine import gpu_name
 from ..observability.trackers import check_trackers
 from ..serve.watch.report import write_report
+from ..types import Sample
+from .eval_config import EvalConfig
+from .evaluation import load_sets
 from .memory import memory_report
 from .placement import check_hosts, check_shared
 from .resume import Start, check_origin, write_origin
-from .schema import EvalConfig, TrainingRecipe
+from .schema import TrainingRecipe
 from .slowness import reported
 from .space import check_space
 
 NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
 
 
-def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
-    """The model, the held-out problems and the run's folder, once everything is checked.
+def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str, list[Sample]], Run]:
+    """The model, the held-out problems, those of `eval.sets` and the run's folder, once everything is checked.
 
     Raises:
         ValueError, OSError, ImportError: the fault, in one line.
@@ -72,6 +75,7 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
     cfg.check_reward()
     with reported("reading and checking the data"):
         items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
+        sets = load_sets(cfg.data(model), cfg.eval, model, cfg.seed)
     steps = cfg.training.steps if items is None else -(-items // cfg.training.batch_size)
     if steps < cfg.training.steps:
         log.info(
@@ -108,7 +112,7 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
         write_origin(folder, [model, *further_models], local(cfg.files))
     else:
         log.info("resuming from %s", start.checkpoint)
-    return model, held_out, record
+    return model, held_out, sets, record
 
 
 def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:

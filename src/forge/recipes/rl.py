@@ -83,7 +83,7 @@ class Loop:
     async def evaluate(self) -> dict[str, float]:
         if self.published_version != self.version:  # the run ends between two publications
             await self.publish(self.version)
-        return await self.parts.env.evaluate(self.parts.policy, self.job.held_out, self.record.keep_evaluation)
+        return await self.parts.evaluation.run(self.parts.policy, self.version)
 
     async def run(self) -> None:
         await self.publish(self.version)

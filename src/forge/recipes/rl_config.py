@@ -15,6 +15,7 @@ from ..envs.config import EpisodeConfig
 from ..observability.console import log
 from ..runtime.controller import Options
 from . import preflight
+from .eval_config import RLEvalConfig
 from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
 from .models_config import FurtherModel, check_models, placed, seats, trained_models
@@ -136,6 +137,7 @@ class RLConfig(RecipeConfig):
     episode: EpisodeConfig = EpisodeConfig()
     models: dict[str, FurtherModel] = Field(default_factory=dict)
     """Models that the agent of `episode.agent` may ask beside `policy` ([several_models.md](several_models.md))."""
+    eval: RLEvalConfig = RLEvalConfig()
     services: RLServices = RLServices()
     metrics: RolloutMetrics = RolloutMetrics()
 
@@ -288,7 +290,9 @@ class RLConfig(RecipeConfig):
         else:
             preflight.check(preflight.SINGLE_TURN_RULES, self)
         check_models(self.models, trains_several=self.trains_several)
-        if self.eval.every % interval:
+        if self.multi_turn and any(settings.reward is not None for settings in self.eval.sets.values()):
+            raise ConfigError("a reward of eval.sets does nothing: the environment scores episodes")
+        if any(every % interval for every in self.eval.intervals().values()):
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )

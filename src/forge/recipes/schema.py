@@ -10,7 +10,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..config.sections import ConfigError, Section
 from ..data.config import PreferencesConfig, RowsConfig
-from ..data.files import Rows
 from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..models.architecture import longest
@@ -19,6 +18,7 @@ from ..runtime.cluster.settings import ClusterConfig
 from ..runtime.controller import Options
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from . import preflight
+from .eval_config import EvalConfig
 from .metrics_config import MetricsConfig
 from .preemption import deadline_of
 from .reward_config import RewardConfig
@@ -146,19 +146,6 @@ class CheckpointConfig(Section):
     def due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after this step."""
         return self.every > 0 and (last or step % self.every == 0)
-
-
-class EvalConfig(Section):
-    """Greedy evaluation on held-out problems, rows or pairs, before and after training."""
-
-    problems: NonNegativeInt = 256
-    """How many; 0: no evaluation."""
-    every: NonNegativeInt = 0
-    """Also every so many steps, a multiple of `training.sync_interval`."""
-    path: str | Rows | None = None
-    """Where they come from; null: `dataset.path`. A procedural task holds its own out. From Python also rows."""
-    split: str = "test"
-    """Of a folder or hub id."""
 
 
 class RunConfig(Section):

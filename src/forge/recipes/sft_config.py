@@ -7,7 +7,8 @@ from pydantic import PositiveInt
 from ..data.config import SupervisedConfig
 from ..engines.settings import EngineSettings
 from . import preflight
-from .schema import EvalConfig, RecipeConfig
+from .eval_config import EvalConfig
+from .schema import RecipeConfig
 
 
 class SFTEvalConfig(EvalConfig):

@@ -87,9 +87,13 @@ def _sample(view: RunView) -> list[Fields]:
 
 
 def _held_out(view: RunView) -> list[Fields]:
-    """Return the answers of the first and of the last evaluation."""
-    steps = view.held_out({})["steps"]
-    return [view.held_out({"step": str(step)}) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
+    """Return the answers of the first and of the last evaluation of each set."""
+    pages = []
+    for name in view.held_out({})["sets"]:
+        steps = view.held_out({"set": name})["steps"]
+        ends = dict.fromkeys([*steps[:1], *steps[-1:]])
+        pages += [view.held_out({"set": name, "step": str(step)}) for step in ends]
+    return pages
 
 
 def _inline(name: str) -> str:

@@ -43,11 +43,13 @@ function answer(path, query) {
 
 // Those of the first and of the last evaluation are in a report.
 function answers(pages, query) {
-  const steps = pages.map((page) => page.step), page = pages.find((one) => String(one.step) === query.step) ?? pages.at(-1);
-  if (!page) return { steps, step: null, total: 0, all: 0, rows: [] };
+  const sets = [...new Set(pages.map((page) => page.set))], set = sets.includes(query.set) ? query.set : sets[0];
+  const own = pages.filter((page) => page.set === set), steps = own.map((page) => page.step);
+  const page = own.find((one) => String(one.step) === query.step) ?? own.at(-1);
+  if (!page) return { sets, set, steps, step: null, total: 0, all: 0, rows: [] };
   const wanted = { right: true, wrong: false, unknown: null };
   const rows = page.rows.filter((row) => !(query.verdict in wanted) || row.correct === wanted[query.verdict]);
-  return { steps, step: page.step, total: rows.length, all: page.rows.length, rows: rows.slice(50 * (query.page ?? 0)).slice(0, 50) };
+  return { sets, set, steps, step: page.step, total: rows.length, all: page.rows.length, rows: rows.slice(50 * (query.page ?? 0)).slice(0, 50) };
 }
 
 function histogram(values) {

@@ -3,21 +3,23 @@ import { el, fill, number, select, visible } from "./parts.js";
 import { ask } from "./data.js";
 
 const VERDICTS = [["", "all"], ["right", "right"], ["wrong", "wrong"], ["unknown", "not known"]];
-const viewed = { step: "", verdict: "", page: 0 };
+const viewed = { set: "", step: "", verdict: "", page: 0 };
 const ANSWER_COLUMNS = [["problem", 1], ["right", 0], ["at first", 0], ["reward", 1], ["tokens", 1], ["prompt", 0], ["target", 0], ["answer", 0]];
 
 const verdictOf = (correct) => (correct === null || correct === undefined ? el("span", { className: "quiet" }, "–") : el("span", { className: correct ? "good" : "bad" }, correct ? "yes" : "no"));
 
 export function heldOut(context) {
-  const steps = el("span"), counted = el("span", { className: "quiet", id: "answers" }), body = el("tbody"), pages = el("span");
+  const sets = el("span"), steps = el("span"), counted = el("span", { className: "quiet", id: "answers" }), body = el("tbody"), pages = el("span");
   const open = new Set();
   const choose = (name) => (value) => { viewed[name] = value; viewed.page = 0; update(); };
-  const node = el("div", {}, el("div", { className: "controls" }, steps, el("label", {}, "right", select(VERDICTS, viewed.verdict, choose("verdict"), { id: "verdict" })), counted),
+  const node = el("div", {}, el("div", { className: "controls" }, sets, steps, el("label", {}, "right", select(VERDICTS, viewed.verdict, choose("verdict"), { id: "verdict" })), counted),
     el("div", { className: "scroll" }, el("table", { id: "held-out" }, el("thead", {}, el("tr", {}, ANSWER_COLUMNS.map(([text, numeric]) => el("th", { className: numeric ? "n" : "" }, text)))), body)), el("div", { className: "controls" }, pages));
 
   async function update() {
     const found = await ask("held_out", { run: context.run(), ...viewed });
     const shown = found.rows.filter((row) => row.response !== undefined);
+    const chooseSet = (name) => { viewed.step = ""; choose("set")(name); };
+    fill(sets, [found.sets, found.set], () => ((found.sets ?? []).length > 1 ? [el("label", {}, "problems", select(found.sets.map((name) => [name, name || "eval"]), found.set, chooseSet, { id: "set" }))] : []));
     fill(steps, [found.steps, found.step], () => [el("label", {}, "step", select(found.steps.map(String), String(found.step), choose("step"), { id: "step" }))]);
     counted.textContent = `${found.total} of ${found.all}`;
     fill(body, [shown, [...open]], () => shown.flatMap((row) => {

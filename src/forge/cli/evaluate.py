@@ -1,0 +1,55 @@
+"""`forge eval MODEL --suite CONFIG`: a model on the held-out problems of a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from .table import Subparsers
+
+TEXT = "evaluate a model on the held-out problems of a recipe's configuration, eval and eval.sets"
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "eval", help=TEXT, description=TEXT, epilog="example: forge eval runs/x/model --suite runs/x/config.yaml"
+    )
+    parser.add_argument("model", help="folder or hub id")
+    parser.add_argument("--suite", required=True, help="YAML file of an RL recipe, or config.yaml of a run")
+    parser.add_argument("--answers", type=Path, help="write the answers to this file, as JSON lines")
+    parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
+    parser.add_argument("overrides", nargs="*", help="-- --section.key VALUE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluate, and print the metrics; invalid input ends the program with one line."""
+    from ..config.sections import ConfigError, load
+    from ..recipes.rl_config import RLConfig
+    from ..runtime.controller import forked_processes
+
+    # A run's own settings of the model go: this one is given.
+    words = ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides]
+    try:
+        cfg = load(RLConfig, words)
+        if args.answers is not None and not args.answers.absolute().parent.is_dir():
+            raise ConfigError(f"--answers: the folder of {args.answers} does not exist")
+        with forked_processes():
+            from ..recipes.suite import evaluate_suite
+
+            metrics = evaluate_suite(cfg, args.answers)
+    except (ConfigError, ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(json.dumps(metrics) if args.json else table(metrics))
+
+
+def table(metrics: dict[str, float]) -> str:
+    """A line for each metric, with the half of its 95 % interval."""
+    lines = []
+    for name, value in metrics.items():
+        if not name.endswith("/margin"):
+            half = metrics.get(f"{name}/margin")
+            lines.append(f"{name:<32} {value:.3f}" + ("" if half is None else f" ± {half:.3f}"))
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""The section `eval`: which held-out problems are evaluated when, and how answers to them are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from ..config.plugin import nearest
+from ..config.sections import ConfigError, Section
+from ..data.files import Rows
+from ..types import Sampling
+from .reward_config import RewardConfig
+
+# Not of one answer, or decided by the evaluation itself.
+_FIXED = ("n", "seed", "top_logprobs", "grammar", "logprobs_of")
+_RESERVED = ("accuracy", "reward", "turns", "unscored", "loss")  # metrics of the first set
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out problems, rows or pairs, before and after training."""
+
+    problems: NonNegativeInt = 256
+    """How many; 0: no evaluation."""
+    every: NonNegativeInt = 0
+    """Also every so many steps, a multiple of `training.sync_interval`."""
+    path: str | Rows | None = None
+    """Where they come from; null: `dataset.path`. A procedural task holds its own out. From Python also rows."""
+    split: str = "test"
+    """Of a folder or hub id."""
+
+    def due(self, step: int) -> bool:
+        """Whether something is evaluated after this step, which is neither the first nor the last."""
+        return bool(self.every and step % self.every == 0)
+
+    def all_due(self, step: int) -> bool:
+        """Whether everything is evaluated after this step, step 0 included."""
+        return step == 0 or self.due(step)
+
+
+class EvalSet(Section):
+    """A further set of held-out problems, whose metrics are `eval/NAME/...`."""
+
+    problems: PositiveInt = 256
+    """How many."""
+    every: NonNegativeInt | None = None
+    """Also every so many steps; null: as `eval.every`."""
+    path: str | Rows | None = None
+    """A file, folder or hub id. From Python also rows."""
+    split: str = "test"
+    """Of a folder or hub id."""
+    dataset: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the section `dataset` in which these problems differ, such as `prompt_template`, or a `task`."""
+    n: PositiveInt = 1
+    """Answers to each problem: with several, `pass@k` and `maj@n` are measured."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Settings with which answers are sampled, such as `temperature` and `max_tokens`; without them answers are greedy,
+    and several of temperature 1."""
+    reward: RewardConfig | None = None
+    """What decides which answers are right; null: the section `reward`."""
+
+    def _check(self) -> None:
+        if self.path is None and "task" not in self.dataset:
+            raise ConfigError("a set of eval.sets needs a path, or a task in its dataset")
+        check_sampling(self.sampling, self.n)
+
+
+class RLEvalConfig(EvalConfig):
+    """Evaluation of a policy on held-out problems ([evaluation.md](evaluation.md)), before and after training."""
+
+    n: PositiveInt = 1
+    """Answers to each problem: with several, `eval/pass@k` and `eval/maj@n` are measured."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Settings with which answers are sampled, such as `temperature` and `max_tokens`; without them answers are greedy,
+    and several of temperature 1."""
+    sets: dict[str, EvalSet] = Field(default_factory=dict)
+    """Further sets of problems, by name."""
+    best: str | None = None
+    """A metric, such as `eval/accuracy`: the model with its largest value so far is kept in the run's folder `best`."""
+
+    def _check(self) -> None:
+        check_sampling(self.sampling, self.n)
+        if self.best is not None and not self.intervals():
+            raise ConfigError("eval.best does nothing: nothing is evaluated")
+        for name in self.sets:
+            if name in _RESERVED or "/" in name or "@" in name or not name:
+                raise ConfigError(f"eval.sets: {name!r} cannot be a name, for metrics are called eval/NAME/accuracy")
+
+    def due(self, step: int) -> bool:
+        """Whether a set is evaluated after this step, which is neither the first nor the last."""
+        return any(interval and step % interval == 0 for interval in self.intervals().values())
+
+    def all_due(self, step: int) -> bool:
+        """Whether every set is evaluated after this step, step 0 included."""
+        return step == 0 or all(interval and step % interval == 0 for interval in self.intervals().values())
+
+    def intervals(self) -> dict[str, int]:
+        """The steps between two evaluations of each set that has problems, by name; the first one's is ""."""
+        intervals = {"": self.every} if self.problems else {}
+        return intervals | {name: self.every if s.every is None else s.every for name, s in self.sets.items()}
+
+
+def check_sampling(sampling: dict[str, Any], n: int) -> None:
+    """ConfigError: settings are unknown or invalid, or all of n answers would be equal."""
+    names = [field.name for field in fields(Sampling) if field.name not in _FIXED]
+    for name in sampling:
+        if name not in names:
+            raise ConfigError(f"eval.sampling: unknown setting {name!r}{nearest(name, names)}")
+    try:
+        Sampling(**sampling)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"eval.sampling: {error}") from None
+    if n > 1 and sampling.get("temperature") == 0:
+        raise ConfigError(f"eval.sampling.temperature is 0, at which all of n = {n} answers are equal: set n to 1")

@@ -1,0 +1,121 @@
+"""The evaluations of a run: sets of held-out problems, each with its interval, sampling and reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..actors import RewardActor
+from ..config.sections import build
+from ..envs.group import GroupEnv, SingleTurnEnv
+from ..models.read_once import model_tokenizer
+from ..runtime.controller.handle import Handle
+from ..types import Episode, Sample
+from .eval_config import RLEvalConfig
+
+if TYPE_CHECKING:
+    from .rl_config import RLConfig
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A set of held-out problems. `name` is "" for the first one, `every` 0 for the first and last step alone."""
+
+    name: str
+    samples: Sequence[Sample]
+    env: GroupEnv
+    every: int
+    n: int
+    sampling: Mapping[str, Any]
+
+
+class Keeper(Protocol):
+    """Takes the answers of an evaluation."""
+
+    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
+        """Keep the episodes of the samples of a set."""
+
+
+class Evaluation:
+    """Evaluates the sets that are due.
+
+    Args:
+        steps: of the run; all sets are evaluated before the first and after the last.
+    """
+
+    def __init__(self, sets: Sequence[HeldOut], record: Keeper, steps: int) -> None:
+        self.sets, self.record, self.steps = sets, record, steps
+        self._step = -1
+        self._done: set[str] = set()  # sets that were evaluated at this step
+
+    async def run(self, policy: Handle, step: int) -> dict[str, float]:
+        """Evaluate what is due after a step. Where nothing is, or was already, the run ends here: all the others."""
+        if step != self._step:
+            self._step = step
+            self._done = set()
+        pending = [held_out for held_out in self.sets if held_out.name not in self._done]
+        is_end = step in (0, self.steps)
+        due = [held_out for held_out in pending if is_end or (held_out.every and step % held_out.every == 0)]
+        metrics: dict[str, float] = {}
+        for held_out in due or pending:
+            self._done.add(held_out.name)
+            keep = partial(self.record.keep_evaluation, name=held_out.name)
+            prefix = f"eval/{held_out.name}" if held_out.name else "eval"
+            settings = {**held_out.sampling, "n": held_out.n, "prefix": prefix}
+            metrics |= await held_out.env.evaluate(policy, held_out.samples, keep, **settings)
+        return metrics
+
+
+async def start_evaluation(
+    cfg: RLConfig, first: Sequence[Sample], sets: Mapping[str, Sequence[Sample]], record: Keeper, env: GroupEnv
+) -> Evaluation:
+    """The evaluation of a run; starts the rewards of sets that have one.
+
+    Args:
+        first: the problems of the section `eval` itself. `sets`: those of `eval.sets`.
+    """
+    intervals = cfg.eval.intervals()
+    plans: list[HeldOut] = []
+    if first:
+        plans.append(HeldOut("", first, env, intervals[""], cfg.eval.n, cfg.eval.sampling))
+    for name, samples in sets.items():
+        settings = cfg.eval.sets[name]
+        set_env = env
+        if settings.reward is not None:
+            options = cfg.placement("reward") | {"mesh_name": f"reward_{name}"}
+            reward = await RewardActor.options(**options).as_service(**settings.reward.settings())
+            set_env = SingleTurnEnv(reward, with_tokens=settings.reward.reads_tokens)
+        plans.append(HeldOut(name, samples, set_env, intervals[name], settings.n, settings.sampling))
+    return Evaluation(plans, record, cfg.training.steps)
+
+
+def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str, list[Sample]]:
+    """The problems of `eval.sets`, by name.
+
+    Args:
+        dataset: the section `dataset` of the training data.
+
+    Raises:
+        ValueError, FileNotFoundError: a set cannot be read, or has too few problems; names the set.
+    """
+    from ..data.load import load_data
+
+    problems: dict[str, list[Sample]] = {}
+    if not isinstance(evaluation, RLEvalConfig):
+        return problems
+    for name, settings in evaluation.sets.items():
+        fixed: dict[str, Any] = {"path": settings.path, "task": None, "sources": None, "split": settings.split}
+        fixed |= {"streaming": False, "shuffle": False, "sampler": None}
+        location = f"eval.sets.{name}"
+        section = build(type(dataset), {**dataset, **fixed, **settings.dataset}, f"{location}.dataset")
+        try:
+            if settings.reward is not None:
+                settings.reward.open()
+                section = settings.reward.with_columns(section)
+            data: Any = load_data(model_tokenizer(model), kind=section.kind, seed=seed, **section)
+            problems[name] = data.held_out(settings.problems)
+        except (ValueError, OSError) as error:
+            raise type(error)(f"{location}: {error}") from error
+    return problems

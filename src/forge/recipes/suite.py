@@ -1,0 +1,76 @@
+"""Evaluation of any model by the section `eval` of a recipe's configuration, without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config.sections import ConfigError
+from ..envs.group import GroupEnv, MultiTurnEnv, SingleTurnEnv
+from ..models.find import check_family, resolve_model
+from ..observability.held_out import lines
+from ..runtime.controller import run
+from ..types import Episode, Sample
+from .components import plain_generator, reward
+from .evaluation import load_sets, start_evaluation
+from .prepare import check_data
+from .rl_config import RLConfig
+
+
+class Kept:
+    """The answers of evaluations, as lines of JSON."""
+
+    def __init__(self) -> None:
+        self.lines = b""
+
+    def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
+        """Add the answers of one set."""
+        self.lines += lines(0, samples, episodes, name)
+
+
+def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, float]:
+    """The metrics of all sets of `cfg.eval` for `cfg.model`, as a run has them at its last step.
+
+    Args:
+        answers: a file for the answers, as held_out.jsonl of a run.
+
+    Raises:
+        ConfigError, ValueError, FileNotFoundError: the configuration, the model or the data do not allow it; nothing
+            was started.
+    """
+    if cfg.model is None:
+        raise ConfigError("an evaluation needs a model: its folder or hub id")
+    if cfg.episode.agent is not None or cfg.models:
+        raise ConfigError("agents are evaluated by a run: set training.steps to 1 and training.learning_rate to 0")
+    if not cfg.eval.intervals():
+        raise ConfigError("eval.problems is 0 and eval.sets is empty: there is nothing to evaluate")
+    check_family(cfg.model)
+    model = resolve_model(cfg.model)
+    cfg.check_tokenizer(model)
+    cfg.check_reward()
+    data = cfg.data(model)
+    _, first = check_data(data, cfg.eval, model, cfg.seed)
+    sets = load_sets(data, cfg.eval, model, cfg.seed)
+    kept = Kept()
+
+    async def work() -> dict[str, float]:
+        rollouts = cfg.grpo
+        policy = await plain_generator(
+            cfg,
+            model,
+            temperature=rollouts.temperature,
+            max_tokens=rollouts.max_tokens,
+            sampling=rollouts.sampling(),
+        )
+        env: GroupEnv
+        if cfg.multi_turn:
+            env = MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(model), **cfg.limits())
+        else:
+            env = SingleTurnEnv(await reward(cfg), with_tokens=cfg.reward.reads_tokens)
+        evaluation = await start_evaluation(cfg, first, sets, kept, env)
+        return await evaluation.run(policy, 0)
+
+    metrics: dict[str, float] = run(work())
+    if answers is not None:
+        answers.write_bytes(kept.lines)
+    return metrics

@@ -1,0 +1,62 @@
+"""What answers to held-out problems say: pass@k, the majority, and how certain it is."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from forge.envs.evaluation import NothingScored, margin, pass_at, summarise
+from forge.types import Completion, Episode
+
+
+def answer(text, correct):
+    completion = Completion(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text, finish="stop")
+    return Episode(completion, None if correct is None else float(correct), info={"correct": correct})
+
+
+@pytest.mark.parametrize("total", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_draws(total):
+    for right, k in itertools.product(range(total + 1), range(1, total + 1)):
+        draws = list(itertools.combinations([True] * right + [False] * (total - right), k))
+        assert pass_at(k, total, right) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_the_numbers_of_a_set():
+    groups = [
+        [answer("so 4", True), answer("it is 4", True), answer("5", False), answer("5!", False)],  # a tie
+        [answer("1", False), answer("1", False), answer("2", True), answer("3", False)],
+        [answer("7", True)] * 4,
+    ]
+    metrics = summarise(groups, 4)
+    assert metrics["accuracy"] == pytest.approx((0.5 + 0.25 + 1) / 3)
+    assert metrics["pass@2"] == pytest.approx((1 - 1 / 6 + 0.5 + 1) / 3)
+    assert metrics["pass@4"] == 1.0
+    assert metrics["maj@4"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert metrics["unscored"] == 0.0
+    assert metrics["turns"] == 1.0
+
+
+def test_answers_that_nobody_could_judge_are_not_wrong():
+    groups = [[answer("1", True), answer("2", None)], [answer("3", None), answer("4", None)]]
+    metrics = summarise(groups, 2)
+    assert metrics["accuracy"] == 1.0
+    assert not {"pass@2", "maj@2"} & metrics.keys()  # no problem has two that are known
+    assert metrics["unscored"] == 0.75
+    with pytest.raises(NothingScored, match="no episode of the evaluation could be scored"):
+        summarise(groups[1:], 2)
+
+
+def test_the_margin_covers_the_true_share():
+    """Over 2,000 drawn sets of 40 problems the interval misses the truth in about 5 %."""
+    draw = random.Random(0)
+    for truth in (0.05, 0.3, 0.8):
+        missed = 0
+        for _ in range(2000):
+            share = sum(draw.random() < truth for _ in range(40)) / 40
+            # Wilson's interval is not around the share, but around a point nearer to 1/2.
+            centre = (share + 1.96**2 / 80) / (1 + 1.96**2 / 40)
+            missed += abs(truth - centre) > margin(share, 40)
+        assert missed / 2000 < 0.08
+    assert margin(1.0, 40) > 0.04
+    assert margin(0.5, 10_000) == pytest.approx(1.96 * math.sqrt(0.25 / 10_000), rel=0.01)
