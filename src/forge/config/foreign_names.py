@@ -237,6 +237,18 @@ TITANRL = {
     "drop_zero_std_reward_groups": "nothing to set, they have no gradient and are left out",
     "batch_invariant": "nothing to set on a CPU; docs/explain/exact.md has what is exact",
 }
+# Endpoints and methods of torchforge's services.
+ENDPOINTS = {
+    "get_version": "the version of a completion: completion.version",
+    "forward": "logprobs.route(batch)",
+    "start_session": "async with service.session()",
+    "get_metrics": "service.status()",
+    "get_metrics_summary": "service.status()",
+    "choose": "route",
+    "call_all": "fanout",
+    "clear": "advance.route(version), which drops what is too old",
+    "evict": "advance.route(version), which drops what is too old",
+}
 TABLES = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "torchforge": TORCHFORGE, "TitanRL": TITANRL}
 ADAMS_LARGEST = 1e-3  # a larger epsilon was meant for a clip
 

@@ -32,7 +32,7 @@ def check_settings(settings: Mapping[str, Any], config_type: type[Section], algo
     lines = translated(foreign, python=True)
     if lines:
         raise ConfigError(lines)
-    # In RL alone: elsewhere epochs are a key of several sections, which is an error of its own.
+    # In RL alone: elsewhere epochs are a key of several sections, which is another error.
     traps = [trap(key, value) for key, value in settings.items() if algorithm is not None]
     if any(traps):
         raise ConfigError(next(filter(None, traps)))

@@ -22,6 +22,20 @@ ALIASES = {
     "forge.watch": "forge.serve.watch",
 }
 
+# Modules of Meta's torchforge that are not here, and what has their contents.
+ABSENT = {
+    "forge.actors.reference_model": "forge.actors.ReferenceModel, whose endpoint is logprobs",
+    "forge.actors.coder": "forge_sandbox",
+    "forge.losses.grpo_loss": "forge.losses.GRPOLoss",
+    "forge.rl": "forge.types, forge.data.packing and forge.training.credit",
+    "forge.util": "forge.config for YAML files, Trainer.logprobs for log-probabilities",
+    "forge.observability.metric_actors": "forge.observability.record_metric, which needs no logger",
+    "forge.observability.perf_tracker": "forge.observability.phase",
+    "forge.data_models": "forge.types",
+    "forge.data.datasets": "forge.data.load.load_data",
+    "forge.env": "forge.envs",
+}
+
 
 def current_name(name: str) -> str | None:
     """Return the current name of a module, if `name` is an older one."""
@@ -72,7 +86,25 @@ class AliasFinder(MetaPathFinder, InspectLoader):
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")
 
 
+class AbsentFinder(MetaPathFinder):
+    """Says what has the contents of a module that upstream has, once no other finder knows it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return None. ModuleNotFoundError: it is one of them; names the module of today."""
+        if fullname in ABSENT:
+            here = ABSENT[fullname]
+            raise ModuleNotFoundError(
+                f"{fullname} is a module of Meta's torchforge; here: {here} (docs/howto/from_torchforge.md)",
+                name=fullname,
+            )
+        return None
+
+
 def install() -> None:
     """Make the older names importable, once."""
+    if not any(isinstance(finder, AbsentFinder) for finder in sys.meta_path):
+        sys.meta_path.append(AbsentFinder())
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, AliasFinder())  # before the finder of files: an old folder may remain

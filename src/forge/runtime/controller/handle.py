@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
+from ...config.foreign_names import ENDPOINTS
 from ...config.plugin import nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
@@ -63,9 +64,9 @@ class Handle(ABC):
         endpoints = self.__dict__.get("_endpoints", ())
         if name in endpoints:
             return Endpoint(self, name)
-        raise AttributeError(
-            f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{nearest(name, sorted(endpoints))}"
-        )
+        here = ENDPOINTS.get(name)
+        hint = f": torchforge's {name} is {here} here" if here else nearest(name, sorted(endpoints))
+        raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
 
     @asynccontextmanager
     async def session(self, session_id: str | None = None) -> AsyncIterator[str]:
@@ -101,6 +102,11 @@ class Endpoint:
     def __call__(self, *args: object, **kwargs: object) -> None:
         name = f"{self.service._name}.{self.name}"
         raise TypeError(f"{name} runs in another process: write `await {name}.route(...)`")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        here = ENDPOINTS.get(name)
+        hint = f": torchforge's {name} is {here} here" if here else "; the verbs are route, fanout, call and call_one"
+        raise AttributeError(f"an endpoint has no {name!r}{hint}")
 
     def options(
         self, *, timeout: float | None = None, session: str | None = None, request_id: str | None = None
