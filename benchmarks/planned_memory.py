@@ -26,10 +26,10 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from forge.recipes.plan.components import full_batch, weighted_scores, weighted_values
 from forge.recipes.plan.memory import trainer_memory
 from forge.recipes.plan.passes import run_passes
 from forge.recipes.plan.shapes import PUBLIC, shape_folder
+from forge.recipes.plan.trainers import full_batch, weighted_scores, weighted_values
 from forge.training.distributed import join, leave
 from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings

@@ -24,6 +24,7 @@ from ..observability.trackers import check_trackers
 from ..serve.watch.report import write_report
 from .memory import memory_report
 from .placement import check_hosts, check_shared
+from .plan.start import log_plan
 from .resume import Start, check_origin, write_origin
 from .schema import EvalConfig, TrainingRecipe
 from .slowness import reported
@@ -83,6 +84,7 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], Run]:
     needs = memory_report(cfg, model)
     if needs:
         log.info("memory, without activations and caches: %s", "; ".join(needs))
+    log_plan(cfg, model)
     # Last, what is free on this machine; then the folder, the first thing that is written.
     check_space(cfg, model, start.step, overwrite)
     if os.environ.get("TORCHSTORE_USE_RDMA"):
