@@ -38,6 +38,7 @@ class Weight:
     is_inner: bool  # of a decoder layer
     is_matrix: bool
     trains: bool
+    is_stack: bool = False  # of matrices, those of experts
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ def _passes(
     dtype: torch.dtype,
 ) -> Passes:
     described = {
-        name: Weight(tensor.numel(), ".layers." in name, tensor.dim() >= 2, weights[name].requires_grad)
+        name: Weight(
+            tensor.numel(), ".layers." in name, tensor.dim() >= 2, weights[name].requires_grad, tensor.dim() > 2
+        )
         for name, tensor in local.items()
     }
     layers = len(policy.model.model.layers)

@@ -133,6 +133,8 @@ def _memory(
         settings,
         OptimizerSettings(**cfg.training.optimizer_settings()),
         shards=shards,
+        tensor=layout.tensor_parallel_degree,
+        copies=layout.data_parallel_replicate_degree or 1,
         micro_batches=2 if accumulates else 1,
         gloo=device_type == "cpu",
         learns=learns,
