@@ -27,8 +27,8 @@ Placements = tuple[Placement, ...]
 class Update(NamedTuple):
     """An update of a matrix, or of a stack of them.
 
-    parameter: whose layout it has. part: makes this rank's part of the update, in any dtype. apply: takes its direction,
-    in bfloat16.
+    parameter: whose layout it has. part: makes this rank's part of the update, in any dtype. apply: takes the part of
+    its direction, in bfloat16.
     """
 
     parameter: Tensor

@@ -132,8 +132,8 @@ def update_bytes(
     iteration = 5 * 2
     if weight.is_stack or parts * tensor * copies == 1:
         return weight.elements * (singles + FLOAT + iteration) // parts
-    # A round has a matrix for each rank: the parts of all of them are one matrix for each copy of the shards. Beside the
-    # iteration's are the parts of its result, for each further copy.
+    # A round has a matrix for each rank: the parts of all of them are one matrix for each copy of the shards. Beside
+    # the iteration's are the parts of its result, for each further copy.
     return weight.elements * tensor * (singles * copies + iteration + 2 * (copies - 1))
 
 
