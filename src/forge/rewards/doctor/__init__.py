@@ -1,0 +1,6 @@
+"""Examines a reward before a run pays with it: answers that should earn nothing, and calls that should not fail."""
+
+from .examine import Examination, examine
+from .findings import Finding
+
+__all__ = ["Examination", "Finding", "examine"]
