@@ -212,12 +212,14 @@ def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None
 
 class Score(NamedTuple):
     """`reward` is None if the response is unscored, `correct` if that is unknown. `parts` is what each of several
-    scorers adds to the reward, by name; `steps` what its steps earn of it: (end in characters, reward)."""
+    scorers adds to the reward, by name; `steps` what its steps earn of it: (end in characters, reward). `reason` says
+    why there is no reward."""
 
     reward: float | None
     correct: bool | None
     parts: dict[str, float] | None = None
     steps: list[tuple[int, float]] | None = None
+    reason: str = ""
 
 
 class Reward:
@@ -290,10 +292,13 @@ class Reward:
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]
+        reasons: list[str] = [""] * len(responses)
         for verifier, call, weight, name in zip(self.verifiers, self.calls, self.weights, self.names, strict=True):
             scores = await scored_by(verifier, call, answers)
             part = weight * scores.values.sum(1)
             parts[name] = part
+            for (response, _), reason in scores.reasons.items():
+                reasons[response] = reasons[response] or f"{name}: {reason}"
             if not isinstance(verifier, FunctionVerifier):
                 report_missing(verifier, scores, self._logged)
             applied |= ~np.isnan(part)
@@ -314,6 +319,7 @@ class Reward:
                 right,
                 {name: float(part[i]) for name, part in parts.items() if not np.isnan(part[i])} if several else None,
                 steps[i] or None,
+                reasons[i] if np.isnan(reward) else "",
             )
             for i, (reward, right) in enumerate(zip(total, correct, strict=True))
         ]
