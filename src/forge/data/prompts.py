@@ -253,6 +253,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def begin(self, row: Row) -> None:
         """Find the target's column by the first row, where the settings leave it open."""
+        # Only the default looks further: a column that was named has to be there.
         section = self.settings
         row = with_ground_truth(row)
         if section.target_field != "answer" or section.target_field in row:

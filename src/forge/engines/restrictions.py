@@ -59,6 +59,7 @@ class Words:
         return [sequence for word in words for sequence in self._sequences(word)]
 
     def _encoded(self, word: str) -> list[list[int]]:
+        # As vLLM: at the beginning of a text, and after a space.
         tokenizer = self._tokenizer
         forms = [word, " " + word.lstrip()]
         encoded = [tokenizer(form, add_special_tokens=False)["input_ids"] for form in forms]
@@ -105,6 +106,7 @@ class Restrictions:
             (self.penalty, [s.repetition_penalty for s in samplings]),
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=self._device)
+        # The table of seen tokens is large, and made only where a row has a penalty.
         for i, row in placed.items():
             if row.request.sampling.repetition_penalty == 1:
                 continue
@@ -175,6 +177,7 @@ class Restrictions:
             self._seen[self._penalised, tokens[self._penalised]] = True
         if self._watched_index is None:
             return set()
+        # One copy from the device for all rows that have texts.
         ended = set()
         for (i, row), token in zip(self.watched.items(), tokens[self._watched_index].tolist(), strict=True):
             row.answer.append(token)
