@@ -63,6 +63,8 @@ TRL = {
     "vllm_tensor_parallel_size": "services.generator.procs",
     "vllm_importance_sampling_correction": "grpo.correction=truncate",
     "generation_kwargs": "grpo.top_p, top_k, min_p, repetition_penalty, stop and bad_words",
+    "environment_factory": "environment",
+    "rollout_func": "environment",
     "chat_template_kwargs": "dataset.chat_options",
     "log_completions": ALWAYS,
     "shuffle_dataset": "dataset.shuffle",
@@ -153,6 +155,8 @@ VERL = {
     "clip_ratio_high": "grpo.clip_high",
     "clip_ratio_c": "grpo.dual_clip",
     "loss_agg_mode": "training.aggregation",
+    "loss_mode": "algorithm",
+    "multi_turn": "environment",
     # KL, entropy and advantages.
     "use_kl_loss": "grpo.beta, with services.ref_model: {}",
     "kl_loss_coef": "grpo.beta",
