@@ -68,7 +68,9 @@ def test_each_reason_why_scores_are_missing_is_logged_once_in_training(caplog):
     async def train():
         reward = Reward([Panel([Rule(fails)])])
         for number in range(len(reasons)):
-            assert await reward.score("p", [str(number)], None) == [Score(None, None)]
+            [score] = await reward.score("p", [str(number)], None)
+            assert (score.reward, score.correct) == (None, None)
+            assert score.reason.endswith(reasons[number])
 
     asyncio.run(train())
     said = [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records]

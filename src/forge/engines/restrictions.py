@@ -6,7 +6,7 @@ In order: the repetition penalty and bad words, then (after grammars) min_p, top
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,13 +121,17 @@ class Restrictions:
             if state is not None:
                 state[free] = state[last]
 
-    def describe(self, rows: Sequence[RunningSample]) -> None:
-        """Note which rows have which settings."""
+    def describe(self, rows: Sequence[RunningSample], index_of: Callable[[list[int]], Tensor]) -> None:
+        """Note which rows have which settings.
+
+        Args:
+            index_of: makes an index of rows on the device.
+        """
         samplings = [row.request.sampling for row in rows]
 
         def index(chosen: Iterable[int]) -> Tensor | None:
             numbers = list(chosen)
-            return torch.tensor(numbers, device=self._device) if numbers else None
+            return index_of(numbers) if numbers else None
 
         # Top-k, top-p and min_p have no effect on greedy decoding.
         drawn = [i for i, s in enumerate(samplings) if s.temperature > 0]
