@@ -26,10 +26,10 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from forge.recipes.plan.components import full_batch, weighted_scores, weighted_values
 from forge.recipes.plan.memory import trainer_memory
 from forge.recipes.plan.passes import run_passes
 from forge.recipes.plan.shapes import PUBLIC, shape_folder
+from forge.recipes.plan.trainers import full_batch, weighted_scores, weighted_values
 from forge.training.distributed import join, leave
 from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
@@ -98,6 +98,7 @@ CASES = [
     Case(ranks=2, lora=8, updates=2),
     Case(ranks=2, head="value"),
     Case(ranks=2, optimizer={"optimizer": "muon"}, passes=RECOMPUTED),
+    Case(ranks=4, optimizer={"optimizer": "muon"}, layout={"data_parallel_replicate_degree": 2}),
     Case(ranks=2, shape={"vocab_size": 32000}, passes=RECOMPUTED),
     *(Case(ranks=2, layout=layout, updates=2) for layout in (TENSOR, CONTEXT)),
     *(Case(ranks=4, layout=layout) for layout in (TENSOR, CONTEXT)),
@@ -196,6 +197,8 @@ def plan(case: Case, model: Path) -> int:
         settings,
         OptimizerSettings(**case.optimizer),
         shards=None if case.ranks == 1 else shards,
+        tensor=layout.tensor_parallel_degree,
+        copies=layout.data_parallel_replicate_degree or 1,
         micro_batches=case.updates,
         gloo=True,
     )

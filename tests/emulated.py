@@ -48,10 +48,16 @@ class DeviceMix(RuntimeError):
 
 @dataclass
 class Emulation:
-    """A device, and how often the host waited for it, by the line of the library and the reason."""
+    """A device, and how often the host waited for it, by the line of the library and the reason.
+
+    launches: operators that a device would have a kernel for. observers: by thread, what sees each operator, with its
+    result; it counts its launches itself.
+    """
 
     device: torch.device
     waits: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
+    observers: dict[int, Callable[[Any, Sequence[Any], Any], None]] = field(default_factory=dict)
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
@@ -64,6 +70,12 @@ class Emulation:
 def lines(waits: Counter[str]) -> str:
     """Waits, for the message of a test that fails."""
     return "the host waits for the device\n" + "\n".join(f"{count} times: {line}" for line, count in waits.items())
+
+
+def current() -> Emulation:
+    """The device of the block that runs."""
+    assert _current is not None, "no emulated device"
+    return _current
 
 
 _current: Emulation | None = None
@@ -124,6 +136,11 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if wanted is not None:
         inner_kwargs["device"] = torch.device("cpu")
     result = compute(func, inner_args, inner_kwargs)
+    observer = _current.observers.get(threading.get_ident())
+    if observer is not None:
+        observer(func, inner, result)
+    else:
+        _current.launches += not func.is_view
     if func is aten.copy_.default:
         return args[0]
     if not to_device:

@@ -114,7 +114,8 @@ def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.Mon
             return decode(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(engine._batch.decoder, "decode", failing)
-        futures = [engine.submit([1, 2], Sampling(n=3, max_tokens=50)) for _ in range(4)]
+        with engine._wake:  # all of them before the fourth step
+            futures = [engine.submit([1, 2], Sampling(n=3, max_tokens=50)) for _ in range(4)]
         for future in futures:
             assert isinstance(future.exception(10), EngineFailed)
         with pytest.raises(EngineFailed, match="MemoryError: out of memory in the test"):

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from benchmarks.planned_memory import CASES, RECOMPUTED, SEQ_LEN, Case, measure, plan, write_model
 from forge.cli import main
 from forge.cli.plan import planned
-from forge.recipes.plan.components import full_batch, weighted_scores
 from forge.recipes.plan.devices import DEVICES, Device, Machines, parse_machines
 from forge.recipes.plan.generation import engine_memory
 from forge.recipes.plan.passes import run_passes
 from forge.recipes.plan.shapes import PUBLIC, shape_folder
 from forge.recipes.plan.text import plan_lines
 from forge.recipes.plan.times import Work, generation_seconds, training_seconds
+from forge.recipes.plan.trainers import full_batch, weighted_scores
 from forge.system.devices import type_of
 from forge.training.settings import PassSettings
 

@@ -69,6 +69,11 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     ),
     (
         RLConfig,
+        {"generator": {"cuda_graphs": True}},
+        "generator.cuda_graphs does nothing: services.generator has no GPUs (with_gpus): omit it",
+    ),
+    (
+        RLConfig,
         {**COLOCATED, "services": {"generator": {"threads": 2}}},
         "colocated: services.generator.threads = 2, and it lives in the trainer's processes, with 1",
     ),

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from forge.runtime.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import Ranks, join
-from forge.training.optimizers import build_optimizer, join_bits, newton_schulz, split_bits
+from forge.training.muon import newton_schulz
+from forge.training.optimizers import build_optimizer, join_bits, split_bits
 from forge.training.settings import OptimizerSettings, Parallelism
 from forge.training.trainer import PolicyTrainer
 from tests.training import conftest

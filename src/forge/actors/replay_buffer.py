@@ -108,6 +108,7 @@ class ReplayBuffer(ForgeActor):
             index = _index(item)
             if index is not None and reason != "repeated":
                 self.seen.add(index)
+                # With what is dropped as well: a prompt that is solved by all answers may have no signal.
                 self.outcomes[index] = [reward for reward in _rewards(item) if reward is not None]
             if reason is not None:
                 self.replaced += reason == "no_signal"

@@ -204,6 +204,7 @@ class Trainer(ForgeActor):
             batch = self._pack(batch, targets)
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
+            # Further updates are of the step that was counted last.
             self.staleness.check(batch, self.trainer.step - again)
             if self.identities is not None:
                 self.identities.check(batch)

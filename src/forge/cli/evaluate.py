@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
         cfg = load(RLConfig, words)
         if args.answers is not None and not args.answers.absolute().parent.is_dir():
             raise ConfigError(f"--answers: the folder of {args.answers} does not exist")
+        # The server imports its libraries while this process imports the recipe.
         with forked_processes():
             from ..recipes.suite import evaluate_suite
 

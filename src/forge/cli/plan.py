@@ -117,6 +117,6 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     with tempfile.TemporaryDirectory() as scratch:
         if cfg.model is None:
             built = build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch)
-            return cfg, make_plan(cfg, Path(built), "a model from scratch", machines)
+            return cfg, make_plan(cfg, Path(built), "a model from scratch", machines, grows=True)
         folder = shape_folder(cfg.model, Path(scratch))
-        return cfg, make_plan(cfg, folder, cfg.model, machines)
+        return cfg, make_plan(cfg, folder, cfg.model, machines, grows=True)

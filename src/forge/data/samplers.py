@@ -1,7 +1,7 @@
 """Samplers: the order of stored rows by what came of them before. `dataset.sampler` names one.
 
-A sampler is constructed with the rows and a seed, says which row comes next (`draw`), and is told how each group of
-answers did (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
+A sampler is constructed with the rows and a seed, says which row comes next (`draw`), and gets the rewards of each
+group of answers (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Sampler(ABC):
         del row, rewards
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be known to continue, as plain JSON."""
-        return {name: value for name, value in vars(self).items() if name not in ("rows", "seed")}
+        """What has to be known to continue, as plain JSON: all attributes but rows, seed and `_names`."""
+        attributes = vars(self).items()
+        return {name: value for name, value in attributes if name not in ("rows", "seed") and name[0] != "_"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
@@ -75,18 +76,19 @@ class Curriculum(Sampler):
         _check_column(rows, level)
         self.level, self.advance_at, self.window = level, advance_at, window
         self.levels = sorted({row[level] for row in rows})
+        self._rows_of = _by_value(rows, level)
         self.stage = 0  # position in `levels`
         self.shares: list[float] = []  # of right answers, of the last groups of this stage
 
     def draw(self) -> int:
-        rows = [number for number, row in enumerate(self.rows) if row[self.level] == self.levels[self.stage]]
-        return self.random().choice(rows)
+        return self.random().choice(self._rows_of[str(self.levels[self.stage])])
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
         # Groups of the stage before may still come in.
         if not rewards or self.rows[row][self.level] != self.levels[self.stage]:
             return
         self.shares = [*self.shares, _solved(rewards)][-self.window :]
+        # A few lucky groups at its beginning must not end a level.
         is_full = len(self.shares) == self.window
         if is_full and sum(self.shares) / self.window >= self.advance_at and self.stage + 1 < len(self.levels):
             self.stage += 1
@@ -108,17 +110,26 @@ class Frontier(Sampler):
             raise ValueError(f"floor must be above 0 and memory in (0, 1], got {floor} and {memory}")
         self.floor, self.memory = floor, memory
         self.rates: dict[str, float] = {}  # by the position as text, as JSON has it
+        self._weights: list[float] = []
 
     def draw(self) -> int:
-        weights = [self._weight(self.rates.get(str(row), 0.5)) for row in range(len(self.rows))]
-        return self.random().choices(range(len(self.rows)), cum_weights=[*accumulate(weights)])[0]
+        if not self._weights:
+            self._weights = [self._weight(self.rates.get(str(row), 0.5)) for row in range(len(self.rows))]
+        return self.random().choices(range(len(self.rows)), cum_weights=[*accumulate(self._weights)])[0]
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
         if rewards:
             before = self.rates.get(str(row), 0.5)
-            self.rates[str(row)] = before + self.memory * (_solved(rewards) - before)
+            rate = self.rates[str(row)] = before + self.memory * (_solved(rewards) - before)
+            if self._weights:
+                self._weights[row] = self._weight(rate)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._weights = []
 
     def _weight(self, rate: float) -> float:
+        # The variance of a reward of 0 or 1: without it the advantages of a group are 0.
         return rate * (1 - rate) + self.floor
 
 
@@ -149,6 +160,7 @@ class Retire(Sampler):
         return self.queue.pop()
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
+        # One wrong answer, and the row is still worth a group.
         if rewards:
             solved = min(rewards) >= SOLVED
             self.streaks[str(row)] = self.streaks.get(str(row), 0) + 1 if solved else 0
@@ -185,14 +197,16 @@ class Mix(Sampler):
         if draws_to_end < 1:
             raise ValueError(f"draws_to_end must be at least 1, got {draws_to_end}")
         self.kind, self.start, self.end, self.draws_to_end = kind, start, end, draws_to_end
+        self._rows_of = _by_value(rows, kind)
 
     def draw(self) -> int:
+        # By draws, not by steps: what is dropped moves the shares as well.
         progress = min(1.0, self.draws / self.draws_to_end)
         random = self.random()
         kinds = sorted({*self.start, *self.end})
         weights = [(1 - progress) * share + progress * end for share, end in map(self._shares, kinds)]
         kind = random.choices(kinds, weights)[0]
-        return random.choice([number for number, row in enumerate(self.rows) if str(row[self.kind]) == kind])
+        return random.choice(self._rows_of[kind])
 
     def _shares(self, kind: str) -> tuple[float, float]:
         start, end = (weights.get(kind, 0.0) / sum(weights.values()) for weights in (self.start, self.end))
@@ -223,6 +237,7 @@ def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
         raise ValueError(
             f"dataset.sampler must have `use`: {', '.join(NAMES)} or package.module:Class, got {sampler!r}"
         )
+    # Settings are checked by names and types, as those of rewards.
     made = construct(make, {"rows": rows, "seed": seed, **settings}, "dataset.sampler")
     missing = [name for name in ("draw", "observe", "state_dict", "load_state_dict") if not hasattr(made, name)]
     if missing:
@@ -233,6 +248,14 @@ def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
 def _solved(rewards: Sequence[float]) -> float:
     """The share of right answers."""
     return sum(reward >= SOLVED for reward in rewards) / len(rewards)
+
+
+def _by_value(rows: Sequence[Row], column: str) -> dict[str, list[int]]:
+    """The positions of rows by the text of a column's value."""
+    positions: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        positions.setdefault(str(row[column]), []).append(number)
+    return positions
 
 
 def _check_column(rows: Sequence[Row], column: str) -> None:

@@ -97,6 +97,7 @@ class SampledRows:
 
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
         """Tell the sampler the rewards of samples, by their indices."""
+        # In the order of the draws, whatever order the groups arrived in.
         for index in sorted(outcomes):
             row = self._drawn.pop(index, None)
             if row is not None:
@@ -109,7 +110,7 @@ class SampledRows:
     def state(self) -> Position:
         """The state of the sampler, and the samples whose outcome it does not know yet."""
         drawn = {str(index): row for index, row in self._drawn.items()}
-        # A copy: the sampler goes on while a checkpoint is written.
+        # A copy, as the sampler draws on while a checkpoint is written; and what is not JSON fails here, not at resume.
         return {"sampler": json.loads(json.dumps(self.sampler.state_dict())), "drawn": drawn}
 
     def load(self, state: Position) -> None:

@@ -20,8 +20,9 @@ from torch import Tensor
 from ..types import UNKNOWN_EXPERT, Completion
 from .cache import WIDTH, rounded
 from .decoder import Decoder
+from .graphs import Drawn, StepGraphs
 from .prefixes import TOKENS, Prefix, PrefixCache
-from .requests import Admission, EngineRequest, RunningSample, WeightSpan
+from .requests import Admission, EngineRequest, RunningSample, WeightSpan, accept, allowed_tokens, fail
 from .restrictions import Restrictions, Words
 from .sampling import draw, keep_allowed, top_logprobs, uniforms
 from .weights import Weights
@@ -41,10 +42,17 @@ class RunningBatch:
     """
 
     def __init__(
-        self, decoder: Decoder, slots: int, prefill_tokens: int, prefix_bytes: int = 0, words: Words | None = None
+        self,
+        decoder: Decoder,
+        slots: int,
+        prefill_tokens: int,
+        prefix_bytes: int = 0,
+        words: Words | None = None,
+        graphs: StepGraphs | None = None,
     ):
         self.decoder = decoder
         self.words = words
+        self.graphs = graphs
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.prefix_cache = PrefixCache(prefix_bytes)
@@ -64,6 +72,7 @@ class RunningBatch:
         self.temperature = torch.ones(rows, device=device)
         self.restrictions = Restrictions(rows, decoder.vocab, device)
         self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.count = torch.zeros((), dtype=torch.long, device=device)  # of rows, for a captured step
         self.stops = torch.full((rows, 1), -1, device=device)
         # By position, like the cache: the uniform numbers, and the tokens drawn with them.
         self.uniform, self.logprobs = (torch.zeros(rows, length, device=device) for _ in range(2))
@@ -92,6 +101,8 @@ class RunningBatch:
         self._clear_rows()
         self._drop_prefixes(waiting)
         self.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
+        if self.graphs is not None:
+            self.graphs.clear()
         self.decoder.release()
 
     def switch(self, weights: Weights, waiting: deque[EngineRequest], preempt: bool = False) -> None:
@@ -358,31 +369,27 @@ class RunningBatch:
         cache.reserve(length, rows, self._max_length)
         # At least two rows: other kernels multiply a single one, and round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
-        logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows]
-        # Draw, and record at each row's position.
-        positions = self.positions[:rows]
-        logits /= self.temperature[:rows, None]
-        policy = self.restrictions.policy(logits)
-        self.restrictions.exclude(logits)
-        if self._constrained_index is not None:
-            self._constrain(logits, self._constrained_index)
-        self.restrictions.bound(logits)
-        columns = positions[:, None]
-        uniform = self.uniform[:rows].gather(1, columns)[:, 0]
-        tokens, logprobs = draw(logits, uniform, self.greedy[:rows] if self._any_greedy else None)
-        self.restrictions.record(logprobs, policy, tokens)
-        self.tokens[:rows] = tokens
-        self.drawn[:rows].scatter_(1, columns, tokens[:, None])
-        self.logprobs[:rows].scatter_(1, columns, logprobs[:, None])
-        positions += 1
-        finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
+        is_plain = self._constrained_index is None and self._with_top_index is None
+        if self.graphs is not None and is_plain and self.restrictions.can_be_captured:
+            tokens, logprobs, finished = (state[:rows] for state in self._captured(self.graphs, rows, width, length))
+        else:
+            logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows]
+            logits /= self.temperature[:rows, None]
+            policy = self.restrictions.policy(logits)
+            self.restrictions.exclude(logits)
+            if self._constrained_index is not None:
+                bits = allowed_tokens(map(self.rows.__getitem__, self._constrained), logits.shape[-1])
+                index = self._constrained_index
+                logits[index] = keep_allowed(logits[index], bits.to(logits.device))
+            self.restrictions.bound(logits)
+            tokens, logprobs, finished = self._draw(logits, 1, policy)
         self.steps += 1
         self.generated += rows
         if self._with_top_index is not None:
             for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
         if self._constrained_index is not None:
-            self._accept(tokens[self._constrained_index].tolist())
+            accept(map(self.rows.__getitem__, self._constrained), tokens[self._constrained_index].tolist())
         ended_by_text = self.restrictions.follow(tokens, self.words) if self.words else set()
         complete = []
         for i, ended in enumerate(finished.tolist()):  # `nonzero` would wait for the device once more
@@ -401,35 +408,35 @@ class RunningBatch:
             self._stream(tokens, logprobs)
         return complete
 
-    def _constrain(self, logits: Tensor, index: Tensor) -> None:
-        """Set the logits (B, V) of tokens that the rows' grammars exclude to -inf, in the rows of `index`. A device
-        computes the logits meanwhile."""
-        bits = np.full((len(self._constrained), -(-logits.shape[-1] // 32)), -1, dtype=np.int32)
-        for line, i in enumerate(self._constrained):
-            row = self.rows[i]
-            # A request that failed or was cancelled has its rows until the next step.
-            if row.matcher is not None and not row.request.future.done():
-                try:
-                    row.matcher.fill(bits[line])
-                except ValueError as error:
-                    bits[line] = -1
-                    self._fail(row.request, error)
-        logits[index] = keep_allowed(logits[index], torch.from_numpy(bits).to(logits.device))
+    def _draw(self, logits: Tensor, moves: Tensor | int, policy: Tensor | None = None) -> Drawn:
+        """Draw a token for each row of logits (B, V), and record it at the row's position, which then `moves`."""
+        rows = len(logits)
+        positions = self.positions[:rows]
+        columns = positions[:, None]
+        uniform = self.uniform[:rows].gather(1, columns)[:, 0]
+        tokens, logprobs = draw(logits, uniform, self.greedy[:rows] if self._any_greedy else None)
+        self.restrictions.record(logprobs, policy, tokens)
+        self.tokens[:rows] = tokens
+        self.drawn[:rows].scatter_(1, columns, tokens[:, None])
+        self.logprobs[:rows].scatter_(1, columns, logprobs[:, None])
+        positions += moves
+        finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
+        return Drawn(tokens, logprobs, finished)
 
-    def _accept(self, tokens: list[int]) -> None:
-        """Advance the grammars of rows that have one by the tokens drawn for them."""
-        for i, token in zip(self._constrained, tokens, strict=True):
-            row = self.rows[i]
-            if row.matcher is not None and not row.request.future.done():
-                try:
-                    row.matcher.accept(token)
-                except ValueError as error:
-                    self._fail(row.request, error)
+    def _captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
+        """The same by a graph, for idle rows as well, which stay where they are: `rows` may change between its runs."""
+        restricted = self.restrictions.is_bounding
 
-    def _fail(self, request: EngineRequest, error: Exception) -> None:
-        """Fail one request; the others continue."""
-        if request.future.set_running_or_notify_cancel():
-            request.future.set_exception(error)
+        def advance() -> Drawn:
+            logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)
+            logits /= self.temperature[:width, None]
+            if restricted:
+                logits = self.restrictions.bound_all(logits)
+            return self._draw(logits, self.decoder.row_ids[:width] < self.count)
+
+        self.count.fill_(rows)
+        inputs = (self.decoder.weights, self.decoder.cache.keys, self.decoder.cache.values, self.stops)
+        return graphs.run((width, length, restricted, self._any_greedy), inputs, advance)
 
     def _stream(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Pass this step's tokens to the listeners, with one more synchronisation for all of them."""
@@ -448,7 +455,7 @@ class RunningBatch:
             try:
                 request.listener(sample, piece)
             except Exception as error:  # the request fails, not the engine
-                self._fail(request, error)
+                fail(request, error)
 
     def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
         """The experts of the tokens in row i. Prompts skip the last layer: a preempted sample's tokens, which are then

@@ -45,6 +45,7 @@ class Decoder:
         device: torch.device,
         record: bool = False,
         cache_bytes: int | None = None,
+        granule: int = 16,
     ):
         self.weights = weights
         self.device = device
@@ -55,7 +56,7 @@ class Decoder:
         # Only a CPU in float32 promises the same bits at any length.
         exact = device.type == "cpu" and dtype == torch.float32
         longest = rounded(max_seq_len, BLOCK)
-        self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if exact else 16
+        self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if exact else granule
         self.cache = KeyValueCache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
         # A kind of attention is a rotary embedding and a window; most models have one kind for all layers.

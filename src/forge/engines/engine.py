@@ -23,6 +23,7 @@ from .batch import RunningBatch
 from .cache import BLOCK, WIDTH, rounded, token_bytes
 from .decoder import Decoder
 from .grammar import Grammars
+from .graphs import GRANULE, graphs_on
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
 from .requests import EngineRequest
@@ -84,16 +85,25 @@ class EmbeddedEngine:
         self._words = Words(folder)
         self.on_update = options.on_update
         options.check(config)
+        graphs = graphs_on(self.device) if options.cuda_graphs else None
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         rows = rounded(options.slots, WIDTH)
         # After the weights, which take their part of the memory.
         limit = self._cache_limit(options)
         decoder = Decoder(
-            config, weights, rows, self.max_seq_len, self.dtype, self.device, options.router_replay, limit
+            config,
+            weights,
+            rows,
+            self.max_seq_len,
+            self.dtype,
+            self.device,
+            options.router_replay,
+            limit,
+            granule=16 if graphs is None else GRANULE,
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
         prefix_bytes = int(options.prefix_cache_mb * 1e6)
-        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words)
+        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
         self._waiting: deque[EngineRequest] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ..types import Completion, Sampling
 from .grammar import Matcher
@@ -94,3 +99,36 @@ class WeightSpan(NamedTuple):
     start: int
     version: int
     identity: str
+
+
+def allowed_tokens(rows: Iterable[RunningSample], vocabulary: int) -> Tensor:
+    """The tokens that the grammars of rows allow, as bits for `forge.engines.sampling.keep_allowed`, in host memory: a
+    device computes logits meanwhile."""
+    lines = []
+    for row in rows:
+        bits = np.full(-(-vocabulary // 32), -1, dtype=np.int32)
+        # A request that failed or was cancelled has its rows until the next step.
+        if row.matcher is not None and not row.request.future.done():
+            try:
+                row.matcher.fill(bits)
+            except ValueError as error:
+                bits[:] = -1
+                fail(row.request, error)
+        lines.append(bits)
+    return torch.from_numpy(np.stack(lines))
+
+
+def accept(rows: Iterable[RunningSample], tokens: list[int]) -> None:
+    """Advance the grammars of rows by the tokens drawn for them."""
+    for row, token in zip(rows, tokens, strict=True):
+        if row.matcher is not None and not row.request.future.done():
+            try:
+                row.matcher.accept(token)
+            except ValueError as error:
+                fail(row.request, error)
+
+
+def fail(request: EngineRequest, error: Exception) -> None:
+    """Fail one request; the others continue."""
+    if request.future.set_running_or_notify_cancel():
+        request.future.set_exception(error)

@@ -164,6 +164,22 @@ class Restrictions:
             if ends:
                 logits[i, torch.tensor(ends, device=self._device)] = -torch.inf
 
+    @property
+    def is_bounding(self) -> bool:
+        """Whether a row has min_p, top-k or top-p."""
+        return self._bounded is not None
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step reads nothing on the host and has the same operations whichever rows are restricted."""
+        return self._penalised is None and self._policy is None and not self.watched
+
+    def bound_all(self, logits: Tensor) -> Tensor:
+        """min_p, top-k and top-p of logits (B, V) of the first B rows; does nothing to rows without."""
+        rows = len(logits)
+        floor = logits.amax(-1, keepdim=True) + self.min_p[:rows, None].log()
+        return keep_top(logits.masked_fill(logits < floor, -torch.inf), self.top_k[:rows], self.top_p[:rows])
+
     def bound(self, logits: Tensor) -> None:
         """Apply min_p, top-k and top-p to logits (B, V), in place."""
         index = self._bounded

@@ -86,6 +86,7 @@ class GroupEnv(ABC):
         if not samples:
             return {}
         settings = {"temperature": 0.0 if n == 1 else 1.0, **sampling}
+        # The number of a problem is its seed: an evaluation draws the same answers each time.
         with phase("evaluate"):
             plays = (
                 self.play(policy, task, n, number, evaluation=True, **settings) for number, task in enumerate(samples)

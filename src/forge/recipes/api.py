@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..config.plugin import nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
 from ..observability.held_out import HELD_OUT
 from ..observability.rollouts import ROLLOUTS, batches, texts
 from .foreign import check_sampling, check_settings
-from .hooks import Hooks, OnRollouts, OnStep, recipe_of
+from .hooks import Hooks, OnRollouts, OnStep, takes_two
 
 if TYPE_CHECKING:
     from .launch import Recipe
@@ -119,7 +120,7 @@ def train(
     if environment is not None:
         values["environment"] = environment
     hooks = Hooks(on_step, on_rollouts)
-    return _run(recipe_of(recipe), RLConfig, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks)
+    return _run(_recipe_of(recipe), RLConfig, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks)
 
 
 def sft(
@@ -271,6 +272,7 @@ def _run(
     for key, value in settings.items():
         for section, part in _placed(config_type, key, value, values.get("algorithm")).items():
             values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
+    # Sets may be rows as well, which the configuration knows in one form only.
     sets = values["eval"].get("sets")
     if isinstance(sets, Mapping):
         values["eval"]["sets"] = {
@@ -278,6 +280,29 @@ def _run(
         }
     cfg = build(config_type, values)
     return Result(_anywhere(partial(execute, recipe, cfg, resume=resume, hooks=hooks)))
+
+
+def _recipe_of(recipe: Any) -> Callable[..., Any]:
+    """The RL recipe that a user names.
+
+    Args:
+        recipe: None for the library's, a subclass of `forge.recipes.rl.Loop`, or `async def recipe(cfg, job)`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    from . import rl
+
+    if recipe is None:
+        return rl.train
+    if isinstance(recipe, type) and issubclass(recipe, rl.Loop):
+        # The card of the model names the recipe by its module.
+        return update_wrapper(partial(rl.train, loop=recipe), rl.train)
+    if inspect.iscoroutinefunction(recipe) and takes_two(recipe):
+        return cast(Callable[..., Any], recipe)
+    raise ConfigError(
+        f"recipe must be a subclass of forge.recipes.rl.Loop or `async def recipe(cfg, job)`, got {recipe!r:.80}"
+    )
 
 
 def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Job(NamedTuple):
         # The profile of the next step begins with it, so it is asked for at the end of this one.
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         snapshot = await drain_metrics(profiles)
+        # Before the row is written, so that it has what the hook logs, and an evaluation if the run ends with it.
         is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
         if is_stopped and not (last or cfg.eval.all_due(step)):
             metrics = metrics | await evaluate()
@@ -108,6 +109,7 @@ class Job(NamedTuple):
             raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {known}")
         values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
         if metric in row and row[metric] > max(values, default=-math.inf):
+            # Compared with all rows of the run, so that a resumed one needs no further state.
             await state.trainer.export_model.call(self.record.best)
             log.info("%s is the model of step %d, with %s %.3f", self.record.best, row["step"], metric, row[metric])
 
@@ -130,8 +132,8 @@ class RLComponents:
     evaluation: Evaluation
 
     async def advance(self, version: int) -> None:
-        """Admit the rollouts that may start with these weights. What came of the ones before is told to the data first:
-        a sampler draws by it."""
+        """Admit the rollouts that may start with these weights."""
+        # The data first learns what came of the ones before: a sampler draws by it.
         await self.state.forget_done()
         await self.buffer.advance.route(version)
 

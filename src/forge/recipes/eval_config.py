@@ -81,6 +81,7 @@ class RLEvalConfig(EvalConfig):
 
     def _check(self) -> None:
         check_sampling(self.sampling, self.n)
+        # Whether the metric exists is known after the first evaluation.
         if self.best is not None and not self.intervals():
             raise ConfigError("eval.best does nothing: nothing is evaluated")
         for name in self.sets:
@@ -111,5 +112,6 @@ def check_sampling(sampling: dict[str, Any], n: int) -> None:
         Sampling(**sampling)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"eval.sampling: {error}") from None
+    # It would cost n times as much, and pass@n would be pass@1.
     if n > 1 and sampling.get("temperature") == 0:
         raise ConfigError(f"eval.sampling.temperature is 0, at which all of n = {n} answers are equal: set n to 1")

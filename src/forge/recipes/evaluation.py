@@ -55,6 +55,7 @@ class Evaluation:
         if step != self._step:
             self._step = step
             self._done = set()
+        # A run that is stopped by a hook asks twice: for what was due, and for the rest.
         pending = [held_out for held_out in self.sets if held_out.name not in self._done]
         is_end = step in (0, self.steps)
         due = [held_out for held_out in pending if is_end or (held_out.every and step % held_out.every == 0)]
@@ -77,6 +78,7 @@ async def start_evaluation(
         first: the problems of the section `eval` itself. `sets`: those of `eval.sets`.
     """
     intervals = cfg.eval.intervals()
+    # The order of the metrics is that of the configuration.
     plans: list[HeldOut] = []
     if first:
         plans.append(HeldOut("", first, env, intervals[""], cfg.eval.n, cfg.eval.sampling))
@@ -84,6 +86,7 @@ async def start_evaluation(
         settings = cfg.eval.sets[name]
         set_env = env
         if settings.reward is not None:
+            # A separate service: rollouts must not wait behind the answers of an evaluation.
             options = cfg.placement("reward") | {"mesh_name": f"reward_{name}"}
             reward = await RewardActor.options(**options).as_service(**settings.reward.settings())
             set_env = SingleTurnEnv(reward, with_tokens=settings.reward.reads_tokens)
@@ -106,6 +109,7 @@ def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str,
     if not isinstance(evaluation, RLEvalConfig):
         return problems
     for name, settings in evaluation.sets.items():
+        # Held-out problems are the first ones in stored order, whatever the training data does.
         fixed: dict[str, Any] = {"path": settings.path, "task": None, "sources": None, "split": settings.split}
         fixed |= {"streaming": False, "shuffle": False, "sampler": None}
         location = f"eval.sets.{name}"

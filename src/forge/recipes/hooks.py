@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, update_wrapper
-from typing import Any, cast
+from typing import Any
 
 from ..config.sections import ConfigError
 from ..observability import Reduce, record_metric
@@ -27,6 +26,7 @@ def log(name: str, value: float, reduce: str = "mean") -> None:
     Raises:
         ValueError: the value is not finite, or `reduce` is unknown.
     """
+    # Names in place of the enumeration: this function is for scripts.
     reductions = {reduction.value: reduction for reduction in Reduce}
     if reduce not in reductions:
         raise ValueError(f"reduce must be one of {', '.join(reductions)}, got {reduce!r}")
@@ -52,7 +52,7 @@ class Hooks:
     def __post_init__(self) -> None:
         for name, arguments in (("on_step", "(step, metrics)"), ("on_rollouts", "(step, groups)")):
             hook = getattr(self, name)
-            if hook is not None and not (callable(hook) and _takes_two(hook)):
+            if hook is not None and not (callable(hook) and takes_two(hook)):
                 raise ConfigError(f"{name} must be a function of {arguments}, got {hook!r:.80}")
 
     async def step(self, step: int, metrics: dict[str, float]) -> bool:
@@ -63,6 +63,7 @@ class Hooks:
         """
         if self.on_step is None:
             return False
+        # Not by truth: a hook that ends with a number, such as a loss, does not ask for the end of the run.
         verdict = await _called(self.on_step, step, metrics)
         if not (verdict is None or isinstance(verdict, bool)):
             raise TypeError(f"on_step must return True to end the training, or False or None, got {verdict!r:.80}")
@@ -74,34 +75,14 @@ class Hooks:
             await _called(self.on_rollouts, step, groups)
 
 
-def recipe_of(recipe: Any) -> Callable[..., Any]:
-    """The RL recipe that a user names.
-
-    Args:
-        recipe: None for the library's, a subclass of `forge.recipes.rl.Loop`, or `async def recipe(cfg, job)`.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    from . import rl
-
-    if recipe is None:
-        return rl.train
-    if isinstance(recipe, type) and issubclass(recipe, rl.Loop):
-        return update_wrapper(partial(rl.train, loop=recipe), rl.train)
-    if inspect.iscoroutinefunction(recipe) and _takes_two(recipe):
-        return cast(Callable[..., Any], recipe)
-    raise ConfigError(
-        f"recipe must be a subclass of forge.recipes.rl.Loop or `async def recipe(cfg, job)`, got {recipe!r:.80}"
-    )
-
-
 async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    # In the event loop: what takes long belongs into a coroutine.
     result = function(*arguments)
     return await result if inspect.isawaitable(result) else result
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with two arguments."""
     try:
         inspect.signature(function).bind(0, None)
     except TypeError:

@@ -181,6 +181,11 @@ SAMPLING_RULES: list[ConfigRule[RecipeConfig]] = [
         "nothing decides which answers of an evaluation are right",
         "set reward.accuracy, or eval.problems to 0",
     ),
+    ConfigRule(
+        lambda cfg: cfg.generator.cuda_graphs and not cfg.services.generator.with_gpus,
+        "generator.cuda_graphs does nothing: services.generator has no GPUs (with_gpus)",
+        "omit it",
+    ),
 ]
 
 COLOCATED_RULES: list[ConfigRule[RecipeConfig]] = [

@@ -27,6 +27,7 @@ from .eval_config import EvalConfig
 from .evaluation import load_sets
 from .memory import memory_report
 from .placement import check_hosts, check_shared
+from .plan.start import log_plan
 from .resume import Start, check_origin, write_origin
 from .schema import TrainingRecipe
 from .slowness import reported
@@ -87,6 +88,7 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
     needs = memory_report(cfg, model)
     if needs:
         log.info("memory, without activations and caches: %s", "; ".join(needs))
+    log_plan(cfg, model)
     # Last, what is free on this machine; then the folder, the first thing that is written.
     check_space(cfg, model, start.step, overwrite)
     if os.environ.get("TORCHSTORE_USE_RDMA"):

@@ -44,6 +44,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
         raise ConfigError("agents are evaluated by a run: set training.steps to 1 and training.learning_rate to 0")
     if not cfg.eval.intervals():
         raise ConfigError("eval.problems is 0 and eval.sets is empty: there is nothing to evaluate")
+    # All that a run would check, in the same order: models before data, which may take minutes to read.
     check_family(cfg.model)
     model = resolve_model(cfg.model)
     cfg.check_tokenizer(model)
@@ -54,6 +55,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     kept = Kept()
 
     async def work() -> dict[str, float]:
+        # As in a run: the settings of rollouts are the defaults of an evaluation.
         rollouts = cfg.grpo
         policy = await plain_generator(
             cfg,

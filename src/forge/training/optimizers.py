@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from .muon import Update, orthogonalise, rounds
 from .settings import OptimizerSettings
 
 ParameterGroup = dict[str, Any]
 
-# Muon as Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), scaled as Liu et al. 2025 (arXiv 2502.16982):
-# an update has the root mean square of AdamW's, about 0.2 of the learning rate.
+# Muon scaled as Liu et al. 2025 (arXiv 2502.16982): an update has the root mean square of AdamW's, about 0.2 of the
+# learning rate.
 MOMENTUM = 0.95
 RMS = 0.2
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -87,9 +87,13 @@ class MixedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient. All ranks must call this."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["muon"]:
+                for matrices in rounds(parameters):
+                    orthogonalise([self._muon(parameter, group) for parameter in matrices])
+                continue
+            for parameter in parameters:
+                self._adam(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both optimisers' state, each parameter's in its own type."""
@@ -110,48 +114,75 @@ class MixedOptimizer(torch.optim.Optimizer):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def _update(self, parameter: Tensor, group: ParameterGroup) -> None:
-        assert parameter.grad is not None
-        if not self.state[parameter]:
-            self.state[parameter] = self._begin(parameter, group["muon"])
-        # In float32, on this rank's part.
-        state = {name: local(value) for name, value in self.state[parameter].items()}
-        weight = local(parameter)
-        gradient = local(parameter.grad).float()
-        exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
-        moments = {name: value.float() for name, value in state.items() if name not in ("step", "remainder")}
+    def _muon(self, parameter: Tensor, group: ParameterGroup) -> Update:
+        """The update of a matrix, which is applied once it has its direction."""
+        work = self._work(parameter, muon=True)
+        momentum = work.moments["momentum_buffer"].lerp_(work.gradient, 1 - MOMENTUM)
         rate = group["lr"]
         decay = group["weight_decay"]
-        if group["muon"]:
-            momentum = moments["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
-            update = orthogonal(gradient.lerp(momentum, MOMENTUM), parameter)
-            exact.mul_(1 - rate * decay).add_(update, alpha=-rate * RMS * math.sqrt(max(parameter.shape[-2:])))
-        else:
-            beta1, beta2 = group["betas"]
-            adamw(
-                [exact],
-                [gradient],
-                [moments["exp_avg"]],
-                [moments["exp_avg_sq"]],
-                [],
-                [state["step"]],
-                amsgrad=False,
-                maximize=False,
-                fused=True,
-                beta1=beta1,
-                beta2=beta2,
-                lr=rate,
-                weight_decay=decay,
-                eps=group["eps"],
-            )
-        # Back to the dtypes in which weights and state are stored.
-        for name, value in moments.items():
-            if state[name].dtype != value.dtype:
-                state[name].copy_(value)
-        if "remainder" in state:
-            split_bits(exact, weight, state["remainder"])
-        elif weight.dtype != exact.dtype:
-            weight.copy_(exact)
+
+        def part() -> Tensor:
+            return work.gradient.lerp(momentum, MOMENTUM)
+
+        def apply(direction: Tensor) -> None:
+            scale = rate * RMS * math.sqrt(max(parameter.shape[-2:]))
+            work.exact.mul_(1 - rate * decay).add_(direction.to(work.exact.device), alpha=-scale)
+            work.store()
+
+        return Update(parameter, part, apply)
+
+    def _adam(self, parameter: Tensor, group: ParameterGroup) -> None:
+        work = self._work(parameter, muon=False)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [work.exact],
+            [work.gradient],
+            [work.moments["exp_avg"]],
+            [work.moments["exp_avg_sq"]],
+            [],
+            [work.state["step"]],
+            amsgrad=False,
+            maximize=False,
+            fused=True,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        work.store()
+
+    def _work(self, parameter: Tensor, muon: bool) -> _Work:
+        assert parameter.grad is not None
+        if not self.state[parameter]:
+            self.state[parameter] = self._begin(parameter, muon)
+        state = {name: local(value) for name, value in self.state[parameter].items()}
+        weight = local(parameter)
+        exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
+        moments = {name: value.float() for name, value in state.items() if name not in ("step", "remainder")}
+        return _Work(weight, local(parameter.grad).float(), exact, state, moments)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What an update computes with, on this rank's part of a parameter: float32 tensors, or the stored ones themselves
+    where they are float32."""
+
+    weight: Tensor
+    gradient: Tensor
+    exact: Tensor
+    state: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+    def store(self) -> None:
+        """Write back to the dtypes in which weights and state are stored."""
+        for name, value in self.moments.items():
+            if self.state[name].dtype != value.dtype:
+                self.state[name].copy_(value)
+        if "remainder" in self.state:
+            split_bits(self.exact, self.weight, self.state["remainder"])
+        elif self.weight.dtype != self.exact.dtype:
+            self.weight.copy_(self.exact)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -170,31 +201,3 @@ def split_bits(exact: Tensor, weight: Tensor, remainder: Tensor) -> None:
     high = (bits + 0x8000) >> 16
     weight.view(torch.int16).copy_(high)
     remainder.copy_(bits - (high << 16))
-
-
-def orthogonal(update: Tensor, parameter: Tensor) -> Tensor:
-    """`newton_schulz` of an update that is sharded as its parameter is.
-
-    It needs whole matrices: each rank gathers one at a time, in bfloat16, and all compute the same.
-    """
-    half = update.bfloat16()
-    if not isinstance(parameter, DTensor):
-        return newton_schulz(half)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    parts = DTensor.from_local(
-        half, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    copies = DTensor.from_local(newton_schulz(parts.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return copies.redistribute(placements=placements).to_local().to(update.device)
-
-
-def newton_schulz(update: Tensor) -> Tensor:
-    """A matrix, or each of a stack of experts, with all singular values near 1; in its dtype."""
-    stack = update[None] if update.dim() == 2 else update
-    x = stack.mT if stack.shape[-2] > stack.shape[-1] else stack
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if stack.shape[-2] > stack.shape[-1] else x).view(update.shape)

@@ -128,6 +128,7 @@ class PolicyTrainer:
         """
         if again and not self.step:
             raise ValueError("there is no step yet to which further updates could belong")
+        # Schedule, mini-batches and the share of tokens on policy are those of the step that it belongs to.
         step = self.step
         self.step -= again
         try:

@@ -22,7 +22,7 @@ class EngineMemory:
 
     weights: one version. update: the next version, which is filled while this one decodes. cache: keys and values.
     others: logits, the cache of prefixes, what torch does not count. sequences: of full length that run at once.
-    token_bytes: keys and values of a token.
+    token_bytes: keys and values of a token. most: such sequences that all of the memory has room for; on a CPU 0.
     """
 
     weights: int
@@ -31,6 +31,7 @@ class EngineMemory:
     others: int
     sequences: int
     token_bytes: int
+    most: int = 0
 
     @property
     def total(self) -> int:
@@ -54,19 +55,23 @@ def engine_memory(
     if settings.engine == "vllm":
         share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
         cache = max(0, int(share * device.memory) - weights - MARGIN)
-        sequences = min(settings.slots, cache // (length * per_token))
-        return EngineMemory(weights, 0, cache, MARGIN, sequences, per_token)
+        most = cache // (length * per_token)
+        return EngineMemory(weights, 0, cache, MARGIN, min(settings.slots, most), per_token, most)
     logits = 4 * settings.slots * config.vocab_size * 4
     others = logits + int(settings.prefix_cache_mb * 1e6)
     # One more row, in which prompts are computed.
     rows = rounded(settings.slots, WIDTH) + 1
     wanted = rows * length * per_token
+    most = 0
     if settings.cache_gb is not None:
         cache = min(wanted, round(settings.cache_gb * 1e9))
     elif device.type == "cpu":
         cache = wanted
     else:
         others += MARGIN
-        cache = max(0, min(wanted, int(device.memory - CONTEXT) - 2 * weights - others))
+        room = max(0, int(device.memory - CONTEXT) - 2 * weights - others)
+        cache = min(wanted, room)
+        # More slots have more logits.
+        most = (room + logits) // (length * per_token + logits // settings.slots) - 1
     sequences = max(0, min(settings.slots, cache // (length * per_token) - 1))
-    return EngineMemory(weights, weights, cache, others, sequences, per_token)
+    return EngineMemory(weights, weights, cache, others, sequences, per_token, most - most % WIDTH)

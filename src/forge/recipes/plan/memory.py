@@ -34,6 +34,8 @@ def trainer_memory(
     optimizer: OptimizerSettings,
     *,
     shards: int | None = None,
+    tensor: int = 1,
+    copies: int = 1,
     micro_batches: int = 1,
     gloo: bool = False,
     learns: bool = True,
@@ -42,6 +44,8 @@ def trainer_memory(
 
     Args:
         shards: ranks that divide the weights between them; None: one process without a mesh.
+        tensor: ranks of tensor parallelism, by which the weights of `passes` are divided already.
+        copies: of the shards.
         micro_batches: of an update.
         gloo: the collectives are gloo's, which sums gradients in a copy.
         learns: whether it has gradients and an optimiser; a reference model has none.
@@ -55,7 +59,7 @@ def trainer_memory(
     weights = elements * itemsize // parts
     gradients = learned * itemsize // parts
     state = sum(state_bytes(weight, settings, optimizer) for weight in trained) // parts
-    update = max((update_bytes(weight, settings, optimizer) for weight in trained), default=0) // parts
+    update = max((update_bytes(weight, settings, optimizer, parts, tensor, copies) for weight in trained), default=0)
     # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
     size = passes.itemsize
@@ -112,16 +116,25 @@ def state_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSett
     return weight.elements * (moments * ITEMSIZE[dtype] + remainder)
 
 
-def update_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings) -> int:
-    """What the update of one weight holds for a moment."""
+def update_bytes(
+    weight: Weight, settings: PassSettings, optimizer: OptimizerSettings, parts: int, tensor: int, copies: int
+) -> int:
+    """What the update of one weight, or with Muon that of a round of them, holds for a moment on a rank."""
     dtype = optimizer.optimizer_dtype or settings.weights_dtype
     orthogonalised = optimizer.optimizer == "muon" and weight.is_inner and weight.is_matrix
     if optimizer.optimizer == "adamw" and dtype == settings.weights_dtype:
         return 0  # fused
     moments = 1 if orthogonalised else 2
-    copies = (settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * moments
-    # Newton and Schulz: the update in float32, and five matrices in bfloat16.
-    return weight.elements * (copies * FLOAT + (FLOAT + 5 * 2) * orthogonalised)
+    singles = FLOAT * ((settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * moments)
+    if not orthogonalised:
+        return weight.elements * singles // parts
+    # Newton and Schulz: five matrices in bfloat16.
+    iteration = 5 * 2
+    if weight.is_stack or parts * tensor * copies == 1:
+        return weight.elements * (singles + FLOAT + iteration) // parts
+    # A round has a matrix for each rank: the parts of all of them are one matrix for each copy of the shards. Beside
+    # the iteration's are the parts of its result, for each further copy.
+    return weight.elements * tensor * (singles * copies + iteration + 2 * (copies - 1))
 
 
 def _phase(gradients: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ class Weight:
     is_inner: bool  # of a decoder layer
     is_matrix: bool
     trains: bool
+    is_stack: bool = False  # of matrices, those of experts
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ def _passes(
     dtype: torch.dtype,
 ) -> Passes:
     described = {
-        name: Weight(tensor.numel(), ".layers." in name, tensor.dim() >= 2, weights[name].requires_grad)
+        name: Weight(
+            tensor.numel(), ".layers." in name, tensor.dim() >= 2, weights[name].requires_grad, tensor.dim() > 2
+        )
         for name, tensor in local.items()
     }
     layers = len(policy.model.model.layers)
@@ -155,7 +159,10 @@ def _build(
     with META:
         built = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     if gradient_checkpointing:
-        built.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():
+            # Its new name is not in all versions of transformers that are supported, and a plan need not say so.
+            warnings.simplefilter("ignore", FutureWarning)
+            built.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(built) if head == "policy" else ScalarModel(built, lag=1 if head == "value" else 0)
     degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
     degrees.check(built.config)

@@ -1,0 +1,137 @@
+"""What would make a component fit its GPU: each candidate is planned, the cheapest first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...engines.cache import BLOCK
+from ...engines.interface import check_length
+from ...models.architecture import longest
+from ..schema import RecipeConfig, TrainingRecipe
+from .devices import Machines
+from .generation import engine_memory
+from .trainers import ComponentPlan, trainer_plan
+
+GROWTH = 8  # times as many ranks, at most
+DEGREES = (2, 4, 8)  # of tensor and context parallelism, which stay within a host
+SHORTEST = 512  # tokens of a pack: less would hold few whole answers
+Candidate = tuple[str, TrainingRecipe]
+
+
+def trainer_remedy(
+    cfg: TrainingRecipe,
+    config: PreTrainedConfig,
+    folder: Path,
+    name: str,
+    machines: Machines,
+    *,
+    most_ranks: float,
+    until: float,
+) -> str:
+    """The first change with which a trainer, critic or reference model fits, in one sentence.
+
+    Args:
+        most_ranks: that there are GPUs for.
+        until: when to stop, by `time.process_time`.
+    """
+    for words, candidate in _candidates(cfg, name, most_ranks):
+        if time.process_time() > until:
+            return f"the {name} fits with none of the changes that were tried: forge plan tries more"
+        plan = _try(candidate, config, folder, name, machines)
+        if plan is not None and plan.fits:
+            return f"the {name} fits with {words}: {plan.total / 1e9:.1f} GB"
+    return (
+        f"the {name} fits with none of: recomputed activations, more GPUs, divided layers, a shorter training.seq_len"
+    )
+
+
+def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float) -> Iterator[Candidate]:
+    prefix = ""
+    if not cfg.training.gradient_checkpointing and name != "ref_model":
+        # The cheapest remedy, and a part of the others where it is not enough.
+        cfg = _changed(cfg, "training", gradient_checkpointing=True)
+        yield "training.gradient_checkpointing", cfg
+        prefix = "training.gradient_checkpointing and "
+    # Powers of two, as degrees and hosts are.
+    now = cfg.services[name].procs
+    ranks = [now * factor for factor in (1, 2, 4, GROWTH) if now * factor <= most_ranks]
+    for count in ranks[1:]:
+        yield f"{prefix}services.{name}.procs {count}", _with_ranks(cfg, name, count)
+    # More ranks divide weights and state alone; these divide the activations of a sequence as well.
+    for count in ranks:
+        words = f"services.{name}.procs {count} and " if count != now else ""
+        for kind in ("context", "tensor"):
+            for degree in DEGREES:
+                if count % degree or degree <= getattr(cfg.parallelism, f"{kind}_parallel_degree"):
+                    continue
+                divided = _changed(_with_ranks(cfg, name, count), "parallelism", **{f"{kind}_parallel_degree": degree})
+                yield f"{prefix}{words}parallelism.{kind}_parallel_degree {degree}", divided
+    # Shorter packs come last, as they bound answers.
+    seq_len = cfg.training.seq_len // 2
+    while seq_len >= SHORTEST:
+        yield f"{prefix}training.seq_len {seq_len}", _changed(cfg, "training", seq_len=seq_len)
+        seq_len //= 2
+
+
+def longer_packs(cfg: TrainingRecipe, config: PreTrainedConfig, folder: Path, machines: Machines) -> str | None:
+    """The longest training.seq_len with which the trainer fits, by doubling it as far as the model's positions."""
+    fitting = None
+    seq_len = 2 * cfg.training.seq_len
+    while seq_len <= longest(config):
+        plan = _try(_changed(cfg, "training", seq_len=seq_len), config, folder, "trainer", machines)
+        if plan is None or not plan.fits:
+            break
+        fitting = f"training.seq_len up to {seq_len} fits: {plan.total / 1e9:.1f} GB"
+        seq_len *= 2
+    return fitting
+
+
+def engine_remedy(cfg: RecipeConfig, config: PreTrainedConfig, elements: int, machines: Machines) -> str:
+    """The first change with which two sequences of full length fit a generator, in one sentence."""
+    settings = cfg.generator
+    procs = cfg.services.generator.procs
+    candidates: list[tuple[str, dict[str, Any], int]] = []
+    # More GPUs keep all slots, and fewer slots keep the length of answers: shorter ones come last.
+    if settings.engine == "vllm":
+        heads = config.num_key_value_heads
+        degrees = [procs * factor for factor in DEGREES if heads % (procs * factor) == 0]
+        candidates += [(f"services.generator.procs {degree}", {}, degree) for degree in degrees]
+    # Of the embedded engine: its logits take memory for each slot.
+    slots = settings.slots // 2 if settings.engine == "embedded" else 0
+    while slots >= 2:
+        candidates.append((f"generator.slots {slots}", {"slots": slots}, procs))
+        slots //= 2
+    length = check_length(config, settings.max_seq_len) // 2
+    while length >= BLOCK:
+        candidates.append((f"generator.max_seq_len {length}", {"max_seq_len": length}, procs))
+        length //= 2
+    for words, changes, degree in candidates:
+        memory = engine_memory(config, elements, settings.model_copy(update=changes), degree, machines.device)
+        if memory.sequences >= 2:
+            return f"the generator fits with {words}: {memory.sequences} sequences of full length at once"
+    tensor = "" if settings.engine == "vllm" else "; generator.engine vllm divides the weights over several GPUs"
+    return f"the generator fits with none of: fewer generator.slots, a shorter generator.max_seq_len{tensor}"
+
+
+def _try(
+    cfg: TrainingRecipe, config: PreTrainedConfig, folder: Path, name: str, machines: Machines
+) -> ComponentPlan | None:
+    """The plan of a candidate; None where the model cannot be divided so."""
+    try:
+        return trainer_plan(cfg, config, folder, name, machines).plan
+    except ValueError:
+        return None
+
+
+def _with_ranks(cfg: TrainingRecipe, name: str, ranks: int) -> TrainingRecipe:
+    services = cfg.services
+    return _changed(cfg, "services", **{name: services[name].model_copy(update={"procs": ranks})})
+
+
+def _changed(cfg: TrainingRecipe, section: str, **values: Any) -> TrainingRecipe:
+    return cfg.model_copy(update={section: cfg[section].model_copy(update=values)})
