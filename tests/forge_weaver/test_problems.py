@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forge.rewards import Panel, Rule, Scores
-from forge.rewards.reward import Reward, Score
+from forge.rewards.reward import Reward
 from forge_weaver import Problem, read_problems, score_table, write_problems
 
 
