@@ -17,7 +17,8 @@ from forge.recipes.reward_config import RewardConfig
 from forge.rewards import Scores
 from forge.rewards.arguments import MissingColumn, RewardCall
 from forge.rewards.reward import Reward, as_verifier
-from forge.types import Completion, Prompt, Sample
+from forge.training import credit
+from forge.types import Completion, Episode, Prompt, Sample
 from tests.actors.respawn import started
 
 ROW = {"prompt": "2+2", "answer": "4", "solution": "four", "level": 3}
@@ -110,9 +111,13 @@ def test_functions_and_rows_of_verl_as_they_are():
     data = [row | {"reward_model": {"style": "rule", "ground_truth": "4"}}]
     sample = next(rows(compute_score, data))
     assert sample.target == "4"
+    scores = asyncio.run(Reward([compute_score]).score(sample.prompt, RESPONSES, "4"))
+    assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
+    # Metrics of what is trained, not of evaluations as well.
+    assert [score.extras for score in scores] == [{"length": 1.0}, {"length": 11.0}, {"length": 0.0}]
     drain()
-    assert scored(compute_score, prompt=sample.prompt) == [1.0, 0.0, 0.0]
-    assert drain().values()["reward/length"] == pytest.approx((1 + 11 + 0) / 3)
+    credit.record_rollouts([Episode(COMPLETIONS[0], 1.0, info={"extras": scores[0].extras})])
+    assert drain().values()["reward/length"] == 1.0
 
 
 def test_none_of_a_function_of_trl_leaves_the_decision_to_the_others():

@@ -125,6 +125,7 @@ class SingleTurnEnv(GroupEnv):
         for completion, score in zip(completions, scores, strict=True):
             info = {"correct": score.correct, "parts": score.parts}
             info |= {"unscored": score.reason} if score.reason else {}
+            info |= {"extras": score.extras} if score.extras else {}
             episodes.append(Episode(completion, score.reward, info=info))
             if score.steps and self.tokenizer is not None:
                 context, ids = len(completion.prompt_ids), completion.token_ids
