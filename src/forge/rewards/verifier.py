@@ -25,8 +25,8 @@ def reason_of(error: BaseException) -> str:
 class Scores:
     """values: [responses, names] float64 on the verifier's own scale, NaN where unscored; reasons[(i, j)] says why.
 
-    `extras` has further numbers of each response, for metrics. `steps`, of a verifier that scores steps, has for each response where its steps end, in characters, and what each of
-    them adds to the value.
+    `steps`, of a verifier that scores steps, has for each response where its steps end, in characters, and what each of
+    them adds to the value. `extras` has further numbers of each response, for metrics.
     """
 
     values: np.ndarray
