@@ -127,10 +127,7 @@ def test_a_folder_is_no_configuration(tmp_path):
     [
         ("--provisioner.launcher slurm", None),
         ("--actors.trainer.procs 2", None),
-        ("--deepspeed 2", None),
-        ("--lr 1e-5", None),
-        ("--logger wandb", None),
-        ("--num_generations 8", None),
+        ("--megatron 2", None),
         ("--generator.backend vllm", None),
         ("--wandb true", "'metrics.wandb'"),
         ("--steps 2", "'training.steps'"),

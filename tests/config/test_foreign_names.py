@@ -16,6 +16,7 @@ from forge.recipes.dpo_config import DPOConfig
 from forge.recipes.foreign import check_sampling
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft_config import SFTConfig
+from forge.runtime.controller import Options
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"question": "abc", "answer": "cba"}]
@@ -157,3 +158,61 @@ def test_a_name_of_our_own_is_no_other_librarys():
 def test_every_guide_exists():
     for library, guide in GUIDES.items():
         assert (ROOT / guide).is_file(), (library, guide)
+
+
+SECTIONS = {
+    "grpo",
+    "training",
+    "dataset",
+    "generator",
+    "services",
+    "checkpoint",
+    "eval",
+    "run",
+    "reward",
+    "metrics",
+    "async",
+    "parallelism",
+    "lora",
+    "episode",
+}
+
+
+@pytest.mark.parametrize("guide", sorted({*GUIDES.values()}))
+def test_every_key_of_a_guides_tables_exists(guide: str):
+    rows = re.findall(r"^\|(?! *-)(.*)\|(.*)\|$", (ROOT / guide).read_text(), re.MULTILINE)
+    assert len(rows) >= 20
+    for _, here in rows:
+        for code in re.findall(r"`([^`]*)`", here):
+            path = re.split(r"[:= {]", code)[0]
+            if path.partition(".")[0] in SECTIONS and "." in path and "*" not in path and "NAME" not in path:
+                assert has_key(path), (guide, path)
+
+
+@pytest.mark.parametrize("guide", sorted({*GUIDES.values()}))
+def test_names_of_a_guides_tables_are_ours_or_answered(guide: str):
+    """Settings in the left column of the tables of settings: each is a key of ours as well, or the error answers it."""
+    text = (ROOT / guide).read_text()
+    table = re.search(r"## (?:Settings|Configuration)\n(.*?)(?=\n## |\Z)", text, re.DOTALL)
+    rows = re.findall(r"^\|(?! *-)(.*?)\|.*\|$", table[1] if table else "", re.MULTILINE)
+    unanswered = []
+    for cell in rows:
+        for code in re.findall(r"`([^`]*)`", cell):
+            name = re.split(r"[:= {\[(]", code)[0].strip("-")
+            ours = any(name.rpartition(".")[2] in keys_in(config) for config in (RLConfig, SFTConfig, DPOConfig))
+            # Words without either are mostly values.
+            is_setting = re.fullmatch(r"[a-z_.0-9]+", name) and re.search(r"[_.]", name)
+            if is_setting and answer(name) is None and not ours:
+                unanswered.append(name)
+    assert unanswered == []
+
+
+def keys_in(config: Any) -> set[str]:
+    """All keys of a configuration, with those of its sections and algorithms."""
+    names = {name for algorithm in ALGORITHMS for name in setting_names(algorithm)}
+    # Of services, an argument of forge.train, and the value of a setting that looks like one.
+    names |= {*Options.model_fields, "eval_dataset", "reinforce_plus_plus"}
+    for name, field in keys_of(config).items():
+        section = section_in(field.annotation)
+        names |= {name, *(keys_of(section) if section is not None else ())}
+    return names

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forge.rewards import Panel, Rule, Scores
-from forge.rewards.reward import Reward, Score
+from forge.rewards.reward import Reward
 from forge_weaver import Problem, read_problems, score_table, write_problems
 
 
@@ -68,7 +68,9 @@ def test_each_reason_why_scores_are_missing_is_logged_once_in_training(caplog):
     async def train():
         reward = Reward([Panel([Rule(fails)])])
         for number in range(len(reasons)):
-            assert await reward.score("p", [str(number)], None) == [Score(None, None)]
+            [score] = await reward.score("p", [str(number)], None)
+            assert (score.reward, score.correct) == (None, None)
+            assert score.reason.endswith(reasons[number])
 
     asyncio.run(train())
     said = [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records]

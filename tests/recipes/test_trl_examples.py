@@ -86,9 +86,8 @@ def test_our_side_of_each_diff_runs(number: int, model: str, tmp_path: Path, mon
     original = getattr(forge, call)
 
     def recorded(*args: Any, **settings: Any) -> Result:
-        # Tiny, and no process for the reward: what the page leaves at its defaults is of real models.
-        services = {"services": {"reward": None}} if name == "grpo" else {}
-        results.append(original(*args, seq_len=256, **services, **settings))
+        # Tiny: what the page leaves at its default is of real models. The rewards run in a process of their own.
+        results.append(original(*args, seq_len=256, **settings))
         return results[-1]
 
     monkeypatch.setattr(forge, call, recorded)

@@ -17,7 +17,8 @@ from forge.recipes.reward_config import RewardConfig
 from forge.rewards import Scores
 from forge.rewards.arguments import MissingColumn, RewardCall
 from forge.rewards.reward import Reward, as_verifier
-from forge.types import Completion, Prompt, Sample
+from forge.training import credit
+from forge.types import Completion, Episode, Prompt, Sample
 from tests.actors.respawn import started
 
 ROW = {"prompt": "2+2", "answer": "4", "solution": "four", "level": 3}
@@ -110,9 +111,13 @@ def test_functions_and_rows_of_verl_as_they_are():
     data = [row | {"reward_model": {"style": "rule", "ground_truth": "4"}}]
     sample = next(rows(compute_score, data))
     assert sample.target == "4"
+    scores = asyncio.run(Reward([compute_score]).score(sample.prompt, RESPONSES, "4"))
+    assert [score.reward for score in scores] == [1.0, 0.0, 0.0]
+    # Metrics of what is trained, not of evaluations as well.
+    assert [score.extras for score in scores] == [{"length": 1.0}, {"length": 11.0}, {"length": 0.0}]
     drain()
-    assert scored(compute_score, prompt=sample.prompt) == [1.0, 0.0, 0.0]
-    assert drain().values()["reward/length"] == pytest.approx((1 + 11 + 0) / 3)
+    credit.record_rollouts([Episode(COMPLETIONS[0], 1.0, info={"extras": scores[0].extras})])
+    assert drain().values()["reward/length"] == 1.0
 
 
 def test_none_of_a_function_of_trl_leaves_the_decision_to_the_others():
@@ -123,8 +128,31 @@ def test_none_of_a_function_of_trl_leaves_the_decision_to_the_others():
         return [None if not text else 1.0 for text in completions]
 
     assert scored(of_code, of_text) == [1.0, 1.0, None]
+    # No part is a number that is not one: a mean over steps stays finite where a task is rare (trl#4501).
+    scores = asyncio.run(Reward([of_code, of_text]).score(TEXT, RESPONSES, "4"))
+    assert [score.parts for score in scores] == [{"of_text": 1.0}, {"of_text": 1.0}, {}]
+    assert [bool(score.reason) for score in scores] == [False, False, True]
     # A function of ours that gives None leaves the response unscored.
     assert scored(lambda response: None if response == "4" else 0.0, of_text) == [None, 1.0, 0.0]
+
+
+def test_what_public_reports_about_reward_functions_describe():
+    """Of TRL and its kin: a column that is required positionally (Qwen-VL-Series-Finetune#234, open-r1#384), an async
+    function (unsloth-zoo#832), completion ids for a function without **kwargs, and a function without arguments for
+    prompts (EasyR1#338)."""
+
+    async def of_ids(completion_ids):
+        await asyncio.sleep(0)
+        return [float(len(ids)) for ids in completion_ids]
+
+    def of_columns(completions, solution, level):
+        return [float(s == "four") + n for s, n in zip(solution, level, strict=True)]
+
+    assert scored(of_ids) == [2.0, 12.0, 1.0]
+    assert scored(of_columns) == [4.0] * 3
+    assert scored(lambda completions: [1.0] * len(completions)) == [1.0] * 3
+    with pytest.raises(ValueError, match="no column 'assistant', which the reward takes"):
+        rows(lambda completions, assistant, **kwargs: [], [{"prompt": "1", "answer": "1"}])
 
 
 def test_weights_and_names_of_the_parts():

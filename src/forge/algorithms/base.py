@@ -157,6 +157,7 @@ class Algorithm:
         advantages = where_trained(advantages, weights)
         behaviour = where_trained(behaviour_logprobs, weights)
         old = self._old(logprobs, behaviour, proximal_logprobs, weights)
+        # What an override names besides may be an argument of this call, or a further tensor.
         ratio = self.ratio(logprobs, old, weights, sequences)
         given = {
             "weights": weights,

@@ -107,6 +107,7 @@ def check_patterns(spans: object, taken: Sequence[str], subject: str) -> dict[st
     """The spans that an algorithm declares. ValueError: not patterns by name, or a name that a tensor has."""
     if not isinstance(spans, Mapping) or not all(isinstance(value, str) for value in spans.values()):
         raise ValueError(f"{subject}: spans are regular expressions by name, got {spans!r:.80}")
+    # Before any process starts: the trainer would find it at the first step.
     for name, pattern in spans.items():
         if name in taken:
             raise ValueError(f"{subject}: the span {name!r} has the name of a tensor: choose another")

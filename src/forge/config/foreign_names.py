@@ -39,26 +39,32 @@ TRL = {
     "lora_target_modules": "lora.targets",
     "load_in_4bit": "training.weights_dtype=bfloat16; quantised weights are unsupported",
     # GRPO.
+    # How many answers, and how long.
     "num_generations": "grpo.n_samples",
     "max_completion_length": "grpo.max_tokens",
     "max_new_tokens": "grpo.max_tokens",
     "max_prompt_length": "dataset.max_prompt_tokens",
+    # The loss.
     "epsilon_high": "grpo.clip_high",
     "delta": "grpo.dual_clip",
     "scale_rewards": "grpo.normalize",
     "loss_type": "algorithm",
     "importance_sampling_level": "algorithm=gspo",
+    # How a batch is used.
     "num_iterations": "training.epochs",
     "steps_per_generation": "training.mini_batches",
     "generation_batch_size": "training.batch_size",
     "mask_truncated_completions": "a reward that gives None where completion.finish is length, or grpo.overlong_buffer",
     "sync_ref_model": "the reference stays as it is: unsupported",
+    # Generation.
     "use_vllm": "generator.engine=vllm",
     "vllm_mode": "colocated=true for colocate; servers are started by the run",
     "vllm_gpu_memory_utilization": "generator.vllm={gpu_memory_utilization: ...}",
     "vllm_tensor_parallel_size": "services.generator.procs",
     "vllm_importance_sampling_correction": "grpo.correction=truncate",
     "generation_kwargs": "grpo.top_p, top_k, min_p, repetition_penalty, stop and bad_words",
+    "environment_factory": "environment",
+    "rollout_func": "environment",
     "chat_template_kwargs": "dataset.chat_options",
     "log_completions": ALWAYS,
     "shuffle_dataset": "dataset.shuffle",
@@ -81,6 +87,7 @@ TRL = {
     "per_device_train_batch_size": "training.batch_size",
     "per_device_eval_batch_size": "eval.problems",
     "train_batch_size": "training.batch_size",
+    # Optimiser and precision.
     "lr": "training.learning_rate",
     "lr_scheduler_type": "training.schedule",
     "warmup_ratio": "training.warmup_steps",
@@ -92,6 +99,7 @@ TRL = {
     "fp16": "training.dtype=bfloat16",
     "deepspeed": "services.trainer.procs and parallelism",
     "fsdp": "services.trainer.procs and parallelism",
+    # What is written, and when.
     "report_to": "metrics={wandb: {project: ...}}, tensorboard, trackio or mlflow",
     "logging_steps": "nothing to set, every step is logged",
     "save_steps": "checkpoint.every",
@@ -113,6 +121,7 @@ TRL = {
     "neftune_noise_alpha": "unsupported, omit it",
 }
 VERL = {
+    # Whole paths, where the end of one means other things elsewhere.
     "data.train_files": "dataset.path",
     "data.val_files": "eval.path",
     "data.prompt_key": "dataset.prompt_field",
@@ -133,6 +142,7 @@ VERL = {
     "reward_model.path": "reward.verifiers",
     "custom_reward_function.path": "reward.functions",
     "custom_reward_function.name": "reward.functions",
+    # Ends of paths.
     "tensor_model_parallel_size": "services.generator.procs",
     "gpu_memory_utilization": "generator.vllm={gpu_memory_utilization: ...}",
     "ppo_mini_batch_size": "training.mini_batches",
@@ -145,6 +155,9 @@ VERL = {
     "clip_ratio_high": "grpo.clip_high",
     "clip_ratio_c": "grpo.dual_clip",
     "loss_agg_mode": "training.aggregation",
+    "loss_mode": "algorithm",
+    "multi_turn": "environment",
+    # KL, entropy and advantages.
     "use_kl_loss": "grpo.beta, with services.ref_model: {}",
     "kl_loss_coef": "grpo.beta",
     "kl_loss_type": "grpo.kl",
@@ -156,6 +169,7 @@ VERL = {
     "ulysses_sequence_parallel_size": "parallelism.context_parallel_degree",
     "param_offload": "training.cpu_offload",
     "optimizer_offload": "training.cpu_offload",
+    # The section trainer, which is another one here.
     "n_gpus_per_node": "services.trainer.procs",
     "nnodes": "services.trainer.hosts",
     "save_freq": "checkpoint.every",
@@ -169,6 +183,7 @@ VERL = {
     "val_before_train": ALWAYS,
 }
 OPENRLHF = {
+    # Models and data.
     "pretrain": "model",
     "reward_pretrain": "reward.verifiers",
     "remote_rm_url": "reward.functions",
@@ -177,6 +192,7 @@ OPENRLHF = {
     "label_key": "dataset.target_field",
     "input_template": "dataset.prompt_template",
     "apply_chat_template": "dataset.chat_template",
+    # Rollouts and batches.
     "n_samples_per_prompt": "grpo.n_samples",
     "prompt_max_len": "dataset.max_prompt_tokens",
     "generate_max_len": "grpo.max_tokens",
@@ -185,6 +201,7 @@ OPENRLHF = {
     "micro_rollout_batch_size": "generator.slots",
     "max_epochs": "training.epochs",
     "num_episodes": "training.steps",
+    # The algorithm.
     "actor_learning_rate": "training.learning_rate",
     "critic_learning_rate": "critic.learning_rate",
     "init_kl_coef": "grpo.beta",
@@ -193,6 +210,7 @@ OPENRLHF = {
     "eps_clip": "grpo.clip_low and grpo.clip_high",
     "gamma": "grpo.discount, of ppo",
     "lambd": "grpo.trace, of ppo",
+    # Placement and output.
     "vllm_num_engines": "services.generator.num_replicas",
     "colocate_all_models": "colocated",
     "zero_stage": "services.trainer.procs and parallelism",
@@ -208,6 +226,7 @@ TORCHFORGE = {
     "max_req_tokens": "dataset.max_prompt_tokens",
     "max_res_tokens": "grpo.max_tokens",
     "off_by_n": "async.max_policy_age",
+    # Sections and their keys.
     "policy": "generator and grpo",
     "engine_args": "generator.vllm",
     "sampling_params": "grpo",
@@ -220,12 +239,14 @@ TORCHFORGE = {
     "dcp_path": "nothing to set, weights travel through shared memory",
 }
 TITANRL = {
+    # The loop.
     "async_loop": "training, grpo and async",
     "num_training_steps": "training.steps",
     "num_prompts_per_train_step": "training.batch_size",
     "num_samples_per_prompt": "grpo.n_samples",
     "max_offpolicy_steps": "async.max_policy_age",
     "target_offpolicy_steps": "async.max_policy_age",
+    # Model, environment and trainer.
     "hf_assets_path": "model",
     "model_spec": "model",
     "rollouter": "environment",
@@ -259,6 +280,7 @@ def answer(name: str) -> tuple[str, str] | None:
     Args:
         name: with dots or without; the end of a dotted name is looked for as well.
     """
+    # A whole path says more than its end, and an end is looked for in all tables.
     for end in (name, name.rpartition(".")[2]):
         for library, table in TABLES.items():
             if end in table:

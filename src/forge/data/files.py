@@ -6,7 +6,8 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,17 @@ class Rows(Sequence[Row]):
     """Rows from Python in place of a path: mappings, or a `datasets.Dataset`."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in rows]
+        # An iterator may have no end, and a sequence of the user's own may never raise IndexError.
+        if not isinstance(rows, Sized):
+            raise ValueError(
+                "the dataset has no length: give a list of its rows, such as [*itertools.islice(rows, 1000)]"
+            )
+        given = list(islice(rows, len(rows)))
+        for number, row in enumerate(given, 1):
+            if not isinstance(row, Mapping):
+                remedy = "give mappings of columns, of a pandas table table.to_dict('records')"
+                raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {remedy}")
+        self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in given]
         if not self._rows:
             raise ValueError("the dataset is empty: it has no rows")
 

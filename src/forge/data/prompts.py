@@ -94,7 +94,8 @@ class PromptFormat:
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
-                hint = "; set target_field to null for prompts without a target" if name == self.target_field else ""
+                remedy = "; set target_field to null for prompts without a target, or to the column of the answer"
+                hint = remedy if name == self.target_field else ""
                 raise ValueError(f"no field {name!r}: it has {', '.join(has)}{similar(name, has) or hint}")
         return template_fields
 
@@ -252,6 +253,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
 
     def begin(self, row: Row) -> None:
         """Find the target's column by the first row, where the settings leave it open."""
+        # Only the default looks further: a column that was named has to be there.
         section = self.settings
         row = with_ground_truth(row)
         if section.target_field != "answer" or section.target_field in row:

@@ -253,7 +253,7 @@ class RunningBatch:
         self._max_offset = max((row.context - row.start for row in self.rows), default=0)
         samplings = [row.request.sampling for row in self.rows]
         self._any_greedy = any(s.temperature == 0 for s in samplings)
-        self.restrictions.describe(self.rows)
+        self.restrictions.describe(self.rows, self._index)
         self._constrained = [i for i, row in enumerate(self.rows) if row.matcher]
         self._constrained_index = self._index(self._constrained) if self._constrained else None
         self._streamed = [i for i, row in enumerate(self.rows) if row.request.listener]

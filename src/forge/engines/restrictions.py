@@ -6,7 +6,7 @@ In order: the repetition penalty and bad words, then (after grammars) min_p, top
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ class Words:
         return [sequence for word in words for sequence in self._sequences(word)]
 
     def _encoded(self, word: str) -> list[list[int]]:
+        # As vLLM: at the beginning of a text, and after a space.
         tokenizer = self._tokenizer
         forms = [word, " " + word.lstrip()]
         encoded = [tokenizer(form, add_special_tokens=False)["input_ids"] for form in forms]
@@ -105,6 +106,7 @@ class Restrictions:
             (self.penalty, [s.repetition_penalty for s in samplings]),
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=self._device)
+        # The table of seen tokens is large, and made only where a row has a penalty.
         for i, row in placed.items():
             if row.request.sampling.repetition_penalty == 1:
                 continue
@@ -119,13 +121,17 @@ class Restrictions:
             if state is not None:
                 state[free] = state[last]
 
-    def describe(self, rows: Sequence[RunningSample]) -> None:
-        """Note which rows have which settings."""
+    def describe(self, rows: Sequence[RunningSample], index_of: Callable[[list[int]], Tensor]) -> None:
+        """Note which rows have which settings.
+
+        Args:
+            index_of: makes an index of rows on the device.
+        """
         samplings = [row.request.sampling for row in rows]
 
         def index(chosen: Iterable[int]) -> Tensor | None:
             numbers = list(chosen)
-            return torch.tensor(numbers, device=self._device) if numbers else None
+            return index_of(numbers) if numbers else None
 
         # Top-k, top-p and min_p have no effect on greedy decoding.
         drawn = [i for i, s in enumerate(samplings) if s.temperature > 0]
@@ -191,6 +197,7 @@ class Restrictions:
             self._seen[self._penalised, tokens[self._penalised]] = True
         if self._watched_index is None:
             return set()
+        # One copy from the device for all rows that have texts.
         ended = set()
         for (i, row), token in zip(self.watched.items(), tokens[self._watched_index].tolist(), strict=True):
             row.answer.append(token)

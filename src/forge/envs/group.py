@@ -60,7 +60,8 @@ class GroupEnv(ABC):
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
             info = {name: value for name, value in episodes[0].info.items() if name != "messages"}
             raise NothingScored(
-                f"no episode of {MAX_UNSCORED_GROUPS} groups in a row could be scored; of the last one: {info}"
+                f"no episode of {MAX_UNSCORED_GROUPS} groups in a row could be scored; of the last one: {info}, prompt "
+                f"{str(sample[0])!r:.200}, response {episodes[0].text!r:.200}"
             )
         return episodes
 
@@ -122,7 +123,10 @@ class SingleTurnEnv(GroupEnv):
         scores = await self.reward.score.route(prompt, texts, target, evaluation, given)
         episodes = []
         for completion, score in zip(completions, scores, strict=True):
-            episodes.append(Episode(completion, score.reward, info={"correct": score.correct, "parts": score.parts}))
+            info = {"correct": score.correct, "parts": score.parts}
+            info |= {"unscored": score.reason} if score.reason else {}
+            info |= {"extras": score.extras} if score.extras else {}
+            episodes.append(Episode(completion, score.reward, info=info))
             if score.steps and self.tokenizer is not None:
                 context, ids = len(completion.prompt_ids), completion.token_ids
                 episodes[-1].steps = tuple((context + self._tokens_to(end, ids), earned) for end, earned in score.steps)

@@ -100,6 +100,10 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
             `training.steps`.
     """
     folder = Path(cfg.run.root) / cfg.run.name
+    if resume not in (None, "auto") and Path(str(resume)).absolute() != folder.absolute():
+        raise ConfigError(
+            f"--resume {resume} is not this run, {folder}: give this folder, or auto; run.root and run.name name it"
+        )
     if resume == "auto" and not cfg.checkpoint.every:
         raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):

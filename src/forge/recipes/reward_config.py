@@ -57,6 +57,7 @@ class RewardConfig(Section):
     @cached_property
     def calls(self) -> list[RewardCall]:
         """How the functions are called. ValueError: a function does not exist, or takes other arguments."""
+        # Each object is made once, as it may hold a file: the settings' own are taken in order.
         plugins = iter(self.plugins)
         scorers = [next(plugins) if isinstance(item, dict) else item for item in self.settings()["functions"]]
         if self.accuracy is not None:
@@ -76,6 +77,7 @@ class RewardConfig(Section):
 
     def with_columns(self, data: DatasetConfig) -> DatasetConfig:
         """The data, with the columns that the functions take, where its settings leave them open."""
+        # Verifiers are always given the target, functions where they name it.
         calls = self.calls
         needs_target = self.verifiers is not None or any(call.needs_target for call in calls)
         required = dict.fromkeys((*data.required_columns, *self.required_columns))

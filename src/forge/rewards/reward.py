@@ -112,7 +112,11 @@ class FunctionVerifier:
         if len(returned) != count:
             raise BadScore(f"the reward {name} gave {len(returned)} scores for {count} responses")
         scores = Scores(np.full((count, 1), np.nan))
-        for i, score in enumerate(map(self._number, returned)):
+        if any(isinstance(score, Mapping) for score in returned):
+            scores.extras = [extras_of(score) for score in returned]
+        for i, item in enumerate(returned):
+            # verl's functions may give a mapping with the score.
+            score = item["score"] if isinstance(item, Mapping) and "score" in item else item
             try:
                 if score is None or math.isnan(score):
                     scores.reasons[i, 0] = f"it gave {score}"
@@ -125,15 +129,6 @@ class FunctionVerifier:
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
             scores.values[i, 0] = score
         return scores
-
-    def _number(self, score: Any) -> Any:
-        """The score of a mapping, as verl's functions give it: its other numbers are metrics."""
-        if not isinstance(score, Mapping) or "score" not in score:
-            return score
-        for key, value in score.items():
-            if key != "score" and isinstance(value, bool | int | float) and math.isfinite(value):
-                record_metric(f"reward/{key}", float(value))
-        return score["score"]
 
     def _contained(self, error: BaseException) -> RuntimeError:
         """The error raised in place of an exception that would end more than this call."""
@@ -212,12 +207,15 @@ def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None
 
 class Score(NamedTuple):
     """`reward` is None if the response is unscored, `correct` if that is unknown. `parts` is what each of several
-    scorers adds to the reward, by name; `steps` what its steps earn of it: (end in characters, reward)."""
+    scorers adds to the reward, by name; `steps` what its steps earn of it: (end in characters, reward). `reason` says
+    why there is no reward, and `extras` has further numbers for metrics."""
 
     reward: float | None
     correct: bool | None
     parts: dict[str, float] | None = None
     steps: list[tuple[int, float]] | None = None
+    reason: str = ""
+    extras: dict[str, float] | None = None
 
 
 class Reward:
@@ -290,10 +288,14 @@ class Reward:
         correct: list[bool | None] = [None] * len(responses)
         parts: dict[str, np.ndarray] = {}
         steps: list[list[tuple[int, float]]] = [[] for _ in responses]
+        reasons: list[str] = [""] * len(responses)
+        extras: list[dict[str, float]] = [{} for _ in responses]
         for verifier, call, weight, name in zip(self.verifiers, self.calls, self.weights, self.names, strict=True):
             scores = await scored_by(verifier, call, answers)
             part = weight * scores.values.sum(1)
             parts[name] = part
+            for (response, _), reason in scores.reasons.items():
+                reasons[response] = reasons[response] or f"{name}: {reason}"
             if not isinstance(verifier, FunctionVerifier):
                 report_missing(verifier, scores, self._logged)
             applied |= ~np.isnan(part)
@@ -301,6 +303,8 @@ class Reward:
             total += np.nan_to_num(part) if call.form == "batch" else part
             for response_steps, scored_steps in zip(steps, scores.steps or (), strict=False):
                 response_steps += [(end, weight * earned) for end, earned in scored_steps]
+            for response_extras, scored_extras in zip(extras, scores.extras or (), strict=False):
+                response_extras |= scored_extras
             if verifier is self.accuracy:
                 correct = _correct(scores)
         total[~applied] = np.nan
@@ -314,6 +318,8 @@ class Reward:
                 right,
                 {name: float(part[i]) for name, part in parts.items() if not np.isnan(part[i])} if several else None,
                 steps[i] or None,
+                reasons[i] if np.isnan(reward) else "",
+                extras[i] or None,
             )
             for i, (reward, right) in enumerate(zip(total, correct, strict=True))
         ]
@@ -360,6 +366,16 @@ async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> S
     if call.form == "positional" or not (call.columns or call.optional or call.takes_all or call.reads_tokens):
         return await verifier.score(answers.prompt, answers.responses, answers.target)
     return await verifier.score(**call.group_arguments(answers))
+
+
+def extras_of(score: object) -> dict[str, float]:
+    """The numbers of a mapping beside its score."""
+    numbers = score.items() if isinstance(score, Mapping) else ()
+    return {
+        str(key): float(value)
+        for key, value in numbers
+        if key != "score" and isinstance(value, bool | int | float) and math.isfinite(value)
+    }
 
 
 def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str]]) -> None:

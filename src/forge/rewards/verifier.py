@@ -26,12 +26,13 @@ class Scores:
     """values: [responses, names] float64 on the verifier's own scale, NaN where unscored; reasons[(i, j)] says why.
 
     `steps`, of a verifier that scores steps, has for each response where its steps end, in characters, and what each of
-    them adds to the value.
+    them adds to the value. `extras` has further numbers of each response, for metrics.
     """
 
     values: np.ndarray
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     steps: list[list[tuple[int, float]]] | None = None
+    extras: list[dict[str, float]] | None = None
 
     @classmethod
     def none(cls, responses: int, names: int, reason: str) -> Scores:

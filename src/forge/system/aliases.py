@@ -93,6 +93,7 @@ class AbsentFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return None. ModuleNotFoundError: it is one of them; names the module of today."""
+        # Last of all finders: a module of this name that exists is found before.
         if fullname in ABSENT:
             here = ABSENT[fullname]
             raise ModuleNotFoundError(

@@ -34,7 +34,7 @@ def record_rollouts(episodes: Iterable[Episode]) -> None:
             record_metric("reward", episode.outcome, Reduce.STD)
         if info.get("correct") is not None:
             record_metric("accuracy", info["correct"])
-        for name, part in (info.get("parts") or {}).items():
+        for name, part in ((info.get("parts") or {}) | (info.get("extras") or {})).items():
             record_metric(f"reward/{name}", part)
         # Lengths are those of turns; an episode of one turn has none.
         branches = (*episode.branches, episode)

@@ -32,6 +32,7 @@ def spans_in(batch: Batch, patterns: Mapping[str, str], decoder: Decoder) -> dic
     changes = np.flatnonzero(np.diff(turn_ids, prepend=-1, append=-1))
     bounds = zip(changes[:-1].tolist(), changes[1:].tolist(), strict=True)
     for begin, end in bounds:
+        # Between turns is what the environment wrote.
         if not batch.mask[begin]:
             continue
         tokens = batch.tokens[begin:end].tolist()

@@ -285,6 +285,7 @@ class PolicyTrainer:
     def _spans(self, micro: Batch, loss: Loss) -> dict[str, np.ndarray]:
         """The masks of the spans that a loss declares; its text is read only where there are some."""
         patterns = getattr(loss, "spans", {})
+        # Most losses have none, and need no tokenizer.
         if not patterns:
             return {}
         if self._tokenizer is None:

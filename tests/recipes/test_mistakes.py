@@ -1,0 +1,241 @@
+"""Typical mistakes of a first week, each answered by one line that says what to type."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge
+from forge.cli import main
+from forge.config import load
+from forge.envs.group import MAX_UNSCORED_GROUPS, SingleTurnEnv
+from forge.recipes.rl_config import RLConfig
+from forge.rewards.reward import Reward
+from forge.types import Completion, Prompt, Sample
+
+ROWS = [{"question": word, "answer": word[::-1]} for word in ("abc", "cab", "bca", "acb")]
+START: dict[str, Any] = {
+    "from_scratch": {"alphabet": "abc>", "max_positions": 32},
+    "dataset": ROWS,
+    "reward": "CharacterMatch",
+    "steps": 2,
+    "batch_size": 2,
+    "n_samples": 2,
+    "max_tokens": 4,
+    "seq_len": 64,
+    "services": {"reward": None},
+}
+
+
+class Endless:
+    """Rows that never raise IndexError, as a sequence of the user's own may."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return itertools.cycle(ROWS)
+
+
+def started(settings: dict[str, Any]) -> None:
+    """`forge.train` with these settings; None removes a key of START."""
+    given = {name: value for name, value in (START | settings).items() if value is not None}
+    forge.train(given.pop("model", None), **given)
+
+
+TALK = [{"role": "user", "content": "abc"}]
+# What was done, its settings, and the words that the line has to have.
+TABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("a misspelt key", {"learning_rat": 1.0}, "unknown setting 'learning_rat'; did you mean 'learning_rate'"),
+    ("a name of TRL", {"num_generations": 8}, r"num_generations is n_samples \(grpo.n_samples in YAML\)"),
+    ("two names of TRL", {"num_train_epochs": 3, "save_steps": 5}, "training.steps.*TRL's save_steps is every"),
+    ("epochs for passes over the data", {"epochs": 3}, "epochs are passes over each batch here"),
+    ("TRL's epsilon", {"epsilon": 0.2}, "TRL's epsilon is clip_low"),
+    ("a key of two sections", {"dtype": "bfloat16"}, r"write training=\{'dtype': ...\} or generator="),
+    ("text for a number", {"steps": "many"}, "training.steps must be a whole number, got 'many'"),
+    ("a number in quotes", {"learning_rate": "1e-5"}, "training.learning_rate must be a number, got '1e-5'"),
+    ("a negative rate", {"learning_rate": -1.0}, "training.learning_rate must be at least 0"),
+    ("a misspelt algorithm", {"algorithm": "gpro"}, "unknown algorithm 'gpro': did you mean 'gspo'"),
+    ("one sample of a prompt", {"n_samples": 1}, "grpo.n_samples must be at least 2"),
+    ("a missing file", {"dataset": "nope.jsonl"}, r"no such file: nope.jsonl \(in "),
+    (
+        "a wrong column",
+        {"prompt_field": "qesion"},
+        "no field 'qesion': it has question, answer; did you mean 'question'",
+    ),
+    ("no target", {"dataset": [{"question": "abc"}]}, "no field 'answer': it has question; set target_field to null"),
+    (
+        "a column that a reward wants",
+        {"reward": lambda response, level: 0.0},
+        "row 1: no column 'level', which the reward",
+    ),
+    ("a generator as data", {"dataset": (row for row in ROWS)}, "the dataset has no length: give a list of its rows"),
+    ("texts as rows", {"dataset": ["abc", "cab"]}, "row 1 is 'abc', not a row: give mappings of columns"),
+    ("no rows", {"dataset": []}, "the dataset is empty: it has no rows"),
+    ("a chat without a template", {"chat_template": True}, "the tokenizer has no chat template: use a chat model's"),
+    ("messages without a template", {"dataset": [{"prompt": TALK, "answer": "a"}]}, "row 1: the tokenizer has no chat"),
+    (
+        "texts for messages",
+        {"dataset": [{"prompt": ["abc"], "answer": "a"}]},
+        r"must be a message \{role, content\}, not str",
+    ),
+    (
+        "a prompt longer than the model",
+        {"dataset": [{"question": "abc" * 20, "answer": "a"}]},
+        "longer than max_prompt_tokens",
+    ),
+    ("answers longer than seq_len", {"max_tokens": 100}, "training.seq_len must exceed grpo.max_tokens"),
+    (
+        "a reward that names nothing",
+        {"reward": lambda answer: 0.0},
+        "names nothing of a response: name its parameters prompt",
+    ),
+    ("weights for other rewards", {"reward_weights": [1.0, 0.5]}, "reward.weights has 2 entries for 1 functions"),
+    ("a reward that is a number", {"reward": 1.0}, "a reward is a function"),
+    ("a model that is not there", {"model": "./no/model", "from_scratch": None}, "no/model"),
+    (
+        "a GPU that is not there",
+        {"services": {"generator": {"num_replicas": 999, "with_gpus": True}}},
+        "GPUs are needed .* set with_gpus to false",
+    ),
+    ("resume without checkpoints", {"resume": "auto"}, "needs checkpoint.every"),
+    (
+        "resume of another run",
+        {"resume": "runs/b", "name": "a", "checkpoint": {"every": 1}},
+        "runs/b is not this run, runs/a",
+    ),
+    ("a root that is a file", {"run": {"root": __file__}}, "set run.root to a folder that can be written"),
+    ("evaluation data that is a task", {"eval_dataset": "apps.toys.words:Sort"}, "eval_dataset must be rows or a path"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_a_mistake_is_answered_by_one_line_before_anything_starts(
+    settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError), match=words) as caught:
+        started(settings)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/metrics.jsonl"))
+
+
+def test_there_are_thirty():
+    assert len(TABLE) >= 30
+
+
+def test_a_sequence_without_an_end_has_its_length():
+    from forge.data.files import Rows
+
+    assert len(Rows(Endless())) == 4
+
+
+def test_beta_is_the_algorithms():
+    from forge.recipes.api import _placed
+    from forge.recipes.dpo_config import DPOConfig
+
+    assert _placed(RLConfig, "beta", 0.04, "grpo") == {"grpo": {"beta": 0.04}}
+    assert _placed(DPOConfig, "beta", 0.2, None) == {"dpo": {"beta": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("training:\n\tsteps: 3\n", "bad.yaml"),
+        ("training:\n  steps: 3\n   batch_size: 4\n", "bad.yaml"),
+        ("dataset: {path: x}\ntraining: [steps]\n", "training must be a mapping of keys to values"),
+    ],
+    ids=["a tab", "indentation", "a list"],
+)
+def test_a_file_that_is_wrong_is_one_line(text: str, words: str, tmp_path: Path):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        load(RLConfig, ["--config", str(file)])
+    assert "\n" not in str(caught.value).strip()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(lambda response: None, "gave None"), (lambda response: float("nan"), "gave nan")],
+    ids=["None", "nan"],
+)
+def test_a_reward_that_never_scores_is_named_with_what_it_was_given(function: Callable[..., Any], reason: str):
+    reward = Reward([function], names=["mine"])
+
+    class Endpoint:
+        def __init__(self, call: Any) -> None:
+            self.route = call
+
+    async def generate(prompt: Prompt, **sampling: Any) -> list[Completion]:
+        return [Completion("cb", [3, 4], [-1.0, -1.0], finish="stop")] * 2
+
+    async def score(prompt: Prompt, texts: list[str], target: str, evaluation: bool, completions: Any) -> Any:
+        return await reward.score(prompt, texts, target, completions)
+
+    policy = type("Policy", (), {"generate": Endpoint(generate)})()
+    env = SingleTurnEnv(type("Service", (), {"score": Endpoint(score)})())
+
+    async def work() -> None:
+        for _ in range(MAX_UNSCORED_GROUPS):
+            await env.rollout(policy, Sample(Prompt("abc>", (1,)), "cba"), n=2)
+
+    with pytest.raises(RuntimeError, match=f"could be scored.*mine: it {reason}.*prompt 'abc>', response 'cb'"):
+        asyncio.run(work())
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises((ValueError, OSError), match=r"Address already in use.*--serve.port 0: any that is free"):
+            started({"serve": {"port": taken.getsockname()[1]}})
+
+
+def test_a_misspelt_command_lists_the_commands(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["trian"])
+    assert "train" in capsys.readouterr().err
+
+
+def test_answers_are_missing_in_supervised_rows():
+    with pytest.raises(ValueError, match=r"no field 'answer': it has question; .* or to the column of the answer"):
+        forge.sft(None, from_scratch={"alphabet": "abc"}, dataset=[{"question": "abc"}])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dataset": [{"question": "xyz", "answer": "zyx"}]}, "they read as unknown"),
+        ({"reward": None}, "reward is not set: MathReward scores responses"),
+        ({"eval": {"every": 2}}, "eval.every = 2 does nothing"),
+        ({"eval_dataset": ROWS}, "4 of the 4 held-out prompts are also in the training data"),
+    ],
+    ids=["letters outside the alphabet", "no reward", "evaluation without data", "evaluation on the training data"],
+)
+def test_what_is_rarely_meant_is_a_warning_before_the_start(
+    settings: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("forge"), "propagate", True)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    # The last check before the first thing is written.
+    monkeypatch.setattr("forge.recipes.prepare.check_space", stop)
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+        started(settings)
+    assert words in caplog.text
