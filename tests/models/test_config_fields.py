@@ -261,7 +261,7 @@ def test_rows_are_no_longer_than_the_model_takes(
         return
     cfg = read_config(schema, Arguments.parse(argv))
     before = to_dict(cfg)
-    prepare(cfg, Start())[2].close()
+    prepare(cfg, Start())[-1].close()
     rows_config = cfg.data(str(model))
     assert getattr(rows_config, "max_prompt_tokens" if schema is RLConfig else "max_tokens") == most
     assert to_dict(cfg) == before  # what a resumed run is compared with
