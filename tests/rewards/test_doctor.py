@@ -146,7 +146,8 @@ def test_on_the_command_line(rewards, tmp_path, capsys):
     ("words", "problem"),
     [
         (["doctor", "reward"], "which reward, on which rows"),
-        (["doctor", "reward", "nope:x", "--data", "rows.jsonl"], "rows.jsonl"),
+        (["doctor", "reward", "nope:x", "--data", "rows.jsonl"], "nope:x. was not found"),
+        (["doctor", "reward", "ExactMatch", "--data", "rows.jsonl"], "rows.jsonl"),
         (["doctor", "machine", "--tests", "x.py"], "are of forge doctor reward"),
     ],
 )
