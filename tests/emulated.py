@@ -51,12 +51,13 @@ class Emulation:
     """A device, and how often the host waited for it, by the line of the library and the reason.
 
     launches: operators that a device would have a kernel for. observers: by thread, what sees each operator, with its
-    result; it counts its launches itself.
+    result; it counts its launches itself. copied: bytes by direction.
     """
 
     device: torch.device
     waits: Counter[str] = field(default_factory=Counter)
     launches: int = 0
+    copied: Counter[str] = field(default_factory=Counter)
     observers: dict[int, Callable[[Any, Sequence[Any], Any], None]] = field(default_factory=dict)
 
     @contextmanager
@@ -136,6 +137,12 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if wanted is not None:
         inner_kwargs["device"] = torch.device("cpu")
     result = compute(func, inner_args, inner_kwargs)
+    if func in COPIES:
+        source, into_device = (
+            (args[1], isinstance(args[0], DeviceTensor)) if func is aten.copy_.default else (args[0], to_device)
+        )
+        if isinstance(source, DeviceTensor) != into_device:
+            _current.copied["to the device" if into_device else "to the host"] += result.nbytes
     observer = _current.observers.get(threading.get_ident())
     if observer is not None:
         observer(func, inner, result)
