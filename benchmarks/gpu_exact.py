@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_setup import Row, Setup, build, generated, prompts, synchronize, trainer
+from gpu_setup import Row, Setup, build, engine_cases, generated, prompts, synchronize, trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -168,8 +168,8 @@ def correctness(setup: Setup) -> Iterator[Row]:
 
     exact, rounded = peer(torch.float32), peer(getattr(torch, setup.dtype))
     contexts, drawn = prompts(8, 32, setup.shape["vocab_size"]), list[Completion]()
-    for name in setup.engines:
-        engine = load_engine(name, setup.model, slots=8, max_seq_len=256, dtype=setup.dtype)
+    for name, kind, settings in engine_cases(setup):
+        engine = load_engine(kind, setup.model, slots=8, max_seq_len=256, dtype=setup.dtype, **settings)
         try:
             drawn = generated(engine, contexts, 64)
         finally:

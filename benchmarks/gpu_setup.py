@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -99,6 +99,14 @@ class Setup:
     def engines(self) -> list[str]:
         """The installed engines."""
         return ["embedded", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+
+
+def engine_cases(setup: Setup) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each engine by a name, with its settings; the embedded one on a GPU also with captured steps."""
+    for name in setup.engines:
+        yield name, name, {}
+        if name == "embedded" and setup.on_gpu:
+            yield f"{name} with cuda_graphs", name, {"cuda_graphs": True}
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpu_setup import PEAK, Row, Setup, generated, prompts, synchronize, trainer
+from gpu_setup import PEAK, Row, Setup, engine_cases, generated, prompts, synchronize, trainer
 
 from forge.data.packing import pack
 from forge.engines import load_engine
@@ -74,9 +74,9 @@ def device(setup: Setup) -> Iterator[Row]:
 def generation(setup: Setup) -> Iterator[Row]:
     """Tokens a second of each engine, and milliseconds of a decode step."""
     tokens = 16 if setup.quick else 256
-    for name in setup.engines:
+    for name, kind, settings in engine_cases(setup):
         for batch in (4, 8) if setup.quick else (8, 256):
-            engine = load_engine(name, setup.model, slots=batch, max_seq_len=1024, dtype=setup.dtype)
+            engine = load_engine(kind, setup.model, slots=batch, max_seq_len=1024, dtype=setup.dtype, **settings)
             contexts = prompts(batch, 32, setup.shape["vocab_size"])
             try:
                 seconds = repeated(lambda: generated(engine, contexts, tokens), setup, times=2)  # noqa: B023

@@ -11,6 +11,7 @@ batch, with and without weight updates beside it.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 import threading
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from forge.engines import EmbeddedEngine
 from forge.models import build_small_model
-from forge.runtime.store import VersionStore
+from forge.runtime.store import VersionStore, parallel
 from forge.types import Sampling
 
 MATRIX = (2048, 1024)  # of float32: 8.4 MB
@@ -83,6 +84,26 @@ def copies(megabytes: int, rounds: int, folder: Path) -> None:
         ratio = median(a / b for a, b in zip(seconds[warm:], took["memcpy"][warm:], strict=True))
         typical = median(seconds[warm:])
         print(f"| {name} | {seconds[0]:.3f} | {typical:.3f} | {size / typical:.1f} | {ratio:.2f} |")
+
+
+def in_threads(megabytes: int, rounds: int) -> None:
+    """Put and get with one thread and with one a core, in turn: hashing, copying, and reading into new tensors."""
+    count = max(1, round(megabytes * 1e6 / (MATRIX[0] * MATRIX[1] * 4)))
+    weights = {f"layers.{n}.weight": torch.randn(MATRIX) for n in range(count)}
+    store = VersionStore.create()
+    seconds: dict[tuple[str, int], list[float]] = {}
+    large = parallel.LARGE
+    for _ in range(rounds):
+        for threads, bound in ((1, 1 << 60), (len(os.sched_getaffinity(0)), 0)):
+            parallel.LARGE = bound
+            seconds.setdefault(("put", threads), []).append(timed(lambda: store.put("policy", weights)))
+            seconds.setdefault(("get", threads), []).append(timed(lambda: store.get("policy")))
+    parallel.LARGE = large
+    store.close()
+    print("\n| way, threads | median s | ratio to one thread |\n|---|---|---|")
+    for (way, threads), times in seconds.items():
+        ratio = median(one / some for one, some in zip(seconds[way, 1], times, strict=True))
+        print(f"| {way}, {threads} | {median(times):.3f} | {ratio:.2f} |")
 
 
 def gaps(folder: Path, rounds: int) -> None:
@@ -151,6 +172,7 @@ def main() -> None:
     try:
         for megabytes in args.sizes:
             copies(megabytes, args.rounds, folder)
+        in_threads(max(args.sizes), args.rounds)
         gaps(folder, args.rounds)
     finally:
         shutil.rmtree(folder)

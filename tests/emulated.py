@@ -18,7 +18,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -51,12 +54,13 @@ class Emulation:
     """A device, and how often the host waited for it, by the line of the library and the reason.
 
     launches: operators that a device would have a kernel for. observers: by thread, what sees each operator, with its
-    result; it counts its launches itself.
+    result; it counts its launches itself. copied: bytes by direction.
     """
 
     device: torch.device
     waits: Counter[str] = field(default_factory=Counter)
     launches: int = 0
+    copied: Counter[str] = field(default_factory=Counter)
     observers: dict[int, Callable[[Any, Sequence[Any], Any], None]] = field(default_factory=dict)
 
     @contextmanager
@@ -114,6 +118,9 @@ class Factories(TorchDispatchMode):
     """Operators without a tensor of the device, which may make or move one there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A DTensor's operators come back as those of its parts.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
         return run(func, args, kwargs or {})
 
 
@@ -136,6 +143,12 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if wanted is not None:
         inner_kwargs["device"] = torch.device("cpu")
     result = compute(func, inner_args, inner_kwargs)
+    if func in COPIES:
+        source, into_device = (
+            (args[1], isinstance(args[0], DeviceTensor)) if func is aten.copy_.default else (args[0], to_device)
+        )
+        if isinstance(source, DeviceTensor) != into_device:
+            _current.copied["to the device" if into_device else "to the host"] += result.nbytes
     observer = _current.observers.get(threading.get_ident())
     if observer is not None:
         observer(func, inner, result)
@@ -214,7 +227,7 @@ def place() -> str:
 class Module(_DummyBackendModule):
     """`torch.emulated`. Its streams have done all that they were given when a call returns."""
 
-    current_stream = stream = Stream = synchronize = set_rng_state = mock.MagicMock()
+    current_stream = stream = Stream = Event = synchronize = set_rng_state = mock.MagicMock()
 
     def is_available(self) -> bool:
         """Within `emulated` alone: other tests of the process compute on the CPU."""
@@ -314,3 +327,24 @@ def emulated() -> Iterator[Emulation]:
             yield _current
         finally:
             _current = None
+
+
+@contextmanager
+def emulated_rank() -> Iterator[Emulation]:
+    """The device of one of several ranks, whose collectives are gloo's, on the memory of its tensors.
+
+    FSDP's buffers are not freed: the storage of a DeviceTensor has no size.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(dist.Backend.default_device_backend_map, {NAME: f"cpu:gloo,{NAME}:gloo"}))
+        for name in ("free_storage", "alloc_storage"):
+            stack.enter_context(mock.patch.object(_fsdp_param, name, return_value=None))
+        stack.enter_context(mock.patch.object(_fsdp_init, "_move_states_to_device", move_states))
+        yield stack.enter_context(emulated())
+
+
+def move_states(parameters: Sequence[Tensor], buffers: Sequence[Tensor], device: torch.device) -> None:
+    """As FSDP moves what is on another device; tensors of these classes are exchanged as wholes."""
+    for tensor in (*parameters, *buffers):
+        if not tensor.is_meta and tensor.device != device:
+            torch.utils.swap_tensors(tensor, tensor.to(device))

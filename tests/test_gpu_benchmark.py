@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_counts
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,3 +72,15 @@ def test_its_small_form_keeps_to_its_limits():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout
     assert done.stdout.count("| ok |") >= 9
+
+
+def test_counts_of_the_emulated_device_keep_their_bounds():
+    """What docs/benchmarks.md says of waits, launches and bytes."""
+    counts = {row.what: row.now for row in gpu_counts.rows(packs=0)}
+    assert counts["host waits of a micro-batch"] == "0"
+    assert counts["host waits of an update besides"] == "2"
+    assert counts["host waits of an offload and the return"] == "1"
+    assert counts["host waits of a decode step"] == "1"
+    assert counts["launches of a decode step"] == "138; 3 with cuda_graphs"
+    assert counts["tensors that a CPU casts on the way"] == "0"
+    assert counts["bytes of a parameter to the host, a weight update; of Qwen3-8B"] == "2; 16.4 GB"

@@ -84,7 +84,12 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]
 
 
 def run(
-    size: int, folder: Path, models: dict[str, Path], published: VersionStore, which: Any = layouts.scenarios
+    size: int,
+    folder: Path,
+    models: dict[str, Path],
+    published: VersionStore,
+    which: Any = layouts.scenarios,
+    main: Callable[..., None] = layouts.main,
 ) -> Outcome:
     """Run the ranks, which write down in `<rank>.pickle` what each scenario returned; what they got, by its name."""
     alone = make_trainer(models["qwen3"])
@@ -93,7 +98,7 @@ def run(
     checkpoint.save(alone, folder / "one")
     context = mp.get_context("spawn")
     common = (size, folder, models, published, which)
-    processes = [context.Process(target=layouts.main, args=(rank, *common)) for rank in range(size)]
+    processes = [context.Process(target=main, args=(rank, *common)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:

@@ -185,6 +185,24 @@ def test_a_reference_scores_as_on_the_cpu(mild: dict[str, Path]):
 
 
 @pytest.mark.parametrize("which", ["full", "lora", "muon"])
+def test_a_trainer_that_leaves_the_device_waits_once(which: str, mild: dict[str, Path]):
+    """For all copies together, when it leaves; it returns without a wait."""
+    with emulated() as emulation:
+        trainer = train(mild["qwen3"], **SETTINGS[which]).trainer
+        expected = on_host(trainer)
+        module = torch.get_device_module(emulation.device)
+        before = module.synchronize.call_count
+        with emulation.counted() as waits:
+            trainer.offload()
+            assert module.synchronize.call_count == before + 1
+            trainer.onload()
+        assert module.synchronize.call_count == before + 1
+        assert not waits, lines(waits)
+        assert misplaced(trainer) == []
+        assert largest_difference(on_host(trainer), expected) == 0
+
+
+@pytest.mark.parametrize("which", ["full", "lora", "muon"])
 def test_a_checkpoint_returns_to_the_device(which: str, mild: dict[str, Path], tmp_path: Path):
     with emulated():
         trainer = train(mild["qwen3"], **SETTINGS[which]).trainer

@@ -20,7 +20,7 @@ MOST = 64  # graphs that are kept, the most recently used ones: each has its own
 
 
 class Drawn(NamedTuple):
-    """Results of a decode step, one of each row: tokens, their log-probabilities, whether the row has ended."""
+    """The tokens that a decode step draws, one of each row; their log-probabilities; and which rows have ended."""
 
     tokens: Tensor
     logprobs: Tensor

@@ -212,6 +212,8 @@ class PolicyTrainer:
             self._move(torch.device("cpu"))
             self.offloaded = True
             if self.ranks.device.type != "cpu":
+                # Once for all of them: only then are the copies complete, and the device's memory free.
+                torch.get_device_module(self.ranks.device).synchronize()
                 torch.accelerator.empty_cache()
 
     def onload(self) -> None:
@@ -374,17 +376,20 @@ def move(
 ) -> None:
     """Move parameters with their gradients, the optimiser's state and buffers (to `buffers`, if given), in place.
 
+    Copies are not waited for. Those to host memory are complete once the device is synchronised: torch puts them into
+    page-locked memory, which it keeps for the next time.
+
     Raises:
         RuntimeError: the move created new parameters, which the optimiser does not have.
     """
     before = list(model.parameters())
-    model.to(to)
+    model.to(to, non_blocking=True)
     if any(a is not b for a, b in zip(before, model.parameters(), strict=True)):
         raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(buffers or to)
+            module._buffers[name] = buffer.to(buffers or to, non_blocking=True)
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor):
-                state[name] = value.to(to)
+                state[name] = value.to(to, non_blocking=True)

@@ -146,7 +146,10 @@ class Manifest:
 
 def checksum(values: Tensor) -> str:
     """Checksum of the bytes of a contiguous tensor on the CPU."""
-    return xxhash.xxh3_64_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
+    # By `update`, which leaves Python's lock to other threads.
+    state = xxhash.xxh3_64()
+    state.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> str:

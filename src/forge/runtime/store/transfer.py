@@ -7,7 +7,7 @@ import operator
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from ...system.boxes import full_box, is_dtensor, local_boxes
 from ...system.files import write_atomic
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest, Shard, checksum, copy_and_hash
+from .parallel import in_threads
 from .segments import ALIGNMENT
 
 ABANDONED_AFTER = 3600.0  # seconds after which no rank still waits for the outcome of a put
@@ -143,15 +144,18 @@ class RankPart:
                     size += -(-values.numel() * target_dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return cls(key, version, single, ranks, tuple(blocks), size)
 
-    @torch.no_grad()
     def write(self, segment: str, memory: Tensor) -> Manifest:
         """Write the blocks consecutively into the bytes of a segment."""
-        shards: list[Shard] = []
-        for shard, values in self.blocks:
-            if values is not None:
-                shard = replace(shard, segment=segment)
-                shard = replace(shard, checksum=copy_and_hash(values, shard.view(memory)))
-            shards.append(shard)
+
+        @torch.no_grad()  # of the thread
+        def written(block: tuple[Shard, Tensor | None]) -> Shard:
+            shard, values = block
+            if values is None:
+                return shard
+            shard = replace(shard, segment=segment)
+            return replace(shard, checksum=copy_and_hash(values, shard.view(memory)))
+
+        shards = in_threads(written, self.blocks, self.size)
         return Manifest(self.key, self.version, self.single, tuple(shards))
 
 
@@ -273,25 +277,21 @@ class OpenVersion:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of every tensor. A tensor in one block is a view of shared memory, valid while the
         version is open."""
-        for name, shards in self.manifest.by_name.items():
-            if len(shards) > 1 or not shards[0].segment:
-                yield name, self._new(name)
-                continue
-            values = shards[0].view(self.memory[shards[0].segment])
-            self._verify(shards[0], values)
-            yield name, values
+        names = list(self.manifest.by_name)
+        yield from zip(names, self._whole(names), strict=True)
 
     def fill(self, into: Any = None) -> Any:
         """Fill a tensor, DTensor or (nested) state dict in place; return new tensors if it is None. See `Store.get`."""
         if into is None:
-            new = {name: self._new(name) for name in self.manifest.by_name}
+            names = list(self.manifest.by_name)
+            new = dict(zip(names, self._whole(names, copies=True), strict=True))
             return new[""] if self.manifest.single else new
         targets, single = flatten(into)
         if single != self.manifest.single:
             kinds = ("a state dict", "one tensor")
             raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, not {kinds[single]}")
-        for name, target in targets.items():
-            self.read(name, target)
+        for _ in in_threads(lambda target: self.read(*target), targets.items(), self._size):
+            pass
         return into
 
     @torch.no_grad()
@@ -327,11 +327,32 @@ class OpenVersion:
                     self._verify(shard, source)
                     into.copy_(source[overlap.within(shard.box)])
 
-    def _new(self, name: str) -> Tensor:
-        shard = self.manifest.by_name[name][0]
-        tensor = torch.empty(shard.shape, dtype=getattr(torch, shard.dtype))
-        self.read(name, tensor)
-        return tensor
+    @property
+    def _size(self) -> int:
+        return sum(memory.nbytes for memory in self.memory.values())
+
+    def _whole(self, names: Sequence[str], copies: bool = False) -> Iterator[Tensor]:
+        """Full tensors, each joined from its blocks, or a view of the only one unless it shall be a copy."""
+
+        def targets() -> Iterator[tuple[str, Tensor | None]]:
+            # In the caller's thread, which has memory to use again: a new thread would touch new pages.
+            for name in names:
+                shards = self.manifest.by_name[name]
+                joined = copies or len(shards) > 1 or not shards[0].segment
+                dtype = getattr(torch, shards[0].dtype)
+                yield name, torch.empty(shards[0].shape, dtype=dtype) if joined else None
+
+        def read(target: tuple[str, Tensor | None]) -> Tensor:
+            name, tensor = target
+            if tensor is not None:
+                self.read(name, tensor)
+                return tensor
+            (shard,) = self.manifest.by_name[name]
+            values = shard.view(self.memory[shard.segment])
+            self._verify(shard, values)
+            return values
+
+        return in_threads(read, targets(), self._size)
 
     def _verify(self, shard: Shard, values: Tensor, digest: str | None = None) -> None:
         """Compare the checksum of a block, once for each open version."""

@@ -1,0 +1,88 @@
+"""Transfers in several threads: the same versions, the same errors, and no more memory than a few tensors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge.runtime.store import CorruptWeights, VersionStore, parallel
+from forge.runtime.store.parallel import in_threads
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VersionStore:
+    """In a folder; every transfer has four threads."""
+    monkeypatch.setattr(parallel, "LARGE", 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    empty = VersionStore(tmp_path)
+    empty.prepare()
+    return empty
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    plain = {f"{number}": torch.randn(50 + number, 30, generator=generator) for number in range(40)}
+    return plain | {"view": plain["0"].T, "empty": torch.zeros(0, 3), "half": plain["1"].bfloat16()}
+
+
+def test_a_version_is_that_of_one_thread(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+    named = weights()
+    store.put("several", named, 1)
+    filled = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    store.get("several", filled)
+    new = store.get("several")
+    with store.open("several", 1) as several:
+        order = [name for name, _ in several.tensors()]
+        whole = {name: tensor.clone() for name, tensor in several.tensors()}
+        digest = several.digest
+    monkeypatch.setattr(parallel, "LARGE", 1 << 30)
+    store.put("one", named, 1)
+    with store.open("one", 1) as one:
+        assert one.digest == digest
+        assert order == [name for name, _ in one.tensors()]
+    for found in (filled, new, whole):
+        assert found.keys() == named.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in named.items())
+
+
+def test_a_damaged_block_is_found_whichever_thread_reads_it(store: VersionStore):
+    store.put("policy", weights(), 1)
+    with store.open("policy", 1) as version:
+        shard = version.manifest.by_name["17"][0]
+        values = shard.view(version.memory[shard.segment])
+        values[3, 4] += 1
+        with pytest.raises(CorruptWeights, match="tensor '17' does not have the checksum"):
+            list(version.tensors())
+        values[3, 4] -= 1
+    with store.open("policy", 1) as version, pytest.raises(ValueError, match="has shape"):
+        version.fill({"17": torch.zeros(2)})
+
+
+def test_results_are_in_order_and_few_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parallel, "LARGE", 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    begun = list[int]()
+    threads = set[str]()
+
+    def work(number: int) -> int:
+        begun.append(number)
+        threads.add(threading.current_thread().name)
+        time.sleep(0.001 * (number % 3))
+        return number
+
+    results = in_threads(work, range(100), 1)
+    assert next(results) == 0
+    # Nobody takes the next one: memory would fill with them.
+    time.sleep(0.1)
+    assert len(begun) <= 2 * 4 + 1
+    assert list(results) == list(range(1, 100))
+    assert len(threads) == 4
+    assert threading.current_thread().name not in threads
+
+
+def test_a_small_transfer_has_no_threads():
+    assert list(in_threads(lambda _: threading.current_thread(), range(3), 1000)) == [threading.current_thread()] * 3
