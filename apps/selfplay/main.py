@@ -39,6 +39,8 @@ class SelfPlayConfig(RLConfig):
 class SelfPlay(Loop):
     """The loop of RL, in which every policy learns from the seats that it had in a game."""
 
+    config: ClassVar[type[RLConfig]] = SelfPlayConfig
+
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
         learners = self.parts.learners.values()
         steps = await asyncio.gather(*(self.learn(learner, groups, version) for learner in learners))

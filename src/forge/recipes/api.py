@@ -99,7 +99,8 @@ def train(
         eval_dataset: held-out rows or a path of them; None: no evaluation, unless `eval={...}` says otherwise.
         name: of the run's folder below runs/; None makes one from the time.
         resume: "auto" resumes the run of this name if there is something to resume.
-        recipe: a subclass of `forge.recipes.rl.Loop`, or `async def recipe(cfg, job)`, in place of the library's loop.
+        recipe: a subclass of `forge.recipes.rl.Loop`, whose attribute `config` may be a subclass of `RLConfig`, or
+            `async def recipe(cfg, job)`, in place of the library's loop.
         on_step: `f(step, metrics)` after each step; True ends the training. See `forge.recipes.hooks.Hooks`.
         on_rollouts: `f(step, groups)` before each step, with the groups that it trains on.
         settings: sections of the configuration as dicts (`training={"steps": 50}`), or single keys where only one
@@ -120,7 +121,11 @@ def train(
     if environment is not None:
         values["environment"] = environment
     hooks = Hooks(on_step, on_rollouts)
-    return _run(_recipe_of(recipe), RLConfig, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks)
+    # A loop of several policies has a configuration that lets them train.
+    config_type = getattr(recipe, "config", RLConfig)
+    return _run(
+        _recipe_of(recipe), config_type, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks
+    )
 
 
 def sft(
