@@ -14,6 +14,8 @@ import pytest
 import forge
 from forge.cli import main, make_parser
 from forge.cli.launch import LAUNCHERS
+from forge.recipes.launch import launch
+from forge.recipes.rl_config import RLConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,3 +121,12 @@ def test_what_would_fail_in_the_queue_is_an_error_at_submission(words: list[str]
     monkeypatch.setattr("forge.runtime.cluster.credentials.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=f"error: {message}"):
         main(["launch", "slurm", *words])
+
+
+def test_a_recipe_as_a_program_says_how_it_is_used(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["main.py"])
+    launch(None, RLConfig, ["--config", "apps/grpo/tiny.yaml", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: main.py --config FILE")
+    assert "training" in text
+    assert "eval" in text

@@ -235,6 +235,7 @@ def test_each_set_has_its_own_problems_interval_answers_and_reward(tmp_path):
     )
     assert all(a["tokens"] <= 3 for a in answers if a.get("set") == "short")
     assert (result.folder / "best/model.safetensors").exists()
+    assert forge.Result(str(result.folder)).metrics == history
 
 
 def copies(prompt, response):

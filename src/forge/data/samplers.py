@@ -81,9 +81,11 @@ class Curriculum(Sampler):
         self.shares: list[float] = []  # of right answers, of the last groups of this stage
 
     def draw(self) -> int:
+        """A row of the current level."""
         return self.random().choice(self._rows_of[str(self.levels[self.stage])])
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
+        """Begin the next level where this one is mostly solved."""
         # Groups of the stage before may still come in.
         if not rewards or self.rows[row][self.level] != self.levels[self.stage]:
             return
@@ -113,11 +115,13 @@ class Frontier(Sampler):
         self._weights: list[float] = []
 
     def draw(self) -> int:
+        """A row in proportion to its weight."""
         if not self._weights:
             self._weights = [self._weight(self.rates.get(str(row), 0.5)) for row in range(len(self.rows))]
         return self.random().choices(range(len(self.rows)), cum_weights=[*accumulate(self._weights)])[0]
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
+        """Move a row's success rate."""
         if rewards:
             before = self.rates.get(str(row), 0.5)
             rate = self.rates[str(row)] = before + self.memory * (_solved(rewards) - before)
@@ -125,6 +129,7 @@ class Frontier(Sampler):
                 self._weights[row] = self._weight(rate)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
         super().load_state_dict(state)
         self._weights = []
 
@@ -150,6 +155,7 @@ class Retire(Sampler):
         self.queue: list[int] = []
 
     def draw(self) -> int:
+        """The next row that is not retired."""
         # What is retired while it waits is passed over.
         self.queue = [row for row in self.queue if not self._is_retired(row)]
         if not self.queue:
@@ -160,6 +166,7 @@ class Retire(Sampler):
         return self.queue.pop()
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
+        """Count how often in succession a row was solved."""
         # One wrong answer, and the row is still worth a group.
         if rewards:
             solved = min(rewards) >= SOLVED
@@ -200,6 +207,7 @@ class Mix(Sampler):
         self._rows_of = _by_value(rows, kind)
 
     def draw(self) -> int:
+        """A row of a kind, which is drawn by the shares of now."""
         # By draws, not by steps: what is dropped moves the shares as well.
         progress = min(1.0, self.draws / self.draws_to_end)
         random = self.random()

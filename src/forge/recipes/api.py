@@ -41,6 +41,10 @@ class Result:
 
     folder: Path
 
+    def __post_init__(self) -> None:
+        # Of a run of another day one knows the path as text.
+        object.__setattr__(self, "folder", Path(self.folder))
+
     @property
     def model(self) -> str:
         """The trained model's folder, in Hugging Face format."""

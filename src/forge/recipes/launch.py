@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from ..config.sections import Arguments, ConfigError, to_dict
+from ..config.sections import Arguments, ConfigError, keys_of, to_dict
 from ..models.files import try_tokenizer
 from ..models.hub import upload, write_card
 from ..observability import Run
@@ -43,6 +43,10 @@ from .user_errors import summary, user_frames
 
 OPEN_FILES = 256  # of one process, at most in small runs
 Recipe = Callable[..., Coroutine[Any, Any, None]]
+HELP = """usage: {program} --config FILE [--section.key VALUE ...] [--resume RUN|auto]
+
+sections and keys: {sections}
+docs/configuration.md describes them; `forge plan FILE` says what a run needs"""
 
 
 def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None) -> None:
@@ -54,9 +58,13 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     fill_standard_files()
     end_at_signals()
     sys.excepthook = _print_error
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & {*words}:
+        print(HELP.format(program=Path(sys.argv[0]).name, sections=", ".join(keys_of(config_type))))
+        return
     try:
         # From here on every way to end is one line and an exit code.
-        arguments = Arguments.parse(sys.argv[1:] if argv is None else argv)
+        arguments = Arguments.parse(words)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
     except Preempted as preempted:
         log.warning("%s", preempted)

@@ -2,7 +2,9 @@
 
     prompts -> rollouts (policy + environment) -> replay buffer -> training -> new weights -> policy
 
-With `async.max_policy_age` 0 rollouts and training take turns, above it they overlap; the code is the same.
+Rollouts sample a group of episodes for each prompt and store them. Training takes a batch, improves the policy and
+hands the new weights to the generators. `async.max_policy_age` says how far rollouts may run ahead: at 0 the two take
+turns, above it they overlap; the code is the same.
 """
 
 from __future__ import annotations
@@ -10,33 +12,33 @@ from __future__ import annotations
 import asyncio
 
 from ..rewards.rules import overlong_penalty
-from ..runtime.controller import first_to_end
 from ..training import credit
 from ..types import Batch, Group, Sample
-from .components import Job, MakeEnv, RLComponents, start_rl
+from .components import Job, MakeEnv, start_rl
+from .loop import Frame
 from .rl_config import RLConfig
 from .schema import sample_seed
 
 
-class Loop:
+class Loop(Frame):
     """The loops of a run over its components, `parts`. A subclass may replace each method (docs/howto/own_loop.md)."""
 
-    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents) -> None:
-        self.cfg, self.job, self.record, self.parts, self.algorithm = cfg, job, job.record, parts, parts.algorithm
-        self.version, self.published_version = self.record.start, -1  # of the trainer, of the generators
-
     async def rollouts(self) -> None:
+        """Start a rollout for each prompt, as far ahead as the buffer admits."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self.parts.buffer.admit.route()  # waits while max_policy_age versions ahead of the trainer
                 tasks.create_task(self.rollout(await self.parts.dataset.sample.route()))
 
     async def rollout(self, sample: Sample) -> None:
-        prompt, n, seed = sample.prompt, self.cfg.grpo.n_samples, sample_seed(self.cfg.seed, sample.prompt.index)
-        episodes = await self.parts.env.rollout(self.parts.policy, sample, n=n, seed=seed)
+        """Play the group of one prompt, and store it."""
+        prompt = sample.prompt
+        seed = sample_seed(self.cfg.seed, prompt.index)
+        episodes = await self.parts.env.rollout(self.parts.policy, sample, n=self.cfg.grpo.n_samples, seed=seed)
         await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
 
     async def training(self) -> None:
+        """Take the groups of each step from the buffer, and train on them."""
         for version in self.record.steps(self.cfg.training.steps):
             groups = await self.parts.buffer.sample.route(version, self.cfg.training.batch_size)
             await self.job.hooks.rollouts(version + 1, groups)
@@ -48,6 +50,7 @@ class Loop:
                 return
 
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
+        """Train one step on groups; returns its metrics."""
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         recorded_groups = self.record.pick(groups)
         batch = await self.make_batch(groups, version, recorded_groups)
@@ -55,11 +58,13 @@ class Loop:
         if self.parts.critic is not None:
             metrics |= await self.parts.critic.train_step.route(batch)
         if recorded_groups:
-            numbers, dropped = await self.parts.trainer.recorded.route(), await self.parts.buffer.take_dropped.route()
+            numbers = await self.parts.trainer.recorded.route()
+            dropped = await self.parts.buffer.take_dropped.route()
             self.record.log_rollouts(version + 1, recorded_groups, batch, numbers, dropped)
         return metrics
 
     async def make_batch(self, groups: list[Group], version: int, recorded_groups: list[Group]) -> Batch:
+        """Compute advantages, pack, and add what a reference and a critic say."""
         overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
         shares = self.cfg.shares(self.algorithm)
         batch = credit.make_batch(groups, self.algorithm, version, recorded_groups, **shares)  # advantages, packing
@@ -73,26 +78,6 @@ class Loop:
             batch.values = await self.parts.critic.predict.route(batch)
         credit.assign(batch, self.algorithm)  # GAE, KL in the reward, whitening
         return batch
-
-    async def publish(self, version: int) -> None:
-        await self.parts.trainer.push_weights.call(version)
-        await self.parts.policy.update_weights.fanout(version)
-        await self.parts.advance(version)
-        self.published_version = version
-
-    async def evaluate(self) -> dict[str, float]:
-        if self.published_version != self.version:  # the run ends between two publications
-            await self.publish(self.version)
-        return await self.parts.evaluation.run(self.parts.policy, self.version)
-
-    async def run(self) -> None:
-        await self.publish(self.version)
-        if self.version or not await self.job.end_step(self.cfg, self.parts.state, 0, {}, self.evaluate):
-            await first_to_end(self.training(), self.rollouts())
-        await self.export()
-
-    async def export(self) -> None:
-        await self.parts.trainer.export_model.call(self.record.model)
 
 
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
