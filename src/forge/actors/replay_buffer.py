@@ -184,6 +184,8 @@ class ReplayBuffer(ForgeActor):
             "seen": Seen(self.seen.low, set(self.seen.above)),
             "replaced": self.replaced,
             "outcomes": dict(self.outcomes),
+            # They are in `seen`: nothing else would record them after a resume.
+            "kept": list(self.kept),
         }
 
     @endpoint
@@ -198,7 +200,9 @@ class ReplayBuffer(ForgeActor):
             self.dropped = dict(state["dropped"])
             self.version = state["version"]
             self.replaced = state["replaced"]
-            self.outcomes = dict(state.get("outcomes", {}))  # not of checkpoints of earlier versions
+            # Checkpoints of earlier versions have neither.
+            self.outcomes = dict(state.get("outcomes", {}))
+            self.kept = list(state.get("kept", []))
             self.random.setstate(state["random"])
             self.seen = Seen(state["seen"].low, set(state["seen"].above))
             self.admitted = self.served * (self.batch_size or 0) + len(self.items)

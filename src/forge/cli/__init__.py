@@ -11,7 +11,22 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..system.files import fill_standard_files
-from . import clean, completion, doctor, evaluate, launch, plan, recipes, runs, serve, simulate, table, watch, worker
+from . import (
+    audit,
+    clean,
+    completion,
+    doctor,
+    evaluate,
+    launch,
+    plan,
+    recipes,
+    runs,
+    serve,
+    simulate,
+    table,
+    watch,
+    worker,
+)
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
@@ -70,6 +85,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     launch.add_to(commands)
     table.add_to(commands)
     runs.add_to(commands)
+    audit.add_to(commands)
     watch.add_to(commands)
     simulate.add_to(commands)
     completion.add_to(commands, make_parser)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -299,7 +300,7 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
         "start": job.record.start,
         "max_policy_age": cfg.max_policy_age,
         "order": cfg.async_.order,
-        "keep_dropped": 4 * batch_size if cfg.metrics.rollouts == "all" else cfg.metrics.rollouts,
+        "keep_dropped": sys.maxsize if cfg.metrics.rollouts == "all" else cfg.metrics.rollouts,
     }
     if cfg.services.replay_buffer is None:
         return await ReplayBuffer.as_local(**settings)
