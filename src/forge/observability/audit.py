@@ -200,7 +200,7 @@ class _Counter:
                 if version >= 0 and identity:
                     identities[version].add(identity)
         several = [version for version, names in sorted(identities.items()) if len(names) > 1]
-        # A resumed run samples anew with versions that it had lost, from the same weights.
+        # A resumed run samples again with versions that it had lost, from the same weights.
         if several:
             self.fault("versions have several identities of weights", several)
 
