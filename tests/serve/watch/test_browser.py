@@ -226,6 +226,25 @@ def test_hostile_content_is_shown_as_text(page: Page, tmp_path: Path):
 
 
 @pytest.mark.processes
+def test_the_chat_begins_with_the_settings_of_the_run(page: Page, tmp_path: Path):
+    from selenium.webdriver.common.keys import Keys
+
+    settings = {
+        "grpo": {"max_tokens": 7, "temperature": 0.5},
+        "dataset": {"prompt_template": "{digits}=", "max_tokens": None},
+    }
+    write_run(tmp_path, "one", 24, 24, rows=4, settings=settings)
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=one&view=chat")
+        page.wait(lambda: page.value("#template") == "{digits}=")
+        assert page.value("#max_tokens") == "7"
+        assert page.value("#temperature") == "0.5"
+        page.type("#ask", f"1{Keys.SHIFT}\n{Keys.NULL}2")
+        assert page.value("#ask") == "1\n2"
+        assert page.all(".turn") == []
+
+
+@pytest.mark.processes
 def test_the_account_of_agents_is_shown(page: Page, tmp_path: Path):
     for name, row in (("agents", {"certificate/sampled": 5, "certificate/trained": 5}), ("others", {"reward": 1.0})):
         folder = tmp_path / name
@@ -306,10 +325,9 @@ def test_time_chat_and_report_of_a_real_run(page: Page, trained: Path):
         )
         assert colours > 6
         page.open(f"{url}/#run=test&view=chat")
-        page.wait(lambda: page.all("#send"))
-        page.type("#ask", "abc>")
+        page.wait(lambda: page.value("#max_tokens") == str(CONFIG["grpo"]["max_tokens"]))
         page.type("#max_tokens", "6")
-        page.browser.find_element("css selector", "#send").click()
+        page.type("#ask", "abc>\n")
         page.wait(lambda: page.text().count("tokens, ended by") == 2, 120)
     report = (trained / "test/report.html").read_text()
     assert "http://" not in report.split('type="application/json"')[0]
