@@ -83,6 +83,37 @@ def test_curves_of_several_runs(page: Page, written: tuple[Path, str]):
 
 
 @pytest.mark.processes
+def test_legends_name_lines_and_their_last_values(page: Page, tmp_path: Path):
+    for name in ("one", "two"):
+        drain()
+        run = Run(name, {"run": {"name": name}}, steps=4, root=str(tmp_path))
+        run.log(0, drain(), **{"eval/accuracy": 0.25})
+        for step in range(1, 5):
+            run.log(step, drain(), reward=0.125 * step, accuracy=0.5, **{"train/loss": 0.75})
+        run.finish()
+        run.close()
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=one&view=overview&with=two")
+        page.wait(lambda: len(page.all("section.card .uplot")) >= 2)
+        names = page.texts("section.card:first-child .u-legend .u-label")
+        values = page.texts("section.card:first-child .u-legend .u-value")
+        metrics = ("reward", "accuracy", "eval/accuracy")
+        assert names == ["step", *(f"{name} {metric}" for name in ("one", "two") for metric in metrics)]
+        assert values == ["4", *("0.5", "0.5", "0.25") * 2]
+        styles = page.browser.execute_script(
+            "return [...document.querySelectorAll('section.card:first-child .u-marker')].map("
+            "(one) => getComputedStyle(one).borderBottomStyle)"
+        )
+        assert styles[1:] == ["solid", "dashed", "dotted"] * 2
+        scales = page.browser.execute_script(
+            "return [...document.querySelectorAll('section.card')].map(({ lastChild: { plot } }) =>"
+            " [plot.scales.x.min, plot.scales.x.max, plot.axes[0].label])"
+        )
+        assert len(scales) >= 2
+        assert all(scale == [0, 4, "step"] for scale in scales)
+
+
+@pytest.mark.processes
 def test_each_trained_policy_has_its_curve(page: Page, tmp_path: Path):
     models = {"rival": {"trains": True}, "judge": {"trains": False}}
     drain()

@@ -13,7 +13,7 @@ const PANELS = [
   ["policy age (versions)", ["policy_age", "policy_age/max"]],
   ["version of each policy", ["policy_version"]],
   ["groups without signal", ["groups_without_signal"]],
-  ["completion length", ["generation/completion_length"]],
+  ["completion length (tokens)", ["generation/completion_length"]],
   ["share cut at max_tokens", ["generation/truncated"]],
   ["tokens a second", ["generation/tokens_per_second", "train/tokens_per_second"]],
   ["share of the peak FLOP/s (MFU)", ["train/mfu", "generator/mfu"]],
@@ -42,6 +42,7 @@ export function overview(context) {
         draw(true);
       }, { id: "metric" })));
     }
+    const ends = known.filter((one) => one.columns.step).flatMap((one) => bounds(axis(one.columns)));
     const panels = [...chosen.extra.map((name) => [name, [name]]), ...PANELS];
     for (const [title, wanted] of panels) {
       const series = known.flatMap((one) => {
@@ -62,7 +63,7 @@ export function overview(context) {
         chosen.extra.includes(title) ? grid.prepend(card) : grid.append(card);
       }
       if (again) card.lastChild.plotKey = null;
-      chart(card.lastChild, chosen.seeds === "mean" ? means(series) : series, { xLabel: AXES.find(([name]) => name === chosen.axis)[1] });
+      chart(card.lastChild, chosen.seeds === "mean" ? means(series) : series, { xLabel: AXES.find(([name]) => name === chosen.axis)[1], ends });
     }
   }
 
@@ -120,6 +121,12 @@ function axis(columns) {
   const tokens = columns["generation/tokens"] ?? columns["train/tokens"] ?? [];
   let sum = 0;
   return columns.step.map((_, i) => (sum += tokens[i] ?? 0) / 1e6);
+}
+
+// The first and the last known value.
+function bounds(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length ? [known[0], known[known.length - 1]] : [];
 }
 
 // Runs that differ in their seed alone become thin lines and their mean.
