@@ -114,6 +114,20 @@ def test_legends_name_lines_and_their_last_values(page: Page, tmp_path: Path):
 
 
 @pytest.mark.processes
+def test_settings_that_differ_are_shown_as_text(page: Page, tmp_path: Path):
+    first = {"reward": {"env": {"A": 1}}, "model": "", "rules": [1, {"b": None}]}
+    write_run(tmp_path, "one", 24, 24, rows=2, settings=first)
+    write_run(tmp_path, "two", 24, 24, rows=2, settings={"reward": {"env": None}, "model": None, "rules": [1]})
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=one&view=overview&with=two")
+        page.wait(lambda: "Settings that differ" in page.text())
+        assert page.texts("h2 + .scroll tbody td") == [
+            *("reward.env", "(a section)", "–"),
+            *("rules", '[1,{"b":null}]', "[1]"),
+        ]
+
+
+@pytest.mark.processes
 def test_each_trained_policy_has_its_curve(page: Page, tmp_path: Path):
     models = {"rival": {"trains": True}, "judge": {"trains": False}}
     drain()

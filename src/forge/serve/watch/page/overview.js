@@ -79,9 +79,10 @@ export function overview(context) {
       visible(`${known.length > 1 ? `${one.run}: ` : "tokens: "}${one.about.account}`))));
     if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
     else grid.querySelector(":scope > p")?.remove();
-    const differ = runs.length > 1 ? await ask("differences", { run: runs }) : null;
+    const answered = runs.length > 1 ? await ask("differences", { run: runs }) : null;
+    const differ = answered && Object.fromEntries(Object.entries(answered).map(([key, values]) => [key, values.map(shown)]).filter(([, values]) => values.some((value) => value !== values[0])));
     fill(compared, [runs, differ, known.map((one) => [one.columns.step?.length, one.about.settings])], () => [...(differ === null ? [] : [el("h2", {}, "Settings that differ"), Object.keys(differ).length
-      ? table(["setting", ...runs.map(visible)], Object.entries(differ).map(([key, values]) => [visible(key), ...values.map((v) => visible(v))]))
+      ? table(["setting", ...runs.map(visible)], Object.entries(differ).map(([key, values]) => [visible(key), ...values]))
       : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : [])]);
   }
   return { node, update };
@@ -97,7 +98,7 @@ function settings(one) {
   const last = Object.entries(one.columns).map(([name, values]) => [name, values.findLast((value) => value !== null)]);
   const open = document.getElementById("settings")?.open, openLast = document.getElementById("last")?.open;
   return [el("details", { id: "last", open: openLast }, el("summary", {}, "last values"), table(["metric", "value"], last.map(([name, value]) => [visible(name), number(value, 6)]), [1])),
-    el("details", { id: "settings", open }, el("summary", {}, "configuration"), table(["setting", "value"], Object.entries(one.about.settings).map(([key, value]) => [visible(key), visible(JSON.stringify(value))])))];
+    el("details", { id: "settings", open }, el("summary", {}, "configuration"), table(["setting", "value"], Object.entries(one.about.settings).map(([key, value]) => [visible(key), shown(value)])))];
 }
 
 function line(one, metric, place, several) {
@@ -121,6 +122,12 @@ function axis(columns) {
   const tokens = columns["generation/tokens"] ?? columns["train/tokens"] ?? [];
   let sum = 0;
   return columns.step.map((_, i) => (sum += tokens[i] ?? 0) / 1e6);
+}
+
+// A setting as text; one that is null, empty or absent is a dash.
+function shown(value) {
+  if (value === null || value === "" || value === "-") return "–";
+  return visible(typeof value === "string" ? value : JSON.stringify(value));
 }
 
 // The first and the last known value.
