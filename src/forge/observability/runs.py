@@ -100,8 +100,8 @@ def last(rows: Iterable[dict[str, float]], metric: str) -> float | None:
 
 def differences(folders: list[Path]) -> dict[str, list[Json]]:
     """Return the settings in which runs differ by key, one value for each run; `ABSENT` if a run lacks the key. A
-    section that a run lacks, or sets to null, is one key, `SECTION` in the others. The section `run`, their names and folders, is
-    ignored."""
+    section that a run lacks, or sets to null, is one key, `SECTION` in the others. The section `run`, their names and
+    folders, is ignored."""
     configurations = [settings(folder) for folder in folders]
     differing: dict[str, list[Json]] = {}
     for key in sorted({key for settings in configurations for key in settings if not key.startswith("run.")}):

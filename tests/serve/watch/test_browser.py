@@ -26,6 +26,7 @@ from tests.trees import descendants
 
 TOLERANCE = 1e-5  # relative: the trainer adds the same float32 numbers in another order
 EPISODES = 384
+ANSWERS = "eval/accuracy, eval/reward"  # the row of both in the reference of metrics
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,10 @@ def test_legends_name_lines_and_their_last_values(page: Page, tmp_path: Path):
         metrics = ("reward", "accuracy", "eval/accuracy")
         assert names == ["step", *(f"{name} {metric}" for name in ("one", "two") for metric in metrics)]
         assert values == ["4", *("0.5", "0.5", "0.25") * 2]
+        help_texts = page.browser.execute_script(
+            "return [...document.querySelectorAll('section.card:first-child .u-series')].map((one) => one.title)"
+        )
+        assert [text.split(":")[0] for text in help_texts[1:4]] == ["reward, reward/std", "accuracy", ANSWERS]
         styles = page.browser.execute_script(
             "return [...document.querySelectorAll('section.card:first-child .u-marker')].map("
             "(one) => getComputedStyle(one).borderBottomStyle)"

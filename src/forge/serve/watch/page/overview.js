@@ -1,5 +1,5 @@
 // Curves of the chosen runs, how their settings differ, and alerts.
-import { PALETTE, chart, css, el, fill, number, select, table, visible } from "./parts.js";
+import { PALETTE, chart, css, el, fill, meaning, number, select, table, visible } from "./parts.js";
 import { ask, rowsOf } from "./data.js";
 
 const PANELS = [
@@ -58,7 +58,7 @@ export function overview(context) {
       }
       if (!card) {
         const close = () => { chosen.extra = chosen.extra.filter((name) => name !== title); holders.get(title).remove(); holders.delete(title); };
-        card = el("section", { className: "card" }, el("h3", {}, visible(title), chosen.extra.includes(title) && el("button", { title: "remove", onclick: close }, "×")), el("div"));
+        card = el("section", { className: "card" }, el("h3", {}, el("span", { title: wanted.map(meaning).filter(Boolean).join("\n") }, visible(title)), chosen.extra.includes(title) && el("button", { title: "remove", onclick: close }, "×")), el("div"));
         holders.set(title, card);
         chosen.extra.includes(title) ? grid.prepend(card) : grid.append(card);
       }
@@ -80,7 +80,7 @@ export function overview(context) {
     if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
     else grid.querySelector(":scope > p")?.remove();
     const answered = runs.length > 1 ? await ask("differences", { run: runs }) : null;
-    const differ = answered && Object.fromEntries(Object.entries(answered).map(([key, values]) => [key, values.map(shown)]).filter(([, values]) => values.some((value) => value !== values[0])));
+    const differ = answered && Object.fromEntries(Object.entries(answered).map(([key, values]) => [key, values.map(settingText)]).filter(([, values]) => values.some((value) => value !== values[0])));
     fill(compared, [runs, differ, known.map((one) => [one.columns.step?.length, one.about.settings])], () => [...(differ === null ? [] : [el("h2", {}, "Settings that differ"), Object.keys(differ).length
       ? table(["setting", ...runs.map(visible)], Object.entries(differ).map(([key, values]) => [visible(key), ...values]))
       : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : [])]);
@@ -97,8 +97,8 @@ function policies(one) {
 function settings(one) {
   const last = Object.entries(one.columns).map(([name, values]) => [name, values.findLast((value) => value !== null)]);
   const open = document.getElementById("settings")?.open, openLast = document.getElementById("last")?.open;
-  return [el("details", { id: "last", open: openLast }, el("summary", {}, "last values"), table(["metric", "value"], last.map(([name, value]) => [visible(name), number(value, 6)]), [1])),
-    el("details", { id: "settings", open }, el("summary", {}, "configuration"), table(["setting", "value"], Object.entries(one.about.settings).map(([key, value]) => [visible(key), shown(value)])))];
+  return [el("details", { id: "last", open: openLast }, el("summary", {}, "last values"), table(["metric", "value"], last.map(([name, value]) => [el("span", { title: meaning(name) }, visible(name)), number(value, 6)]), [1])),
+    el("details", { id: "settings", open }, el("summary", {}, "configuration"), table(["setting", "value"], Object.entries(one.about.settings).map(([key, value]) => [visible(key), settingText(value)])))];
 }
 
 function line(one, metric, place, several) {
@@ -112,7 +112,7 @@ function line(one, metric, place, several) {
     y.push(total / weight);
   });
   const { seed, ...others } = Object.fromEntries(Object.entries(one.about.settings).filter(([key]) => !key.startsWith("run.")));
-  return { label: several ? `${one.run} ${metric}` : metric, metric, x, y, group: JSON.stringify(others),
+  return { help: meaning(metric), label: several ? `${one.run} ${metric}` : metric, metric, x, y, group: JSON.stringify(others),
     colour: several ? one.colour : PALETTE[place], dash: several ? DASHES[place] : undefined };
 }
 
@@ -125,7 +125,7 @@ function axis(columns) {
 }
 
 // A setting as text; one that is null, empty or absent is a dash.
-function shown(value) {
+function settingText(value) {
   if (value === null || value === "" || value === "-") return "–";
   return visible(typeof value === "string" ? value : JSON.stringify(value));
 }
