@@ -295,6 +295,29 @@ def test_the_chat_begins_with_the_settings_of_the_run(page: Page, tmp_path: Path
 
 
 @pytest.mark.processes
+def test_each_phase_has_its_colour_and_the_range_is_said(page: Page, tmp_path: Path):
+    folder = tmp_path / "busy"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("training:\n  steps: 50\n")
+    (folder / "metrics.jsonl").write_text('{"step": 50, "seconds": 50, "seconds/step": 1}\n')
+    start = 5_000_000
+    phases = [{"ph": "X", "pid": 1, "name": f"phase{i}", "ts": start + i, "dur": 1000 - i} for i in range(20)]
+    ends = [{"ph": "i", "pid": 1, "name": "step", "ts": start + 10**6 * i, "args": {"step": i}} for i in range(1, 51)]
+    (folder / "trace.json").write_text("[\n" + "\n,".join(json.dumps(one) for one in (*phases, *ends)) + "\n")
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=busy&view=time")
+        page.wait(lambda: "Steps 21 to 50 of 50" in page.text("#covered"))
+        assert page.texts("button[aria-pressed=true]") == ["last 30 steps"]
+        page.click(".controls button")
+        page.wait(lambda: "Steps 1 to 50 of 50, 0 s to 50.0 s" in page.text("#covered"))
+        assert page.texts("button[aria-pressed=true]") == ["whole run"]
+        colours = page.browser.execute_script(
+            "return [...document.querySelectorAll('.keys i')].map((one) => one.style.background)"
+        )
+        assert len(set(colours)) == 21
+
+
+@pytest.mark.processes
 def test_the_account_of_agents_is_shown(page: Page, tmp_path: Path):
     for name, row in (("agents", {"certificate/sampled": 5, "certificate/trained": 5}), ("others", {"reward": 1.0})):
         folder = tmp_path / name
