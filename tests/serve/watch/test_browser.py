@@ -206,6 +206,47 @@ def test_rollouts_are_filtered_sorted_and_opened(page: Page, written: tuple[Path
 
 
 @pytest.mark.processes
+def test_rollouts_by_advantage_with_special_tokens(page: Page, written: tuple[Path, str]):
+    root, url = written
+    rows = [row for _, batch in batches(root / "one" / ROLLOUTS) for row in batch.to_pylist()]
+    above = [row for row in rows if row["advantage"] is not None and row["advantage"] >= 0.5]
+    page.open(f"{url}/#run=one&view=rollouts")
+    page.type("#advantage_min", "0.5")
+    page.wait(lambda: shown(page) == len(above) > 0)
+    page.type("#advantage_min", "1000")
+    page.wait(lambda: page.texts("#found tbody td") == ["No rollout passes these filters."])
+    page.click(".controls button")
+    page.wait(lambda: page.all("#found tbody tr.link"))
+    own = next("".join(t for t, mine in zip(row["texts"], row["mask"], strict=True) if mine) for row in rows)
+    page.type("#step_max", "1")
+    page.click("#found th", 0)
+    page.wait(lambda: any(own[:60].strip() in text for text in page.texts("#found td.text")))
+
+
+@pytest.mark.processes
+def test_runs_fold_on_a_narrow_screen_and_tabs_answer_at_once(page: Page, written: tuple[Path, str]):
+    _, url = written
+    page.look(400)
+    page.open(f"{url}/#run=one&view=overview")
+    page.wait(lambda: page.all(".uplot") and not page.all("#loading"))
+    visible = "return [...document.querySelectorAll('.run')].filter((one) => one.offsetHeight).length"
+    assert page.browser.execute_script(visible) == 1
+    page.click("#unfold")
+    assert page.browser.execute_script(visible) == 3
+    page.click(".run", 1)
+    page.wait(lambda: page.browser.execute_script(visible) == 1)
+    # Before the server can have answered: a handler of the same event that was added later.
+    at_once = page.browser.execute_async_script(
+        """
+        const done = arguments[0];
+        addEventListener("hashchange", () => done(document.querySelector("#tabs [aria-current]").innerText));
+        [...document.querySelectorAll("#tabs a")].find((one) => one.innerText === "Time").click();
+        """
+    )
+    assert at_once == "Time"
+
+
+@pytest.mark.processes
 def test_held_out_answers_of_each_evaluation(page: Page, tmp_path: Path):
     root = tmp_path / "runs"
     write_run(root, "one", 24, 24, rows=4)

@@ -77,7 +77,7 @@ export function overview(context) {
       el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.finding}` : alert.finding)), el("span", {}, visible(alert.advice))))));
     fill(accounts, known.map((one) => [one.run, one.about.account]), () => known.filter((one) => one.about.account).map((one) => el("p", { className: "quiet account" },
       visible(`${known.length > 1 ? `${one.run}: ` : "tokens: "}${one.about.account}`))));
-    if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
+    if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far: the first one follows the start of all processes."));
     else grid.querySelector(":scope > p")?.remove();
     const answered = runs.length > 1 ? await ask("differences", { run: runs }) : null;
     const differ = answered && Object.fromEntries(Object.entries(answered).map(([key, values]) => [key, values.map(settingText)]).filter(([, values]) => values.some((value) => value !== values[0])));

@@ -191,7 +191,7 @@ function union(spans) {
 
 function sentences(columns, lanes, bound) {
   const sum = (name) => (columns[name] ?? []).reduce((total, value) => total + (value ?? 0), 0), all = sum("seconds/step");
-  if (!all) return ["No step was logged so far."];
+  if (!all) return ["No step was logged so far: phases are written as steps end."];
   const share = (name) => sum(name) / all, generators = lanes.filter((lane) => lane.name.startsWith("generator"));
   const found = [`Training waited ${percent(share("seconds/wait_for_batch"))} of the time for rollouts, and trained ${percent(share("seconds/train"))} of it.`];
   if (generators.length) found[0] += ` Generators were busy ${percent(generators.reduce((total, lane) => total + lane.busy, 0) / generators.length)} of it.`;
