@@ -13,6 +13,7 @@ import yaml
 from forge.config import build
 from forge.config.yaml_files import Loader
 from forge.recipes.rl_config import RLConfig
+from scripts.describe_metrics import SCRIPT, descriptions, script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -89,6 +90,12 @@ def test_each_recorded_metric_is_described():
     missing = {name for name in recorded if re.sub(r"{.*}", "NAME", name) not in described}
     # Each way in which an episode ends has a row.
     assert missing <= {"episode/{stop}"}
+
+
+def test_the_page_of_runs_describes_metrics_as_the_reference_does():
+    page = (DOCS / "reference/metrics.md").read_text()
+    assert descriptions(page)["train/entropy"] == "train/entropy: of the policy at trained tokens, in nats"
+    assert SCRIPT.read_text() == script(page), "run scripts/describe_metrics.py"
 
 
 @pytest.mark.parametrize("path", DIAGRAMS, ids=lambda path: path.name)

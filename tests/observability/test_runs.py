@@ -100,6 +100,8 @@ def test_a_section_that_a_run_lacks_is_one_difference(tmp_path: Path):
     one = a_run(tmp_path / "one", [], services=services)
     two = a_run(tmp_path / "two", [], services={"trainer": {"procs": 4}})
     assert differences([one, two]) == {"services.trainer.procs": [2, 4], "services.critic": [SECTION, ABSENT]}
+    three = a_run(tmp_path / "three", [], services={"trainer": {"procs": 2}, "critic": None})
+    assert differences([one, three]) == {"services.critic": [SECTION, None]}
 
 
 def test_a_row_that_is_half_written_is_left_out(tmp_path: Path):

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -22,6 +23,8 @@ from ..system.files import free_bytes, is_full
 from ..system.masking import masked
 
 LOG_INTERVAL = 10.0  # seconds between progress lines
+RECENT = 50  # steps whose mean duration the remaining time is estimated from
+MIN_STEPS = 4  # steps before the first estimate: the first ones also warm up
 
 log = logging.getLogger("forge.run")
 
@@ -98,14 +101,17 @@ class Progress:
         self.steps = steps
         self._live = sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=start, desc=name, disable=not self._live, dynamic_ncols=True, unit="step")
-        self._started = time.perf_counter()
-        self._first: int | None = start or None
+        # The latest steps and when each ended. The start of the processes and step 0, an evaluation, are left out: no
+        # later step takes as long.
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
         self._logged = 0.0
 
     def update(self, step: int, row: dict[str, float]) -> None:
         """Show a step with its most important metrics: as a bar on a terminal, otherwise as a line every few
         seconds."""
-        self._first = step if self._first is None else self._first
+        now = time.perf_counter()
+        if step > 0:
+            self._ends.append((step, now))
         metrics = {
             "reward": ("reward", ".2f"),
             "loss": ("train/loss", ".3f"),
@@ -125,16 +131,18 @@ class Progress:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
             return
-        now = time.perf_counter()
         if now - self._logged >= LOG_INTERVAL or step >= self.steps or "eval/accuracy" in row:
             self._logged = now
-            steps_done = step - self._first
-            remaining = (
-                f"{(now - self._started) / steps_done * (self.steps - step):.0f} s left"
-                if steps_done > 0
-                else "first step"
-            )
-            log.info("step %d/%d  %s  %s", step, self.steps, text, remaining)
+            parts = [f"step {step}/{self.steps}", text, self._remaining(step) if step else "before training"]
+            log.info("%s", "  ".join(part for part in parts if part))
+
+    def _remaining(self, step: int) -> str:
+        """The time that is left as text; empty until enough steps were measured."""
+        first, started = self._ends[0]
+        if step - first < MIN_STEPS and step < self.steps:
+            return ""
+        rate = (self._ends[-1][1] - started) / max(1, step - first)
+        return f"{rate * (self.steps - step):.0f} s left"
 
     def close(self) -> None:
         """Keep the last state on the screen."""

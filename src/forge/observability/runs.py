@@ -100,8 +100,8 @@ def last(rows: Iterable[dict[str, float]], metric: str) -> float | None:
 
 def differences(folders: list[Path]) -> dict[str, list[Json]]:
     """Return the settings in which runs differ by key, one value for each run; `ABSENT` if a run lacks the key. A
-    section that a run lacks is one key, `SECTION` in the others. The section `run`, their names and folders, is
-    ignored."""
+    section that a run lacks, or sets to null, is one key, `SECTION` in the others. The section `run`, their names and
+    folders, is ignored."""
     configurations = [settings(folder) for folder in folders]
     differing: dict[str, list[Json]] = {}
     for key in sorted({key for settings in configurations for key in settings if not key.startswith("run.")}):
@@ -110,12 +110,13 @@ def differences(folders: list[Path]) -> dict[str, list[Json]]:
         # The outermost section that some run lacks stands for all of its keys.
         for length in range(1, len(parts)):
             section = ".".join(parts[:length])
-            present = [
-                any(k == section or k.startswith(f"{section}.") for k in settings) for settings in configurations
-            ]
+            present = [any(k.startswith(f"{section}.") for k in settings) for settings in configurations]
             if not all(present):
                 key = section
-                values = [SECTION if has_section else ABSENT for has_section in present]
+                values = [
+                    SECTION if has_section else settings.get(section, ABSENT)
+                    for has_section, settings in zip(present, configurations, strict=True)
+                ]
                 break
         if any(value != values[0] for value in values):
             differing[key] = values

@@ -170,7 +170,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
         closing.enter_context(forked_processes())
         monarch_log = record.folder / MONARCH
         log_to(monarch_log)
-        log.info("Monarch's log is %s", monarch_log)
+        log.info("starting the processes of the run; their low-level messages (Monarch) go to %s", monarch_log)
         closing.callback(log_to, None)
         store = VersionStore.create()
         use(store)

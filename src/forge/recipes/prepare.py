@@ -87,7 +87,10 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
     warn_of_settings(cfg, held_out)
     needs = memory_report(cfg, model)
     if needs:
-        log.info("memory, without activations and caches: %s", "; ".join(needs))
+        log.info(
+            "%d steps of training. Least memory (activations and caches come on top): %s",
+            *(cfg.training.steps, "; ".join(needs)),
+        )
     log_plan(cfg, model)
     # Last, what is free on this machine; then the folder, the first thing that is written.
     check_space(cfg, model, start.step, overwrite)

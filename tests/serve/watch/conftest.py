@@ -92,6 +92,9 @@ class Page:
     def text(self, selector: str = "main") -> str:
         return self.browser.find_element("css selector", selector).text
 
+    def value(self, selector: str) -> str:
+        return self.browser.find_element("css selector", selector).get_attribute("value")
+
     def wait(self, what: Callable[[], Any], seconds: float = 60) -> Any:
         """The first true value; elements that the page has just replaced are looked up again."""
         from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException

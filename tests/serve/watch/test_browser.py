@@ -26,6 +26,7 @@ from tests.trees import descendants
 
 TOLERANCE = 1e-5  # relative: the trainer adds the same float32 numbers in another order
 EPISODES = 384
+ANSWERS = "eval/accuracy, eval/reward"  # the row of both in the reference of metrics
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,55 @@ def test_curves_of_several_runs(page: Page, written: tuple[Path, str]):
     page.wait(lambda: page.browser.execute_script(plotted)[0] == 3)
     page.choose("#seeds", "mean")
     page.wait(lambda: "mean of 2 seeds" in page.text())
+
+
+@pytest.mark.processes
+def test_legends_name_lines_and_their_last_values(page: Page, tmp_path: Path):
+    for name in ("one", "two"):
+        drain()
+        run = Run(name, {"run": {"name": name}}, steps=4, root=str(tmp_path))
+        run.log(0, drain(), **{"eval/accuracy": 0.25})
+        for step in range(1, 5):
+            run.log(step, drain(), reward=0.125 * step, accuracy=0.5, **{"train/loss": 0.75})
+        run.finish()
+        run.close()
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=one&view=overview&with=two")
+        page.wait(lambda: len(page.all("section.card .uplot")) >= 2)
+        names = page.texts("section.card:first-child .u-legend .u-label")
+        values = page.texts("section.card:first-child .u-legend .u-value")
+        metrics = ("reward", "accuracy", "eval/accuracy")
+        assert names == ["step", *(f"{name} {metric}" for name in ("one", "two") for metric in metrics)]
+        assert values == ["4", *("0.5", "0.5", "0.25") * 2]
+        help_texts = page.browser.execute_script(
+            "return [...document.querySelectorAll('section.card:first-child .u-series')].map((one) => one.title)"
+        )
+        assert [text.split(":")[0] for text in help_texts[1:4]] == ["reward, reward/std", "accuracy", ANSWERS]
+        styles = page.browser.execute_script(
+            "return [...document.querySelectorAll('section.card:first-child .u-marker')].map("
+            "(one) => getComputedStyle(one).borderBottomStyle)"
+        )
+        assert styles[1:] == ["solid", "dashed", "dotted"] * 2
+        scales = page.browser.execute_script(
+            "return [...document.querySelectorAll('section.card')].map(({ lastChild: { plot } }) =>"
+            " [plot.scales.x.min, plot.scales.x.max, plot.axes[0].label])"
+        )
+        assert len(scales) >= 2
+        assert all(scale == [0, 4, "step"] for scale in scales)
+
+
+@pytest.mark.processes
+def test_settings_that_differ_are_shown_as_text(page: Page, tmp_path: Path):
+    first = {"reward": {"env": {"A": 1}}, "model": "", "rules": [1, {"b": None}]}
+    write_run(tmp_path, "one", 24, 24, rows=2, settings=first)
+    write_run(tmp_path, "two", 24, 24, rows=2, settings={"reward": {"env": None}, "model": None, "rules": [1]})
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=one&view=overview&with=two")
+        page.wait(lambda: "Settings that differ" in page.text())
+        assert page.texts("h2 + .scroll tbody td") == [
+            *("reward.env", "(a section)", "–"),
+            *("rules", '[1,{"b":null}]', "[1]"),
+        ]
 
 
 @pytest.mark.processes
@@ -156,6 +206,47 @@ def test_rollouts_are_filtered_sorted_and_opened(page: Page, written: tuple[Path
 
 
 @pytest.mark.processes
+def test_rollouts_by_advantage_with_special_tokens(page: Page, written: tuple[Path, str]):
+    root, url = written
+    rows = [row for _, batch in batches(root / "one" / ROLLOUTS) for row in batch.to_pylist()]
+    above = [row for row in rows if row["advantage"] is not None and row["advantage"] >= 0.5]
+    page.open(f"{url}/#run=one&view=rollouts")
+    page.type("#advantage_min", "0.5")
+    page.wait(lambda: shown(page) == len(above) > 0)
+    page.type("#advantage_min", "1000")
+    page.wait(lambda: page.texts("#found tbody td") == ["No rollout passes these filters."])
+    page.click(".controls button")
+    page.wait(lambda: page.all("#found tbody tr.link"))
+    own = next("".join(t for t, mine in zip(row["texts"], row["mask"], strict=True) if mine) for row in rows)
+    page.type("#step_max", "1")
+    page.click("#found th", 0)
+    page.wait(lambda: any(own[:60].strip() in text for text in page.texts("#found td.text")))
+
+
+@pytest.mark.processes
+def test_runs_fold_on_a_narrow_screen_and_tabs_answer_at_once(page: Page, written: tuple[Path, str]):
+    _, url = written
+    page.look(400)
+    page.open(f"{url}/#run=one&view=overview")
+    page.wait(lambda: page.all(".uplot") and not page.all("#loading"))
+    visible = "return [...document.querySelectorAll('.run')].filter((one) => one.offsetHeight).length"
+    assert page.browser.execute_script(visible) == 1
+    page.click("#unfold")
+    assert page.browser.execute_script(visible) == 3
+    page.click(".run", 1)
+    page.wait(lambda: page.browser.execute_script(visible) == 1)
+    # Before the server can have answered: a handler of the same event that was added later.
+    at_once = page.browser.execute_async_script(
+        """
+        const done = arguments[0];
+        addEventListener("hashchange", () => done(document.querySelector("#tabs [aria-current]").innerText));
+        [...document.querySelectorAll("#tabs a")].find((one) => one.innerText === "Time").click();
+        """
+    )
+    assert at_once == "Time"
+
+
+@pytest.mark.processes
 def test_held_out_answers_of_each_evaluation(page: Page, tmp_path: Path):
     root = tmp_path / "runs"
     write_run(root, "one", 24, 24, rows=4)
@@ -223,6 +314,48 @@ def test_hostile_content_is_shown_as_text(page: Page, tmp_path: Path):
     page.wait(lambda: "a<b>" in page.text("aside"))
     assert page.browser.title == "a<b> – forge"
     assert HOSTILE not in page.browser.title
+
+
+@pytest.mark.processes
+def test_the_chat_begins_with_the_settings_of_the_run(page: Page, tmp_path: Path):
+    from selenium.webdriver.common.keys import Keys
+
+    settings = {
+        "grpo": {"max_tokens": 7, "temperature": 0.5},
+        "dataset": {"prompt_template": "{digits}=", "max_tokens": None},
+    }
+    write_run(tmp_path, "one", 24, 24, rows=4, settings=settings)
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=one&view=chat")
+        page.wait(lambda: page.value("#template") == "{digits}=")
+        assert page.value("#max_tokens") == "7"
+        assert page.value("#temperature") == "0.5"
+        page.type("#ask", f"1{Keys.SHIFT}\n{Keys.NULL}2")
+        assert page.value("#ask") == "1\n2"
+        assert page.all(".turn") == []
+
+
+@pytest.mark.processes
+def test_each_phase_has_its_colour_and_the_range_is_said(page: Page, tmp_path: Path):
+    folder = tmp_path / "busy"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("training:\n  steps: 50\n")
+    (folder / "metrics.jsonl").write_text('{"step": 50, "seconds": 50, "seconds/step": 1}\n')
+    start = 5_000_000
+    phases = [{"ph": "X", "pid": 1, "name": f"phase{i}", "ts": start + i, "dur": 1000 - i} for i in range(20)]
+    ends = [{"ph": "i", "pid": 1, "name": "step", "ts": start + 10**6 * i, "args": {"step": i}} for i in range(1, 51)]
+    (folder / "trace.json").write_text("[\n" + "\n,".join(json.dumps(one) for one in (*phases, *ends)) + "\n")
+    with page.watching(tmp_path) as url:
+        page.open(f"{url}/#run=busy&view=time")
+        page.wait(lambda: "Steps 21 to 50 of 50" in page.text("#covered"))
+        assert page.texts("button[aria-pressed=true]") == ["last 30 steps"]
+        page.click(".controls button")
+        page.wait(lambda: "Steps 1 to 50 of 50, 0 s to 50.0 s" in page.text("#covered"))
+        assert page.texts("button[aria-pressed=true]") == ["whole run"]
+        colours = page.browser.execute_script(
+            "return [...document.querySelectorAll('.keys i')].map((one) => one.style.background)"
+        )
+        assert len(set(colours)) == 21
 
 
 @pytest.mark.processes
@@ -306,10 +439,9 @@ def test_time_chat_and_report_of_a_real_run(page: Page, trained: Path):
         )
         assert colours > 6
         page.open(f"{url}/#run=test&view=chat")
-        page.wait(lambda: page.all("#send"))
-        page.type("#ask", "abc>")
+        page.wait(lambda: page.value("#max_tokens") == str(CONFIG["grpo"]["max_tokens"]))
         page.type("#max_tokens", "6")
-        page.browser.find_element("css selector", "#send").click()
+        page.type("#ask", "abc>\n")
         page.wait(lambda: page.text().count("tokens, ended by") == 2, 120)
     report = (trained / "test/report.html").read_text()
     assert "http://" not in report.split('type="application/json"')[0]

@@ -14,6 +14,7 @@ from .views import Fields, RunView, plain
 PAGE = Path(__file__).with_name("page")
 # In the order of their imports.
 SCRIPTS = (
+    "metrics.js",
     "parts.js",
     "data.js",
     "overview.js",

@@ -197,6 +197,7 @@ class RunView:
         for row in rows:
             batch, offset = self._locate(row["row"])
             row |= {name: clip(cell(batch[name], offset)) for name in TEXT}
+            row["written"] = clip(_written(cell(batch["texts"], offset), cell(batch["mask"], offset)))
         return {
             **{"total": len(selected), "all": len(table), "rows": rows, "histogram": histogram},
             "reasons": sorted(reason for reason in reasons if reason)[:MAX_REASONS],
@@ -274,6 +275,12 @@ def check_array(array: pyarrow.Array) -> pyarrow.Array:
 def cell(array: pyarrow.Array, index: int) -> Any:
     """Convert a cell to JSON."""
     return plain(check_array(array.slice(index, 1))[0].as_py())
+
+
+def _written(texts: list[str], mask: list[bool]) -> str:
+    """The text of the policy's own tokens, special ones included; empty where a letter is spread over tokens."""
+    text = "".join(piece for piece, own in zip(texts, mask, strict=False) if own)
+    return "" if "\ufffd" in text else text
 
 
 def plain(value: Any) -> Any:

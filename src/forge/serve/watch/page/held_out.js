@@ -32,6 +32,7 @@ export function heldOut(context) {
     }));
     const last = Math.max(0, Math.ceil(found.total / 50) - 1), go = (by) => () => { viewed.page = (viewed.page || 0) + by; update(); };
     fill(pages, [viewed.page, last], () => [el("button", { onclick: go(-1), disabled: !viewed.page }, "‹ before"), ` page ${(viewed.page || 0) + 1} of ${last + 1} `, el("button", { onclick: go(1), disabled: (viewed.page || 0) >= last }, "next ›")]);
+    if (found.all && !found.total) fill(body, 1, () => [el("tr", {}, el("td", { colSpan: ANSWER_COLUMNS.length, className: "quiet" }, "No answer passes this filter."))]);
     if (!found.steps.length) fill(body, 0, () => [el("tr", {}, el("td", { colSpan: ANSWER_COLUMNS.length, className: "quiet" }, "No held-out answers were recorded: eval.problems and eval.every say which are made, in recipes that sample."))]);
   }
   return { node, update };

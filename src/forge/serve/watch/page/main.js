@@ -11,6 +11,7 @@ import { chat } from "./chat.js";
 const EVERY = 2000; // milliseconds between two looks at the files
 const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts: ["Rollouts", rollouts], held_out: ["Held-out", heldOut], chat: ["Chat", chat] };
 const main = document.getElementById("main"), aside = document.getElementById("runs"), tabs = document.getElementById("tabs"), now = document.getElementById("now");
+const loading = el("p", { className: "quiet", id: "loading" }, "Loading …");
 let runs = [], view = null, key = "";
 
 function address() {
@@ -43,9 +44,9 @@ function list() {
     others.has(run) ? others.delete(run) : others.add(run);
     go({ with: others.size ? [...others].join("\n") : null });
   };
-  fill(aside, [runs, chosen, context.run()], () => runs.map((one) => el("div", { className: "run", tabIndex: 0, "aria-current": one.run === context.run(), style: { "--colour": context.colour(one.run) }, onclick: () => go({ run: one.run, row: null }), onkeydown: (event) => event.key === "Enter" && go({ run: one.run, row: null }) },
+  fill(aside, [runs, chosen, context.run()], () => [runs.length > 1 && el("button", { id: "unfold", onclick: () => aside.classList.toggle("open") }, `all ${runs.length} runs`), ...runs.map((one) => el("div", { className: "run", tabIndex: 0, "aria-current": one.run === context.run(), style: { "--colour": context.colour(one.run) }, onclick: () => { aside.classList.remove("open"); go({ run: one.run, row: null }); }, onkeydown: (event) => event.key === "Enter" && go({ run: one.run, row: null }) },
     el("input", { type: "checkbox", checked: chosen.includes(one.run), disabled: one.run === context.run(), title: "show beside the chosen one", onclick: toggle(one.run) }), el("b", {}, visible(one.name)),
-    el("small", { className: ["damaged", "failed"].includes(one.state) ? "bad" : "" }, one.error ? visible(one.error) : `${visible(one.ending || one.state)}, step ${number(one.step)}${one.steps ? `/${one.steps}` : ""}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`))));
+    el("small", { className: ["damaged", "failed"].includes(one.state) ? "bad" : "" }, one.error ? visible(one.error) : `${visible(one.ending || one.state)}, step ${number(one.step)}${one.steps ? `/${one.steps}` : ""}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`)))]);
   const current = VIEWS[words.get("view")] ? words.get("view") : "overview";
   fill(tabs, location.hash, () => Object.entries(VIEWS).filter(([name]) => !REPORT || name !== "chat").map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
   return current;
@@ -53,6 +54,7 @@ function list() {
 
 async function refresh() {
   clearTimeout(refresh.timer);
+  if (runs.length) list(); // a click is seen at once, what it asks for follows
   refresh.again = refresh.busy; // one at a time: what comes meanwhile is done afterwards
   if (refresh.busy) return;
   refresh.busy = true;
@@ -66,9 +68,10 @@ async function refresh() {
       if (wanted !== key) {
         key = wanted;
         view = make(context);
-        main.replaceChildren(view.node);
+        main.replaceChildren(loading, view.node);
       }
       await view.update();
+      loading.remove();
       main.querySelector(":scope > .alert.error")?.remove();
       const own = runs.find((one) => one.run === run);
       now.textContent = `${visible(own.name)}: ${visible(own.ending || own.state)}${own.state === "running" ? ", shown as it runs" : ""}`;
@@ -76,6 +79,7 @@ async function refresh() {
     }
   } catch (error) {
     main.querySelector(":scope > .alert.error")?.remove();
+    loading.remove();
     main.prepend(el("div", { className: "alert error" }, error instanceof TypeError && /fetch/.test(error.message) ? "The server does not answer: is forge watch running?" : visible(error.message)));
     console.warn(error);
   }

@@ -1,5 +1,5 @@
 // Curves of the chosen runs, how their settings differ, and alerts.
-import { PALETTE, chart, css, el, fill, number, select, table, visible } from "./parts.js";
+import { PALETTE, chart, css, el, fill, meaning, number, select, table, visible } from "./parts.js";
 import { ask, rowsOf } from "./data.js";
 
 const PANELS = [
@@ -13,7 +13,7 @@ const PANELS = [
   ["policy age (versions)", ["policy_age", "policy_age/max"]],
   ["version of each policy", ["policy_version"]],
   ["groups without signal", ["groups_without_signal"]],
-  ["completion length", ["generation/completion_length"]],
+  ["completion length (tokens)", ["generation/completion_length"]],
   ["share cut at max_tokens", ["generation/truncated"]],
   ["tokens a second", ["generation/tokens_per_second", "train/tokens_per_second"]],
   ["share of the peak FLOP/s (MFU)", ["train/mfu", "generator/mfu"]],
@@ -42,6 +42,7 @@ export function overview(context) {
         draw(true);
       }, { id: "metric" })));
     }
+    const ends = known.filter((one) => one.columns.step).flatMap((one) => bounds(axis(one.columns)));
     const panels = [...chosen.extra.map((name) => [name, [name]]), ...PANELS];
     for (const [title, wanted] of panels) {
       const series = known.flatMap((one) => {
@@ -57,12 +58,12 @@ export function overview(context) {
       }
       if (!card) {
         const close = () => { chosen.extra = chosen.extra.filter((name) => name !== title); holders.get(title).remove(); holders.delete(title); };
-        card = el("section", { className: "card" }, el("h3", {}, visible(title), chosen.extra.includes(title) && el("button", { title: "remove", onclick: close }, "×")), el("div"));
+        card = el("section", { className: "card" }, el("h3", {}, el("span", { title: wanted.map(meaning).filter(Boolean).join("\n") }, visible(title)), chosen.extra.includes(title) && el("button", { title: "remove", onclick: close }, "×")), el("div"));
         holders.set(title, card);
         chosen.extra.includes(title) ? grid.prepend(card) : grid.append(card);
       }
       if (again) card.lastChild.plotKey = null;
-      chart(card.lastChild, chosen.seeds === "mean" ? means(series) : series, { xLabel: AXES.find(([name]) => name === chosen.axis)[1] });
+      chart(card.lastChild, chosen.seeds === "mean" ? means(series) : series, { xLabel: AXES.find(([name]) => name === chosen.axis)[1], ends });
     }
   }
 
@@ -76,11 +77,12 @@ export function overview(context) {
       el("b", {}, visible(known.length > 1 ? `${one.run}: ${alert.finding}` : alert.finding)), el("span", {}, visible(alert.advice))))));
     fill(accounts, known.map((one) => [one.run, one.about.account]), () => known.filter((one) => one.about.account).map((one) => el("p", { className: "quiet account" },
       visible(`${known.length > 1 ? `${one.run}: ` : "tokens: "}${one.about.account}`))));
-    if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far."));
+    if (!known.some((one) => one.columns.step)) grid.replaceChildren(el("p", { className: "quiet" }, "No step was logged so far: the first one follows the start of all processes."));
     else grid.querySelector(":scope > p")?.remove();
-    const differ = runs.length > 1 ? await ask("differences", { run: runs }) : null;
+    const answered = runs.length > 1 ? await ask("differences", { run: runs }) : null;
+    const differ = answered && Object.fromEntries(Object.entries(answered).map(([key, values]) => [key, values.map(settingText)]).filter(([, values]) => values.some((value) => value !== values[0])));
     fill(compared, [runs, differ, known.map((one) => [one.columns.step?.length, one.about.settings])], () => [...(differ === null ? [] : [el("h2", {}, "Settings that differ"), Object.keys(differ).length
-      ? table(["setting", ...runs.map(visible)], Object.entries(differ).map(([key, values]) => [visible(key), ...values.map((v) => visible(v))]))
+      ? table(["setting", ...runs.map(visible)], Object.entries(differ).map(([key, values]) => [visible(key), ...values]))
       : el("p", { className: "quiet" }, "None.")]), ...(known.length === 1 ? settings(known[0]) : [])]);
   }
   return { node, update };
@@ -95,8 +97,8 @@ function policies(one) {
 function settings(one) {
   const last = Object.entries(one.columns).map(([name, values]) => [name, values.findLast((value) => value !== null)]);
   const open = document.getElementById("settings")?.open, openLast = document.getElementById("last")?.open;
-  return [el("details", { id: "last", open: openLast }, el("summary", {}, "last values"), table(["metric", "value"], last.map(([name, value]) => [visible(name), number(value, 6)]), [1])),
-    el("details", { id: "settings", open }, el("summary", {}, "configuration"), table(["setting", "value"], Object.entries(one.about.settings).map(([key, value]) => [visible(key), visible(JSON.stringify(value))])))];
+  return [el("details", { id: "last", open: openLast }, el("summary", {}, "last values"), table(["metric", "value"], last.map(([name, value]) => [el("span", { title: meaning(name) }, visible(name)), number(value, 6)]), [1])),
+    el("details", { id: "settings", open }, el("summary", {}, "configuration"), table(["setting", "value"], Object.entries(one.about.settings).map(([key, value]) => [visible(key), settingText(value)])))];
 }
 
 function line(one, metric, place, several) {
@@ -110,7 +112,7 @@ function line(one, metric, place, several) {
     y.push(total / weight);
   });
   const { seed, ...others } = Object.fromEntries(Object.entries(one.about.settings).filter(([key]) => !key.startsWith("run.")));
-  return { label: several ? `${one.run} ${metric}` : metric, metric, x, y, group: JSON.stringify(others),
+  return { help: meaning(metric), label: several ? `${one.run} ${metric}` : metric, metric, x, y, group: JSON.stringify(others),
     colour: several ? one.colour : PALETTE[place], dash: several ? DASHES[place] : undefined };
 }
 
@@ -120,6 +122,18 @@ function axis(columns) {
   const tokens = columns["generation/tokens"] ?? columns["train/tokens"] ?? [];
   let sum = 0;
   return columns.step.map((_, i) => (sum += tokens[i] ?? 0) / 1e6);
+}
+
+// A setting as text; one that is null, empty or absent is a dash.
+function settingText(value) {
+  if (value === null || value === "" || value === "-") return "–";
+  return visible(typeof value === "string" ? value : JSON.stringify(value));
+}
+
+// The first and the last known value.
+function bounds(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length ? [known[0], known[known.length - 1]] : [];
 }
 
 // Runs that differ in their seed alone become thin lines and their mean.

@@ -1,4 +1,6 @@
 // Elements, numbers as text, and charts. All text of a run enters the page as text.
+import { METRICS } from "./metrics.js";
+
 export const PALETTE = ["#4c78b8", "#d9823b", "#4a9d6d", "#a567b0", "#c7525f", "#38a0ae", "#b09426", "#78808c"];
 // Control characters, ANSI escapes among them, and what changes the direction of text are shown as symbols.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
@@ -51,6 +53,13 @@ export function seconds(value) {
   return value < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
 }
 
+// What a metric means; NAME stands for any name and N or K for a number, and a policy's name may come first.
+const MEANINGS = new Map(Object.entries(METRICS)), PATTERNS = [...MEANINGS].map(([name, text]) => [new RegExp(`^${name.replace(/\bNAME\b/g, "[^/]+").replace(/\b[NK]\b/g, "\\d+")}$`), text]);
+export function meaning(metric) {
+  const short = metric.slice(metric.indexOf("/") + 1);
+  return MEANINGS.get(metric) ?? PATTERNS.find(([pattern]) => pattern.test(metric))?.[1] ?? MEANINGS.get(short) ?? null;
+}
+
 export function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -68,10 +77,10 @@ export function select(values, chosen, onchange, attributes = {}) {
     pairs.map(([value, text]) => el("option", { value, selected: value === chosen }, visible(text))));
 }
 
-// A chart of series {label, x, y, colour, width, dash}; values may be null.
-export function chart(holder, series, { height = 170, xLabel = "" } = {}) {
-  const joined = series.length ? uPlot.join(series.map((one) => [one.x, one.y])) : [[]];
-  const key = JSON.stringify(series.map((one) => [one.label, one.colour, one.width]));
+// A chart of series {label, x, y, colour, width, dash, help}; values may be null. The x axis shows at least the values `ends`.
+export function chart(holder, series, { height = 190, xLabel = "", ends = [] } = {}) {
+  const joined = series.length ? uPlot.join([...series.map((one) => [one.x, one.y]), [ends]]) : [[]];
+  const key = JSON.stringify([xLabel, series.map((one) => [one.label, one.colour, one.width])]);
   if (holder.plot && holder.plotKey === key) {
     holder.plot.setData(joined);
     return;
@@ -83,14 +92,27 @@ export function chart(holder, series, { height = 170, xLabel = "" } = {}) {
     width: Math.max(200, holder.clientWidth), height,
     scales: { x: { time: false } },
     cursor: { sync: { key: "x" }, points: { size: 5 }, drag: { x: true, y: false } },
-    axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
-    series: [{ label: xLabel, value: (_, value) => number(value) }, ...series.map((one) => ({
+    axes: [{ ...axis, size: 26, label: xLabel, labelSize: 16, labelFont: "11px system-ui", labelGap: -2 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
+    legend: { markers: { width: 2, dash: (_, i) => styleOf(series[i - 1]?.dash) } },
+    series: [{ label: xLabel, value: pointed }, ...series.map((one) => ({
       label: visible(one.label), stroke: one.colour, width: one.width ?? 1.6, dash: one.dash, spanGaps: true,
-      points: { show: one.y.filter((value) => value !== null).length < 40, size: 4 }, value: (_, value) => number(value),
+      points: { show: one.y.filter((value) => value !== null).length < 40, size: 4 }, value: pointed,
     }))],
   }, joined, holder);
+  holder.querySelectorAll(".u-series").forEach((row, i) => { row.title = series[i - 1]?.help ?? ""; });
   if (!holder.watched) {
     holder.watched = new ResizeObserver(() => holder.plot.setSize({ width: Math.max(200, holder.clientWidth), height }));
     holder.watched.observe(holder);
   }
+}
+
+// The value under the pointer, without one the last that is known.
+function pointed(plot, value, place, index) {
+  return number(index === null ? plot.data[place].findLast((one) => one !== null && one !== undefined) : value);
+}
+
+// The border of a marker in the legend that looks as the line does.
+function styleOf(dash) {
+  if (!dash) return "solid";
+  return dash[0] > 2 ? "dashed" : "dotted";
 }

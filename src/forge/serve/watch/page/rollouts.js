@@ -3,7 +3,7 @@ import { el, fill, number, percent, select, visible } from "./parts.js";
 import { ask } from "./data.js";
 
 const COLUMNS = [["step", "step", 1], ["group", "prompt", 1], [null, "sample", 1], ["reward", "reward", 1], ["advantage", "advantage", 1], ["length", "tokens", 1], ["version", "version", 1], [null, "trained", 0], [null, "prompt and response", 0]];
-const RANGES = [["step", "step"], ["reward", "reward"], ["length", "tokens"], ["version", "version"], ["group", "prompt"]];
+const RANGES = [["step", "step"], ["reward", "reward"], ["advantage", "advantage"], ["length", "tokens"], ["version", "version"], ["group", "prompt"]];
 export const REASONS = {
   zero_advantage: "advantage 0", no_signal: "replaced: equal rewards", too_old: "too old", unscored: "unscored", repeated: "came twice", forgotten: "forgotten at a resume",
 };
@@ -16,7 +16,7 @@ export function rollouts(context) {
   const range = ([name, text]) => el("label", {}, text, ["min", "max"].map((bound) => el("input", { className: "short", id: `${name}_${bound}`, inputMode: "decimal", placeholder: bound,
     value: asked[`${name}_${bound}`] ?? "", oninput: later(`${name}_${bound}`) })));
   const clear = () => { for (const name of Object.keys(asked)) if (!["sort", "down"].includes(name)) delete asked[name]; node.querySelectorAll(".controls input").forEach((input) => { input.value = ""; }); update(); };
-  const node = el("div", {}, el("div", { className: "controls" }, el("label", {}, "text", el("input", { className: "long", id: "text", type: "search", value: asked.text ?? "", oninput: later("text") })), reasons, RANGES.map(range), el("button", { onclick: clear }, "clear")),
+  const node = el("div", {}, el("div", { className: "controls" }, el("label", {}, "text", el("input", { className: "long", id: "text", type: "search", value: asked.text ?? "", oninput: later("text") })), reasons, el("button", { onclick: clear }, "clear"), el("details", { className: "ranges", open: innerWidth > 820 }, el("summary", {}, "ranges"), el("div", {}, RANGES.map(range)))),
     el("section", { className: "card" }, el("h3", {}, "rewards", counted), bars, edges), el("div", { className: "scroll" }, el("table", { id: "found" }, el("thead", {}, head), body)), el("div", { className: "controls" }, pages));
   let known = "";
 
@@ -28,7 +28,7 @@ export function rollouts(context) {
       reasons.replaceChildren(el("label", {}, "trained", select([["", "all"], ["trained", "trained"], ["dropped", "not trained"], ...found.reasons.map((one) => [one, `not: ${REASONS[one] ?? one}`])], asked.reason ?? "", (value) => { asked.reason = value; asked.page = 0; update(); }, { id: "reason" })));
     }
     fill(bars, [found.histogram], () => histogram(found.histogram));
-    fill(head, [asked.sort, asked.down], () => COLUMNS.map(([sort, text, numeric]) => el("th", { className: numeric ? "n" : "", "data-sort": sort, onclick: sort && (() => {
+    fill(head, [asked.sort, asked.down], () => COLUMNS.map(([sort, text, numeric]) => el("th", { className: numeric ? "n" : "", "data-sort": sort, title: text === "prompt" ? "number among the prompts that the run has drawn, not a row of a file" : null, onclick: sort && (() => {
       asked.down = asked.sort === sort && asked.down === "1" ? "" : "1";
       asked.sort = sort;
       update();
@@ -36,9 +36,10 @@ export function rollouts(context) {
     fill(body, found.rows, () => found.rows.map((row) => el("tr", { className: "link", tabIndex: 0, onclick: () => context.open(row.row), onkeydown: (event) => event.key === "Enter" && context.open(row.row) },
       ...[row.step, row.group, row.sample, number(row.reward), number(row.advantage, 3), row.length, row.version].map((cell) => el("td", { className: "n" }, String(cell ?? "–"))),
       el("td", {}, row.dropped ? el("span", { className: "tag", title: visible(row.dropped) }, visible(REASONS[row.dropped] ?? row.dropped)) : el("span", { className: "good" }, "yes")),
-      el("td", { className: "text" }, el("span", { className: "quiet" }, `${visible((row.prompt ?? "").slice(-70))} `), visible((row.response ?? "").slice(0, 160))))));
+      el("td", { className: "text" }, el("span", { className: "quiet" }, `${visible((row.prompt ?? "").slice(-70))} `), visible((row.written || written(row)).slice(0, 160))))));
     const last = Math.max(0, Math.ceil(found.total / 50) - 1), go = (by) => () => { asked.page = (asked.page || 0) + by; update(); };
     fill(pages, [asked.page, last], () => [el("button", { onclick: go(-1), disabled: !asked.page }, "‹ before"), ` page ${(asked.page || 0) + 1} of ${last + 1} `, el("button", { onclick: go(1), disabled: (asked.page || 0) >= last }, "next ›")]);
+    if (found.all && !found.total) fill(body, 1, () => [el("tr", {}, el("td", { colSpan: 9, className: "quiet" }, "No rollout passes these filters."))]);
     if (!found.all) fill(body, 0, () => [el("tr", {}, el("td", { colSpan: 9, className: "quiet" }, "No rollouts were recorded: metrics.rollouts says how many are, in recipes that sample."))]);
   }
 
@@ -53,4 +54,10 @@ export function rollouts(context) {
     });
   }
   return { node, update };
+}
+
+// What the policy wrote, with its special tokens where each token is readable text.
+function written(row) {
+  const text = (row.texts ?? []).filter((_, i) => row.mask[i]).join("");
+  return text && !text.includes("\ufffd") ? text : row.response ?? "";
 }

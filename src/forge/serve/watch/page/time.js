@@ -2,23 +2,35 @@
 import { PALETTE, css, el, fill, number, percent, seconds, table, visible } from "./parts.js";
 import { ask, eventsOf, rowsOf } from "./data.js";
 
+const FURTHER = ["#6f4e37", "#1f4e9c", "#8fb339", "#e377a2", "#0f6b4f", "#8c2f5b", "#6ab7ea", "#c49a8a"]; // colours of phases, after the palette
 const ROW = 20, LEFT = 130, AGE = 46, TOP = 22;
 
 export function time(context) {
   const canvas = el("canvas", { id: "lanes", tabIndex: 0 }), keys = el("div", { className: "keys" }), said = el("div"), processes = el("div"), tip = el("div", { className: "tip", hidden: true });
-  const zoom = (steps) => () => { window_ = steps ? recent(steps) : null; draw(); };
-  const node = el("div", {}, said, el("div", { className: "controls" }, el("button", { onclick: zoom(0) }, "whole run"), el("button", { onclick: zoom(5) }, "last 5 steps"),
-    el("button", { onclick: zoom(30) }, "last 30 steps"), el("span", { className: "quiet" }, "Wheel zooms, dragging moves.")), canvas, keys, el("h2", {}, "Processes"), processes, tip);
+  const covered = el("span", { className: "quiet", id: "covered" }), colours = new Map(); // by phase, those that take longest first
+  const tint = (name) => (waits(name) ? css("--line") : colours.get(name));
+  const buttons = [["whole run", 0], ["last 5 steps", 5], ["last 30 steps", 30]].map(([text, steps]) => el("button", { value: String(steps), onclick: () => { zoom(steps); draw(); } }, text));
+  const node = el("div", {}, said, el("div", { className: "controls" }, buttons, covered, el("span", { className: "quiet" }, "Wheel zooms, dragging moves.")), canvas, keys, el("h2", {}, "Processes"), processes, tip);
   let lanes = [], marks = [], from = 0, to = 1, window_ = null, bound = 0, boxes = [], first = true;
 
   const recent = (steps) => { const own = marks.filter((mark) => mark.step); return [own.at(-1 - steps)?.at ?? from, to]; };
   const span = () => window_ ?? [from, to];
 
+  function zoom(steps) {
+    window_ = steps ? recent(steps) : null;
+    press(steps);
+  }
+
+  // The button of the range that is shown; none after the user has moved it.
+  function press(steps) {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.value === String(steps)));
+  }
+
   async function update() {
     const run = context.run(), [events, columns, about] = await Promise.all([eventsOf(run), rowsOf(run), ask("run", { run })]);
     bound = about.settings["async.max_policy_age"] ?? 0;
     ({ lanes, marks, from, to } = read(events));
-    if (first && marks.length > 40) window_ = recent(30);
+    if (first) zoom(marks.length > 40 ? 30 : 0);
     first = first && !marks.length;
     const words = sentences(columns, lanes, bound);
     fill(said, words, () => words.map((text) => el("p", {}, text)));
@@ -27,7 +39,7 @@ export function time(context) {
     const sums = new Map();
     for (const [name, sum] of lanes.flatMap((lane) => lane.phases)) sums.set(name, (sums.get(name) ?? 0) + sum);
     const names = [...sums].sort((a, b) => b[1] - a[1]).map(([name]) => name);
-    names.filter((name) => !waits(name) && !colours.has(name)).forEach((name) => colours.set(name, PALETTE[colours.size % PALETTE.length]));
+    names.filter((name) => !waits(name) && !colours.has(name)).forEach((name) => colours.set(name, phaseColour(colours.size)));
     keys.replaceChildren(...names.map((name) => el("span", {}, el("i", { style: { background: tint(name) } }), visible(name))), el("span", {}, el("i", { style: { background: css("--bad") } }), "restart"));
     draw();
   }
@@ -39,7 +51,9 @@ export function time(context) {
     canvas.width = width * scale;
     canvas.height = height * scale;
     pen.scale(scale, scale);
-    const [a, b] = span(), x = (at) => LEFT + ((at - a) / (b - a || 1)) * (width - LEFT - 8);
+    const [a, b] = span(), steps = marks.filter((mark) => mark.step && mark.at > a && mark.at <= b).map((mark) => mark.step), last = marks.findLast((mark) => mark.step)?.step;
+    covered.textContent = last ? `${steps.length ? `Steps ${steps[0]} to ${steps.at(-1)}` : "No end of a step"} of ${last}, ${seconds(Math.max(0, a - from))} to ${seconds(b - from)}.` : "";
+    const x = (at) => LEFT + ((at - a) / (b - a || 1)) * (width - LEFT - 8);
     pen.font = "11px system-ui";
     pen.textBaseline = "middle";
     boxes = [];
@@ -58,6 +72,7 @@ export function time(context) {
       pen.fillText(visible(lane.name).slice(0, 19), 8, y + (lane.depth * ROW) / 2);
       pen.fillStyle = css("--soft");
       pen.fillRect(LEFT, y, width - LEFT - 8, lane.depth * ROW);
+      if (!lane.spans.length) { pen.fillStyle = css("--quiet"); pen.fillText("no phases are recorded here", LEFT + 6, y + ROW / 2); }
       for (const one of lane.spans) {
         if (one.at + one.length < a || one.at > b) continue;
         const left = Math.max(LEFT, x(one.at)), wide = Math.max(0.7, Math.min(width - 8, x(one.at + one.length)) - left);
@@ -90,13 +105,14 @@ export function time(context) {
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
     const [a, b] = span(), at = a + ((event.offsetX - LEFT) / (canvas.clientWidth - LEFT - 8)) * (b - a), by = event.deltaY > 0 ? 1.25 : 0.8;
+    press(null);
     window_ = [Math.max(from, at - (at - a) * by), Math.min(to, at + (b - at) * by)];
     draw();
   }, { passive: false });
   canvas.addEventListener("pointermove", (event) => {
     if (event.buttons) {
       const [a, b] = span(), by = (-event.movementX / (canvas.clientWidth - LEFT - 8)) * (b - a);
-      if (a + by >= from && b + by <= to) { window_ = [a + by, b + by]; draw(); }
+      if (a + by >= from && b + by <= to) { window_ = [a + by, b + by]; press(null); draw(); }
     }
     const hit = boxes.findLast((box) => event.offsetX >= box.left && event.offsetX <= box.left + box.wide && event.offsetY >= box.top && event.offsetY < box.top + (box.tall ?? ROW));
     tip.hidden = !hit;
@@ -111,14 +127,13 @@ export function time(context) {
   return { node, update };
 }
 
-const colours = new Map(); // of phases, those that take longest first
+// A colour that no other phase has.
+function phaseColour(i) {
+  return [...PALETTE, ...FURTHER][i] ?? `hsl(${(i * 137.5) % 360} 55% ${35 + ((i * 7) % 30)}%)`;
+}
 
 function waits(name) {
   return name.startsWith("wait");
-}
-
-function tint(name) {
-  return waits(name) ? css("--line") : colours.get(name);
 }
 
 function ticks(a, b) {
@@ -176,7 +191,7 @@ function union(spans) {
 
 function sentences(columns, lanes, bound) {
   const sum = (name) => (columns[name] ?? []).reduce((total, value) => total + (value ?? 0), 0), all = sum("seconds/step");
-  if (!all) return ["No step was logged so far."];
+  if (!all) return ["No step was logged so far: phases are written as steps end."];
   const share = (name) => sum(name) / all, generators = lanes.filter((lane) => lane.name.startsWith("generator"));
   const found = [`Training waited ${percent(share("seconds/wait_for_batch"))} of the time for rollouts, and trained ${percent(share("seconds/train"))} of it.`];
   if (generators.length) found[0] += ` Generators were busy ${percent(generators.reduce((total, lane) => total + lane.busy, 0) / generators.length)} of it.`;
