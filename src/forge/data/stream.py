@@ -192,6 +192,7 @@ class RowStream(ABC, Generic[T, C]):
             raise ValueError(
                 f"{self._name}: {n} samples asked for, but only {len(items)} {self.NOUN}s are there"
                 + (f" that are not {' or '.join(self._reasons)}" if self._reasons else "")
+                + f": lower problems to {len(items)} (of eval, or of its set)"
             )
         return items
 

@@ -13,6 +13,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -369,8 +370,14 @@ def _dataset(dataset: Any) -> dict[str, Any]:
 
 
 def _count(rows: Any, problems: int | None, limit: int | None = None) -> int:
+    from ..data.files import open_rows
+
     if problems is not None:
         return problems
+    # All rows of a small file: who names one does not count them. What is wrong with it is said when it is read.
+    if isinstance(rows, str) and Path(rows).is_file():
+        with suppress(ValueError, OSError, ImportError):
+            return min(limit or 256, len(open_rows(rows, split="")))
     if isinstance(rows, str) or rows is None:
         return limit or 256
     return len(rows) if limit is None else min(limit, len(rows))
