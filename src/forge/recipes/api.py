@@ -374,7 +374,7 @@ def _count(rows: Any, problems: int | None, limit: int | None = None) -> int:
 
     if problems is not None:
         return problems
-    # All rows of a small file: who names one does not count them. What is wrong with it is said when it is read.
+    # All rows of a small file: who names one does not count them. Its faults are named when it is read.
     if isinstance(rows, str) and Path(rows).is_file():
         with suppress(ValueError, OSError, ImportError):
             return min(limit or 256, len(open_rows(rows, split="")))
