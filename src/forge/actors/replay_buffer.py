@@ -42,6 +42,7 @@ class ReplayBuffer(ForgeActor):
         steps: training steps of the run; no rollout beyond them is admitted.
         start: the version served at the start.
         keep_dropped: most dropped groups that are kept for `take_dropped`, the first of them.
+        keep_outcomes: whether the rewards of groups are kept for `take_outcomes`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ReplayBuffer(ForgeActor):
         steps: int | None = None,
         start: int = 0,
         keep_dropped: int = 0,
+        keep_outcomes: bool = False,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -77,6 +79,7 @@ class ReplayBuffer(ForgeActor):
         self.version = 0  # the weights that train next: an item that is too old for them stays too old
         self.replaced = 0
         self.keep_dropped = keep_dropped
+        self.keep_outcomes = keep_outcomes
         self.kept = list[tuple[str, Group]]()
         self.changed = asyncio.Condition()
 
@@ -109,7 +112,8 @@ class ReplayBuffer(ForgeActor):
             if index is not None and reason != "repeated":
                 self.seen.add(index)
                 # With what is dropped as well: a prompt that is solved by all answers may have no signal.
-                self.outcomes[index] = [reward for reward in _rewards(item) if reward is not None]
+                if self.keep_outcomes:
+                    self.outcomes[index] = [reward for reward in _rewards(item) if reward is not None]
             if reason is not None:
                 self.replaced += reason == "no_signal"
                 self._drop(reason, [item])

@@ -28,6 +28,7 @@ class RunState:
     buffer: Handle | None = None
     further: Mapping[str, Handle] = field(default_factory=dict)
     reward: Handle | None = None
+    has_sampler: bool = False
 
     async def save(self, record: Run, *, keep: int = 2, async_write: bool = False) -> None:
         """Write a checkpoint of the trainer with the state of the others; what was logged before stays with it.
@@ -63,6 +64,11 @@ class RunState:
         """Drop the samples whose groups have come in from the data set: only those in flight can be needed again."""
         if self.buffer is not None:
             await self.dataset.forget.route(await self.buffer.handled.route())
+            await self.tell()
+
+    async def tell(self) -> None:
+        """Give the rewards of the groups that came in to the sampler of the data, if it has one."""
+        if self.has_sampler and self.buffer is not None:
             await self.dataset.observe.route(await self.buffer.take_outcomes.route())
 
     async def resume(self, record: Run) -> None:

@@ -24,7 +24,7 @@ from ..models.read_once import model_tokenizer
 from ..models.tokenizer import open_tokenizer
 from ..observability import Run
 from ..observability.console import log
-from ..observability.metrics import drain
+from ..observability.metrics import drain, on_the_clock
 from ..observability.runs import SERVED
 from ..runtime.controller import Service, drain_metrics
 from ..runtime.controller.handle import Handle
@@ -80,11 +80,14 @@ class Job(NamedTuple):
         profiles = {} if last else cfg.metrics.profiles(step + 1, self.record.folder)
         snapshot = await drain_metrics(profiles)
         # Before the row is written, so that it has what the hook logs, and an evaluation if the run ends with it.
-        is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
+        is_stopped = False
+        if self.hooks.on_step is not None:
+            with on_the_clock("on_step"):
+                is_stopped = await self.hooks.step(step, {**snapshot.values(), **metrics})
+                snapshot.merge(drain())  # what the hook has logged belongs to this step
         if is_stopped and not (last or cfg.eval.all_due(step)):
             metrics = metrics | await evaluate()
             snapshot.merge(await drain_metrics({}))
-        snapshot.merge(drain())  # what the hook has logged belongs to this step
         row = self.record.log(step, snapshot, **metrics)
         if (best := getattr(cfg.eval, "best", None)) is not None:
             await self.keep_best(state, best, row)
@@ -135,7 +138,7 @@ class RLComponents:
     async def advance(self, version: int) -> None:
         """Admit the rollouts that may start with these weights."""
         # The data first learns what came of the ones before: a sampler draws by it.
-        await self.state.forget_done()
+        await self.state.tell()
         await self.buffer.advance.route(version)
 
 
@@ -180,7 +183,9 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
     further = {f"models.{name}.trainer": learner.trainer for name, learner in trained.items() if name != POLICY}
     if critic_trainer is not None:
         further["critic"] = critic_trainer
-    state = RunState(own_learner.trainer, samples, buffer, further, reward_service if cfg.reward.learns else None)
+    learning_reward = reward_service if cfg.reward.learns else None
+    has_sampler = cfg.dataset.sampler is not None
+    state = RunState(own_learner.trainer, samples, buffer, further, learning_reward, has_sampler)
     await state.resume(job.record)
     return RLComponents(
         algorithm,
@@ -300,6 +305,7 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
         "start": job.record.start,
         "max_policy_age": cfg.max_policy_age,
         "order": cfg.async_.order,
+        "keep_outcomes": cfg.dataset.sampler is not None,
         "keep_dropped": sys.maxsize if cfg.metrics.rollouts == "all" else cfg.metrics.rollouts,
     }
     if cfg.services.replay_buffer is None:
