@@ -101,7 +101,7 @@ class Replay(Loop):
         metrics = await super().train_step(groups, version)
         if self.earlier is not None:
             batch = await self.make_batch(self.earlier, version, [])
-            again = await self.parts.trainer.train_step.route(batch, again=True)
+            again = await self.parts.trainer.train_step.route(batch, same_step=True)
             metrics |= {f"again/{name}": value for name, value in again.items()}
         self.earlier = groups
         return metrics

@@ -13,7 +13,7 @@ from forge.algorithms import GRPO
 from forge.data.samplers import Sampler
 from forge.envs import ToolEnvironment
 from forge.envs.tools import Toolbox
-from forge.recipes.rl import Loop
+from tests.recipes.test_hooks import Replay
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -40,10 +40,10 @@ def lines_of(*ideas):
 class Decayed(GRPO):
     """Idea 1: an advantage that decays along the answer, and a further term with its metric."""
 
-    def token_loss(self, logprobs, behaviour_logprobs, advantages, positions, tokens):
+    def token_loss(self, ratio, advantages, logprobs, positions, tokens):
         forge.log("mine/token", tokens.double().mean())
         later = 0.9**positions
-        return -(logprobs - behaviour_logprobs).exp() * advantages * later + 0.01 * logprobs.exp() * logprobs
+        return -ratio * advantages * later + 0.01 * logprobs.exp() * logprobs
 
 
 def test_an_algorithm_with_its_own_credit_and_term(tmp_path):
@@ -147,21 +147,9 @@ def test_two_evaluations_and_pass_at_k(tmp_path):
     assert [row["step"] for row in history if "eval/long/pass@8" in row] == [0, 2, 4]
 
 
-class Replay(Loop):
+def test_replay_callback_early_end_and_metric(tmp_path):
     """Idea 6: a second update on the groups of the step before; a callback, an early end and a metric besides."""
 
-    earlier = None
-
-    async def train_step(self, groups, version):
-        metrics = await super().train_step(groups, version)
-        if self.earlier is not None:
-            batch = await self.make_batch(self.earlier, version, [])
-            await self.parts.trainer.train_step.route(batch, again=True)
-        self.earlier = groups
-        return metrics
-
-
-def test_replay_callback_early_end_and_metric(tmp_path):
     def on_step(step, metrics):
         forge.log("mine/step", step)
         return step == 3

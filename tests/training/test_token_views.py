@@ -154,6 +154,19 @@ def test_spans_are_checked_before_anything_starts(spans: Any, message: str):
         load_algorithm(loss)
 
 
+def test_a_token_loss_gets_its_tensors_by_name_in_any_order():
+    class Reordered(Algorithm):
+        def token_loss(self, behaviour_logprobs, advantages, logprobs):
+            return -(logprobs - behaviour_logprobs).exp() * advantages
+
+    tensors = [torch.randn(5) for _ in range(3)]
+    arguments = dict(zip(("logprobs", "behaviour_logprobs", "advantages"), tensors, strict=True))
+    weights = torch.full((5,), 0.2)
+    plain = Algorithm()(**arguments, weights=weights)
+    assert plain != 0
+    assert Reordered()(**arguments, weights=weights) == pytest.approx(float(plain))
+
+
 def test_a_name_that_is_no_tensor_is_one_line():
     class Wrong(Algorithm):
         def token_loss(self, ratio, logprobs, advantages, token_ids):

@@ -159,8 +159,8 @@ class Trainer(ForgeActor):
             if isinstance(change, Write):  # it was being written when the process was lost
                 self.writing = change, (path := self._begin(change)), self.ledger.now
                 return path
-            batch, answer, again = change
-            self.trainer.train_step(batch, self.loss, again=again)
+            batch, answer, same_step = change
+            self.trainer.train_step(batch, self.loss, same_step=same_step)
             return answer
 
         with self._on_device():
@@ -180,7 +180,7 @@ class Trainer(ForgeActor):
         self,
         batch: Batch | Sequence[Episode | Group] | Sequence[Mapping[str, Any]],
         targets: Sequence[Mapping[str, Any]] | None = None,
-        again: bool = False,
+        same_step: bool = False,
     ) -> dict[str, float] | float:
         """One step, of one update or several; its metrics as `<report>/<name>`, see `PolicyTrainer.train_step`.
 
@@ -189,8 +189,8 @@ class Trainer(ForgeActor):
         `forge.data.packing.pack_tensors`, and returns the loss.
 
         Args:
-            again: further updates of the last step, such as on groups of steps before. They have its learning rate, and
-                ages are counted from the weights that it began with.
+            same_step: further updates of the last step, such as on groups of steps before. They have its learning rate,
+                and ages are counted from the weights that it began with.
 
         Raises:
             ValueError: the batch does not fit the loss, or has nothing to train on.
@@ -205,16 +205,16 @@ class Trainer(ForgeActor):
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
             # Further updates are of the step that was counted last.
-            self.staleness.check(batch, self.trainer.step - again)
+            self.staleness.check(batch, self.trainer.step - same_step)
             if self.identities is not None:
                 self.identities.check(batch)
             with self._on_device():
-                results = self.trainer.train_step(batch, self.loss, again=again)
+                results = self.trainer.train_step(batch, self.loss, same_step=same_step)
         results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_work(batch))
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         answer = metrics if targets is None else results["loss"]
-        return self.ledger.complete((batch, answer, again), answer)
+        return self.ledger.complete((batch, answer, same_step), answer)
 
     @endpoint
     def recorded(self) -> dict[str, np.ndarray] | None:

@@ -116,14 +116,20 @@ class Algorithm:
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
         """The loss of every token, to be minimised; all tensors of one shape.
 
-        An override may name further tensors of `forge.algorithms`, such as `tokens` and `positions`, and its `spans`.
+        An override gets what its parameters name: of these, `behaviour_logprobs`, further tensors of `forge.algorithms`
+        such as `tokens` and `positions`, and its `spans`.
         """
         return -ratio * advantages
 
     @property
     def further(self) -> tuple[str, ...]:
         """The names of the further tensors that `token_loss` takes."""
-        parameters = list(inspect.signature(self.token_loss).parameters.values())[3:]
+        return tuple(name for name in self._named if name not in ("ratio", "logprobs", "advantages"))
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        """The names of the parameters of `token_loss`, in any order."""
+        parameters = inspect.signature(self.token_loss).parameters.values()
         return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
@@ -159,15 +165,19 @@ class Algorithm:
         old = self._old(logprobs, behaviour, proximal_logprobs, weights)
         # What an override names besides may be an argument of this call, or a further tensor.
         ratio = self.ratio(logprobs, old, weights, sequences)
-        given = {
+        tensors: dict[str, Any] = {
+            "ratio": ratio,
+            "logprobs": logprobs,
+            "advantages": advantages,
+            "behaviour_logprobs": behaviour,
             "weights": weights,
             "entropy": entropy,
             "sequences": sequences,
             "ref_logprobs": ref_logprobs,
             **further,
         }
-        named: Any = {name: given[name] for name in self.further}
-        per_token = self.token_loss(ratio, logprobs, advantages, **named)
+        # By name, as a parameter in another place would silently get another tensor.
+        per_token = self.token_loss(**{name: tensors[name] for name in self._named})
         if self.correction is not None:
             importance = self.correction.ratio(old, behaviour, weights, sequences)
             per_token = per_token * self.correction.bounded(importance)

@@ -83,8 +83,8 @@ def examine_reward(args: argparse.Namespace) -> None:
         cases = _read_cases(args)
         result = examine(args.reward, cases, limit=args.timeout)
         if args.tests is not None:
-            shown = [finding for finding in result.findings if finding.severity != "note"]
-            args.tests.write_text(test_file(args.reward, shown, args.timeout))
+            serious = [finding for finding in result.findings if finding.severity != "note"]
+            args.tests.write_text(test_file(args.reward, serious, args.timeout))
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from None
     right, wrong = ("unknown" if value is None else f"{value:.3f}" for value in (result.right, result.wrong))

@@ -294,10 +294,10 @@ def translation(name: object, python: bool = False) -> str:
     Args:
         python: the setting was an argument of `forge.train` or its kin, which take keys without their section.
     """
-    known = answer(str(name))
-    if known is None:
+    entry = answer(str(name))
+    if entry is None:
         return ""
-    library, here = known
+    library, here = entry
     is_key = " " not in here
     if is_key and python and "." in here:
         here = f"{here.rpartition('.')[2] if '=' not in here else here.split('.', 1)[1]} ({here.split('=')[0]} in YAML)"

@@ -32,12 +32,12 @@ class Rows(Sequence[Row]):
             raise ValueError(
                 "the dataset has no length: give a list of its rows, such as [*itertools.islice(rows, 1000)]"
             )
-        given = list(islice(rows, len(rows)))
-        for number, row in enumerate(given, 1):
+        first_rows = list(islice(rows, len(rows)))
+        for number, row in enumerate(first_rows, 1):
             if not isinstance(row, Mapping):
                 remedy = "give mappings of columns, of a pandas table table.to_dict('records')"
                 raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {remedy}")
-        self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in given]
+        self._rows = [from_columns(row) if hasattr(rows, "features") else dict(row) for row in first_rows]
         if not self._rows:
             raise ValueError("the dataset is empty: it has no rows")
 

@@ -246,11 +246,11 @@ def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
             f"dataset.sampler must have `use`: {', '.join(NAMES)} or package.module:Class, got {sampler!r}"
         )
     # Settings are checked by names and types, as those of rewards.
-    made = construct(make, {"rows": rows, "seed": seed, **settings}, "dataset.sampler")
-    missing = [name for name in ("draw", "observe", "state_dict", "load_state_dict") if not hasattr(made, name)]
+    built = construct(make, {"rows": rows, "seed": seed, **settings}, "dataset.sampler")
+    missing = [name for name in ("draw", "observe", "state_dict", "load_state_dict") if not hasattr(built, name)]
     if missing:
         raise ValueError(f"dataset.sampler has no {', '.join(missing)}: see forge.data.samplers.Sampler")
-    return made
+    return built
 
 
 def _solved(rewards: Sequence[float]) -> float:

@@ -32,17 +32,17 @@ def summarise(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:
         NothingScored: none could be scored.
     """
     episodes = [episode for group in groups for episode in group]
-    known = [[episode for episode in group if episode.info["correct"] is not None] for group in groups]
-    known = [group for group in known if group]
-    if not known:
+    judged = [[episode for episode in group if episode.info["correct"] is not None] for group in groups]
+    judged = [group for group in judged if group]
+    if not judged:
         raise NothingScored(f"no episode of the evaluation could be scored: {episodes[0].info}")
-    counts = [(len(group), sum(bool(episode.info["correct"]) for episode in group)) for group in known]
+    counts = [(len(group), sum(bool(episode.info["correct"]) for episode in group)) for group in judged]
     values = {"accuracy": [right / total for total, right in counts]}
     if n > 1:
         for k in sorted({*(1 << power for power in range(1, n.bit_length())), n}):
             # Of a problem with fewer scored answers it is not known.
             values[f"pass@{k}"] = [pass_at(k, total, right) for total, right in counts if total >= k]
-        values[f"maj@{n}"] = [majority(group) for group in known if len(group) == n]
+        values[f"maj@{n}"] = [majority(group) for group in judged if len(group) == n]
     metrics: dict[str, float] = {}
     for name, shares in values.items():
         if shares:

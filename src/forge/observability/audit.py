@@ -110,8 +110,8 @@ class _Counter:
 
     def fault(self, text: str, numbers: Sequence[Any] = ()) -> None:
         """Add a fault, with the first of the numbers that it is about."""
-        shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
-        self.result.faults.append(f"{text}: {shown}" if numbers else text)
+        examples = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+        self.result.faults.append(f"{text}: {examples}" if numbers else text)
 
     def steps(self) -> None:
         """Rows of metrics count from 0 or 1 without a gap."""
@@ -149,12 +149,13 @@ class _Counter:
         trained = {row["group"] for row in self.trained}
         # Of a group with unscored episodes these are recorded as dropped, and the others train.
         dropped = {row["group"]: row["dropped"] for row in self.dropped if row["group"] not in trained}
-        known = trained | dropped.keys()
-        missing = sorted(set(range(max(known) + 1)) - known)
+        accounted = trained | dropped.keys()
+        missing = sorted(set(range(max(accounted) + 1)) - accounted)
         counted = self._sum("dropped/")
         forgotten = counted.get("forgotten", 0)
         self.result.counts |= {"groups trained": len(trained), "groups dropped": len(dropped)}
         age = int(self.settings.get("async.max_policy_age") or 0)
+        # What the buffer admits, and as much again that it holds.
         in_flight = 2 * self.batch_size * (age + 1)
         self.result.counts["groups in flight at the end or not recorded"] = len(missing)
         if len(missing) > in_flight + forgotten:
@@ -184,12 +185,12 @@ class _Counter:
         bound = self.settings.get("async.max_policy_age") if bound is None else bound
         for row in self.trained:
             version = row["step"] - 1
-            known = [number for number in row["versions"] if number >= 0]
-            if known and bound is not None and version - min(known) > bound:
-                self.fault(f"step {row['step']} trained tokens of version {min(known)}: the bound is {bound}")
+            versions = [number for number in row["versions"] if number >= 0]
+            if versions and bound is not None and version - min(versions) > bound:
+                self.fault(f"step {row['step']} trained tokens of version {min(versions)}: the bound is {bound}")
                 return
-            if known and max(known) > version:
-                self.fault(f"step {row['step']} trained tokens of version {max(known)}, which it was to make")
+            if versions and max(versions) > version:
+                self.fault(f"step {row['step']} trained tokens of version {max(versions)}, which it was to make")
                 return
 
     def identities(self) -> None:

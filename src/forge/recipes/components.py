@@ -109,8 +109,8 @@ class Job(NamedTuple):
     async def keep_best(self, state: RunState, metric: str, row: Mapping[str, float]) -> None:
         """Export the model of a step whose metric is above that of all steps before."""
         if row["step"] == 0 and metric not in row:  # all sets are evaluated then
-            known = ", ".join(name for name in row if name.startswith("eval/"))
-            raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {known}")
+            names = ", ".join(name for name in row if name.startswith("eval/"))
+            raise ConfigError(f"eval.best: no evaluation has the metric {metric!r}; there are {names}")
         values = [earlier[metric] for earlier in self.record.history[:-1] if metric in earlier]
         if metric in row and row[metric] > max(values, default=-math.inf):
             # Compared with all rows of the run, so that a resumed one needs no further state.

@@ -17,7 +17,7 @@ from .prepare import check_data
 from .rl_config import RLConfig
 
 
-class Kept:
+class AnswerLines:
     """The answers of evaluations, as lines of JSON."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     data = cfg.data(model)
     _, first = check_data(data, cfg.eval, model, cfg.seed)
     sets = load_sets(data, cfg.eval, model, cfg.seed)
-    kept = Kept()
+    keeper = AnswerLines()
 
     async def work() -> dict[str, float]:
         # As in a run: the settings of rollouts are the defaults of an evaluation.
@@ -69,10 +69,10 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
             env = MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(model), **cfg.limits())
         else:
             env = SingleTurnEnv(await reward(cfg), with_tokens=cfg.reward.reads_tokens)
-        evaluation = await start_evaluation(cfg, first, sets, kept, env)
+        evaluation = await start_evaluation(cfg, first, sets, keeper, env)
         return await evaluation.run(policy, 0)
 
     metrics: dict[str, float] = run(work())
     if answers is not None:
-        answers.write_bytes(kept.lines)
+        answers.write_bytes(keeper.lines)
     return metrics

@@ -168,8 +168,8 @@ class RewardCall:
             "log_extra": lambda *_: None,
         }
         # TRL's functions are always given these, and often collect them in **kwargs.
-        given = {"prompts", "completions", "completion_ids"} if self.takes_all else set()
-        return self._named(values, {name: [value] * count for name, value in row.items()}, given)
+        collected = {"prompts", "completions", "completion_ids"} if self.takes_all else set()
+        return self._named(values, {name: [value] * count for name, value in row.items()}, collected)
 
     def _row(self, answers: Answers) -> dict[str, Any]:
         """The columns that the function takes, by name."""

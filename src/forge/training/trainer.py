@@ -102,7 +102,7 @@ class PolicyTrainer:
         self.step = 0  # steps, not updates: it is the version of the weights
         self.recorded: dict[str, np.ndarray] | None = None  # of the last step, see `TokenRecord`
 
-    def train_step(self, batch: Batch, loss: Loss, *, again: bool = False) -> dict[str, float]:
+    def train_step(self, batch: Batch, loss: Loss, *, same_step: bool = False) -> dict[str, float]:
         """`mini_batches * epochs` updates on a batch, which every rank gets whole.
 
         With several updates, the policy at the start of the step is scored first if the loss uses it: it is the
@@ -110,7 +110,7 @@ class PolicyTrainer:
         have the step's learning rate.
 
         Args:
-            again: the updates belong to the last step, whose number stays.
+            same_step: the updates belong to the last step, whose number stays.
 
         Returns:
             metrics, equal on every rank: loss and grad_norm (means over updates), learning_rate, tokens, micro_batches,
@@ -126,15 +126,15 @@ class PolicyTrainer:
                 ones of this step are.
             ValueError: the loss needs a missing tensor, or all weights of the batch are 0.
         """
-        if again and not self.step:
+        if same_step and not self.step:
             raise ValueError("there is no step yet to which further updates could belong")
         # Schedule, mini-batches and the share of tokens on policy are those of the step that it belongs to.
         step = self.step
-        self.step -= again
+        self.step -= same_step
         try:
             return self._step(batch, loss)
         finally:
-            if again:
+            if same_step:
                 self.step = step
 
     def _step(self, batch: Batch, loss: Loss) -> dict[str, float]:

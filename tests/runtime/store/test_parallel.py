@@ -76,7 +76,7 @@ def test_results_are_in_order_and_few_wait(monkeypatch: pytest.MonkeyPatch):
 
     results = in_threads(work, range(100), 1)
     assert next(results) == 0
-    # Nobody takes the next one: memory would fill with them.
+    # No thread takes the next one: memory would fill with them.
     time.sleep(0.1)
     assert len(begun) <= 2 * 4 + 1
     assert list(results) == list(range(1, 100))
