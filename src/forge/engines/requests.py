@@ -34,6 +34,10 @@ class EngineRequest:
     admitted: int = 0  # samples that got a row
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
     prefix: Prefix | None = None  # of the prompt, while samples wait for a row
+    is_restricted: bool = field(init=False)  # whether a setting bounds what is drawn, or a text ends it
+
+    def __post_init__(self) -> None:
+        self.is_restricted = self.sampling.restricted or bool(self.banned or self.sampling.stop)
 
     @property
     def tokens(self) -> list[int]:

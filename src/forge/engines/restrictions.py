@@ -127,19 +127,20 @@ class Restrictions:
         Args:
             index_of: makes an index of rows on the device.
         """
-        samplings = [row.request.sampling for row in rows]
 
-        def index(chosen: Iterable[int]) -> Tensor | None:
-            numbers = list(chosen)
-            return index_of(numbers) if numbers else None
+        def index(numbers: Iterable[int]) -> Tensor | None:
+            positions = list(numbers)
+            return index_of(positions) if positions else None
 
+        # Rows come and go in most steps, and few requests restrict anything.
+        restricted = {i: row for i, row in enumerate(rows) if row.request.is_restricted}
+        samplings = {i: row.request.sampling for i, row in restricted.items()}
         # Top-k, top-p and min_p have no effect on greedy decoding.
-        drawn = [i for i, s in enumerate(samplings) if s.temperature > 0]
-        self._bounded = index(i for i in drawn if bounds(samplings[i]))
-        self._penalised = index(i for i, s in enumerate(samplings) if s.repetition_penalty != 1)
-        self._policy = index(i for i, s in enumerate(samplings) if s.logprobs_of == "policy" and s.restricted)
-        self._banned = {i: row for i, row in enumerate(rows) if row.request.banned}
-        self.watched = {i: row for i, row in enumerate(rows) if row.request.banned or row.request.sampling.stop}
+        self._bounded = index(i for i, s in samplings.items() if s.temperature > 0 and bounds(s))
+        self._penalised = index(i for i, s in samplings.items() if s.repetition_penalty != 1)
+        self._policy = index(i for i, s in samplings.items() if s.logprobs_of == "policy" and s.restricted)
+        self._banned = {i: row for i, row in restricted.items() if row.request.banned}
+        self.watched = {i: row for i, row in restricted.items() if row.request.banned or row.request.sampling.stop}
         self._watched_index = index(self.watched)
 
     def policy(self, logits: Tensor) -> Tensor | None:
