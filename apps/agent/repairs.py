@@ -51,12 +51,25 @@ def pairs_of(*parts: Part) -> list[tuple[Function, Bug]]:
     return [(function, bug) for function in FUNCTIONS for bug in bugs_of(function) if part_of(function, bug) in parts]
 
 
+def edit(line: int, old: str, new: str) -> str:
+    """The shell command that replaces a word of a line, which is counted from 1."""
+    for character in "*[.":
+        old = old.replace(character, f"\\{character}")
+    return f"sed -i '{line}s|{old}|{new}|' {FILE}"
+
+
 def repair(bug: Bug, names: str) -> str:
     """The shell command that repairs a bug."""
-    wrong = named(bug.wrong, names)
-    for character in "*[.":
-        wrong = wrong.replace(character, f"\\{character}")
-    return f"sed -i '{bug.line + 1}s|{wrong}|{named(bug.right, names)}|' {FILE}"
+    return edit(bug.line + 1, named(bug.wrong, names), named(bug.right, names))
+
+
+def mistaken(bug: Bug, names: str, rng: Random) -> str:
+    """A command of a careless agent: another line, the words exchanged, or no repair at all."""
+    wrong, right = named(bug.wrong, names), named(bug.right, names)
+    mistake = rng.choice(("line", "words", "nothing"))
+    if mistake == "line":
+        return edit(bug.line + rng.choice((0, 2)), wrong, right)
+    return edit(bug.line + 1, right, wrong) if mistake == "words" else SUBMIT
 
 
 def commented(source: str, bug: Bug, names: str) -> str:
@@ -78,10 +91,11 @@ def task_row(function: Function, bug: Bug, names: str) -> dict[str, str]:
     return {"question": commented(function.broken(bug), bug, names), "answer": test_of(function)}
 
 
-def recorded(function: Function, bug: Bug, names: str) -> list[dict[str, str]]:
-    """The conversation in which the agent reads a function, repairs it and submits."""
+def recorded(function: Function, bug: Bug, names: str, command: str) -> list[dict[str, str]]:
+    """The conversation in which the agent reads a function, runs the command and submits."""
     broken = commented(function.broken(bug), bug, names)
-    turns = [(f"cat {FILE}", f"0\n{broken}"), (repair(bug, names), "0\n"), (SUBMIT, "")]
+    turns = [(f"cat {FILE}", f"0\n{broken}"), (command, "0\n"), (SUBMIT, "")]
+    turns = turns[:2] if command == SUBMIT else turns
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
     for command, output in turns:
         messages.append({"role": "assistant", "content": f"```bash\n{command}\n```"})
@@ -102,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=12_000, help="of training, and of recorded repairs")
+    parser.add_argument("--mistakes", type=float, default=0.5, help="share of recorded repairs that are wrong")
     parser.add_argument("--held-out", type=int, default=100, help="rows")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -111,8 +126,12 @@ def main() -> None:
         "train": [task_row(*draw) for draw in draws(practised, options.rows, f"{options.seed}/train")],
         "test": [task_row(*draw) for draw in draws(pairs_of("held out"), options.held_out, "test")],
     }
-    solved = draws(pairs_of("recorded"), options.rows, f"{options.seed}/repairs")
-    files["repairs"] = [{"messages": recorded(*draw)} for draw in solved]
+    rng = Random(f"{options.seed}/mistakes")
+    files["repairs"] = []
+    for function, bug, names in draws(pairs_of("recorded"), options.rows, f"{options.seed}/repairs"):
+        is_mistaken = rng.random() < options.mistakes
+        command = mistaken(bug, names, rng) if is_mistaken else repair(bug, names)
+        files["repairs"].append({"messages": recorded(function, bug, names, command)})
     for name, rows in files.items():
         (options.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 

@@ -25,8 +25,10 @@ from transformers import (
     SmolLM3Config,
 )
 
+from forge.engines import EmbeddedEngine
 from forge.types import Completion, Sampling
 
+MODES = ("continue", "finish", "recompute")  # of weight updates
 VOCAB = 61
 EOS = 3
 LLAMA3_ROPE = {
@@ -177,3 +179,28 @@ def check_by_hand(models: dict[int, PreTrainedModel], completion: Completion, ke
         done = count + i
         expected = float(logits.log_softmax(-1)[completion.token_ids[i]])
         assert completion.logprobs[i] == pytest.approx(expected, abs=2e-4)
+
+
+def drive(engine: EmbeddedEngine, at: dict[int, Callable[[], Any]]) -> None:
+    """Call what stands at a number of steps after that decode step, in the engine's own thread."""
+    batch, step = engine._batch, engine._batch.step
+
+    def stepped() -> Any:
+        result = step()
+        if batch.steps in at:
+            at.pop(batch.steps)()
+        return result
+
+    batch.step = stepped  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def models(make: Make) -> tuple[Path, dict[int, PreTrainedModel]]:
+    folder, first = make("qwen3", eos=EOS)
+    return folder, {0: first} | {v: random_model("qwen3", seed=v) for v in (1, 2, 3)}
+
+
+def updater(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: list[Any], version: int) -> Any:
+    return lambda: futures.append(
+        engine.update_weights(models[version].state_dict().items(), version, f"digest {version}")
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from forge.engines import EmbeddedEngine
 from forge.engines.sampling import uniforms
 from forge.types import Completion, Sampling
 
-from .conftest import EOS, VOCAB, Make, check_by_hand, check_shape, error_of, random_model
+from .conftest import EOS, MODES, VOCAB, check_by_hand, check_shape, drive, error_of, random_model, updater
 
 pytestmark = pytest.mark.costly
-
-MODES = ("continue", "finish", "recompute")
 
 
 def check_draws(models: dict[int, PreTrainedModel], completion: Completion, seed: int, sample: int) -> None:
@@ -32,31 +29,6 @@ def check_draws(models: dict[int, PreTrainedModel], completion: Completion, seed
             total = models[version](prefix).logits[0, -1].softmax(-1).cumsum(-1)
         low = float(total[token - 1]) if token else 0.0
         assert low - 1e-5 <= float(numbers[i]) <= float(total[token]) + 1e-5
-
-
-def drive(engine: EmbeddedEngine, at: dict[int, Callable[[], Any]]) -> None:
-    """Call what stands at a number of steps after that decode step, in the engine's own thread."""
-    batch, step = engine._batch, engine._batch.step
-
-    def stepped() -> Any:
-        result = step()
-        if batch.steps in at:
-            at.pop(batch.steps)()
-        return result
-
-    batch.step = stepped  # type: ignore[method-assign]
-
-
-@pytest.fixture
-def models(make: Make) -> tuple[Path, dict[int, PreTrainedModel]]:
-    folder, first = make("qwen3", eos=EOS)
-    return folder, {0: first} | {v: random_model("qwen3", seed=v) for v in (1, 2, 3)}
-
-
-def updater(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: list[Any], version: int) -> Any:
-    return lambda: futures.append(
-        engine.update_weights(models[version].state_dict().items(), version, f"digest {version}")
-    )
 
 
 @pytest.mark.parametrize("mode", MODES)

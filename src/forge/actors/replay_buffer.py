@@ -121,10 +121,11 @@ class ReplayBuffer(ForgeActor):
             scored = _scored(item)
             assert scored is not None
             if isinstance(item, Group) and isinstance(scored, Group):
-                lost = [episode for episode in item.episodes if episode.reward is None and not episode.had_no_turn]
+                numbers = range(len(item.episodes))
+                lost = [i for i in numbers if item.episodes[i].reward is None and not item.episodes[i].had_no_turn]
                 self._count("unscored_episodes", len(lost))
                 if lost:
-                    self._keep("unscored", replace(item, episodes=lost))
+                    self._keep("unscored", _part(item, lost))
             self.items.append(scored)
             self.changed.notify_all()
             return True
@@ -274,9 +275,14 @@ def _scored(item: Item) -> Item | None:
     """The item with its scored episodes alone; None if too few remain of a policy."""
     if isinstance(item, Episode):
         return item if item.reward is not None else None
-    episodes = [episode for episode in item.episodes if episode.reward is not None]
+    scored = [i for i, episode in enumerate(item.episodes) if episode.reward is not None]
     all_counts = Counter(episode.policy for episode in item.episodes)
-    counts = Counter(episode.policy for episode in episodes)
+    counts = Counter(item.episodes[i].policy for i in scored)
     if any(counts[policy] < min(2, count) for policy, count in all_counts.items()):
         return None
-    return replace(item, episodes=episodes)
+    return item if len(scored) == len(item.episodes) else _part(item, scored)
+
+
+def _part(group: Group, samples: list[int]) -> Group:
+    """Some episodes of a group, by their numbers."""
+    return replace(group, episodes=[group.episodes[i] for i in samples], samples=tuple(samples))

@@ -11,6 +11,7 @@ alone, not on the rest of the batch.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
 import numpy as np
@@ -22,7 +23,7 @@ from .cache import WIDTH, rounded
 from .decoder import Decoder
 from .graphs import Drawn, StepGraphs
 from .prefixes import TOKENS, Prefix, PrefixCache
-from .requests import Admission, EngineRequest, RunningSample, WeightSpan, accept, allowed_tokens, fail
+from .requests import Admission, EngineRequest, RunningSample, WeightSpan, accept, allowed_tokens, due, stream
 from .restrictions import Restrictions, Words
 from .sampling import draw, keep_allowed, top_logprobs, uniforms
 from .weights import Weights
@@ -59,6 +60,7 @@ class RunningBatch:
         self.rows: list[RunningSample] = []
         self.free_rows: list[int] = []  # rows among these whose sample has ended
         self.preempted: deque[RunningSample] = deque()  # resume before waiting requests
+        self.paused: list[RunningSample] = []  # until the weights come that draw their next token
         self.steps = self.generated = self.prefilled = self.reused = 0
         # A long prompt in the cache's prefill row, and the number of its tokens there.
         self._prefilling: tuple[EngineRequest | RunningSample | None, int] = (None, 0)
@@ -83,6 +85,7 @@ class RunningBatch:
         self._constrained: list[int] = []  # rows with a grammar, and as an index
         self._constrained_index: Tensor | None = None
         self._streamed: list[int] = []  # rows with a listener
+        self._scheduled: list[int] = []  # rows with a schedule
         self._with_top: list[int] = []  # rows whose request wants top log-probabilities, and as an index
         self._with_top_index: Tensor | None = None
 
@@ -98,7 +101,7 @@ class RunningBatch:
 
     def release(self, waiting: deque[EngineRequest]) -> None:
         """Free weights, cache and computed prompts, when nothing runs; `switch` sets new weights."""
-        self._clear_rows()
+        self.rows, self.free_rows = [], []
         self._drop_prefixes(waiting)
         self.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
         if self.graphs is not None:
@@ -109,25 +112,22 @@ class RunningBatch:
         """Use other weights from the next step on; computed prompts of waiting requests are dropped. With `preempt`,
         running rows are preempted to recompute their keys and values."""
         if preempt:
-            running = [i for i in range(len(self.rows)) if i not in self.free_rows]
-            for i in running:
-                completion = self._completion(i)
-                completion.experts = self._experts(i, completion)
-                self.rows[i].resumed = completion
+            for i in (running := self._running_rows()):
+                self.rows[i].resumed = self._completion(i)
             # The ones that started first resume first.
             rows = sorted((self.rows[i] for i in running), key=lambda row: row.start, reverse=True)
             self.preempted.extendleft(rows)
-            self._clear_rows()
+            self.rows, self.free_rows = [], []
+            for row in self.paused:
+                row.prefix = None
         self._drop_prefixes(waiting)
         self.decoder.weights = weights
+        due_rows, self.paused = due(self.paused, waiting, weights.version)
+        self.preempted.extend(due_rows)
         # Spans that ended before the oldest row started are of no token that is still to be reported.
         oldest = min((row.start for row in self.rows), default=self.steps)
         recent = [span for span, end in self._spans() if end > oldest]
         self._weight_history = [*recent, WeightSpan(self.steps, weights.version, weights.identity)]
-
-    def _clear_rows(self) -> None:
-        self.rows = []
-        self.free_rows = []
 
     def _drop_prefixes(self, waiting: deque[EngineRequest]) -> None:
         """Drop all computed prompts: the weights change."""
@@ -141,11 +141,22 @@ class RunningBatch:
         ends = [span.start for span in self._weight_history[1:]] + [self.steps]
         return list(zip(self._weight_history, ends, strict=True))
 
+    def is_scheduled(self, waiting: deque[EngineRequest]) -> bool:
+        """Whether a schedule has tokens left that these weights draw."""
+        version = self.current_weights.version
+        can_start = any(request.startable(version) for request in waiting if request.sampling.schedule)
+        return can_start or any(
+            row.spans for row in (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
+        )
+
+    def _running_rows(self) -> list[int]:
+        return [i for i in range(len(self.rows)) if i not in self.free_rows]
+
     def drop(self, request: EngineRequest) -> None:
         """Free the rows of a cancelled request."""
-        rows = [i for i, row in enumerate(self.rows) if row.request is request and i not in self.free_rows]
-        self.free_rows += rows
+        self.free_rows += [i for i in self._running_rows() if self.rows[i].request is request]
         self.preempted = deque(row for row in self.preempted if row.request is not request)
+        self.paused = [row for row in self.paused if row.request is not request]
 
     def admit(self, waiting: deque[EngineRequest]) -> None:
         """Assign free rows to preempted samples, then to `waiting` ones, in order; close the gaps between rows."""
@@ -156,10 +167,14 @@ class RunningBatch:
         self._max_length = max((row.max_length for row in self.rows), default=0)
         self.free_rows.sort()
         free = self.free_rows + list(range(len(self.rows), self.slots))
+        version = self.current_weights.version
+        ready = (request for request in waiting if request.startable(version))
+        queue: Iterator[EngineRequest | RunningSample] = chain(self.preempted, ready)
         spent = 0
-        if free and (self.preempted or waiting):
-            spent = self._prefill_long(self.preempted[0] if self.preempted else waiting[0])
-        admissions = self._plan(waiting, free, spent)
+        if free and (first := next(queue, None)):
+            spent = self._prefill_long(first)
+            queue = chain([first], queue)
+        admissions = self._plan(queue, free, spent)
         if not admissions and not self.free_rows and not compacted:
             return
         if admissions:
@@ -185,7 +200,7 @@ class RunningBatch:
             return 0
         return self._prefill_piece(item, context, blocks)
 
-    def _plan(self, waiting: deque[EngineRequest], free: list[int], spent: int) -> list[Admission]:
+    def _plan(self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent: int) -> list[Admission]:
         """Which samples get which of the `free` rows; `spent` prompt tokens were computed in this step already.
 
         Changes nothing but the order in which the prefix cache drops blocks.
@@ -194,7 +209,6 @@ class RunningBatch:
         pending = set[tuple[int, ...]]()  # beginnings that admitted prompts will store; others that share one wait
         count = 0
         longest = self._max_length
-        queue: chain[EngineRequest | RunningSample] = chain(self.preempted, waiting)
         for item in queue:
             longest = max(longest, item.max_length)
             room = min(self._capacity(longest) - self.running, len(free)) - count
@@ -216,7 +230,7 @@ class RunningBatch:
                 stored = len(context) * self.decoder.cache.token_bytes <= self.prefix_cache.limit
                 if missing >= MIN_SHARED_TOKENS and stored:
                     pending.add(beginning)
-            samples = 1 if isinstance(item, RunningSample) else item.sampling.n - item.admitted
+            samples = 1 if isinstance(item, RunningSample) else item.startable(self.current_weights.version)
             rows = free[count:][: min(room, samples)]
             admissions.append(Admission(item, rows, context, blocks))
             count += len(rows)
@@ -238,7 +252,7 @@ class RunningBatch:
                     placed[i].matcher = item.grammar.copy() if item.grammar else None
                 item.admitted += len(rows)
                 if item.admitted == item.sampling.n:
-                    waiting.popleft()
+                    waiting.remove(item)  # the first, but for those that wait for other weights
         for i, row in placed.items():
             self.rows[i : i + 1] = [row]
         self.free_rows = self.free_rows[len(placed) :]
@@ -257,6 +271,7 @@ class RunningBatch:
         self._constrained = [i for i, row in enumerate(self.rows) if row.matcher]
         self._constrained_index = self._index(self._constrained) if self._constrained else None
         self._streamed = [i for i, row in enumerate(self.rows) if row.request.listener]
+        self._scheduled = [i for i, row in enumerate(self.rows) if row.spans]
         self._with_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
         self._with_top_index = self._index(self._with_top) if self._with_top else None
 
@@ -353,9 +368,8 @@ class RunningBatch:
                 row = self.rows[free] = self.rows[last]
                 self.decoder.cache.fill([free], [self.decoder.cache.read(last, row.context + self.steps - row.start)])
                 self.restrictions.move(free, last)
-                for state in (self.tokens, self.positions, self.ends, self.temperature):
-                    state[free] = state[last]
-                for state in (self.greedy, self.stops, self.uniform, self.logprobs, self.drawn):
+                state_of_rows = (self.tokens, self.positions, self.ends, self.temperature, self.greedy, self.stops)
+                for state in (*state_of_rows, self.uniform, self.logprobs, self.drawn):
                     state[free] = state[last]
             else:
                 self.free_rows.pop()
@@ -397,7 +411,6 @@ class RunningBatch:
                 continue
             row = self.rows[i]
             completion = self._completion(i)
-            completion.experts = self._experts(i, completion)
             stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
             completion.finish = "stop" if stopped else "length"
             row.request.completions[row.sample] = completion
@@ -405,8 +418,21 @@ class RunningBatch:
             if len(row.request.completions) == row.request.sampling.n:
                 complete.append(row.request)
         if self._streamed:
-            self._stream(tokens, logprobs)
+            stream([self.rows[i] for i in self._streamed], self._streamed, tokens, logprobs, self.current_weights)
+        if self._scheduled:
+            self._pause()
         return complete
+
+    def _pause(self) -> None:
+        """Take out the rows whose next token is of later weights; they keep their keys and values."""
+        for i in {*self._scheduled}.difference(self.free_rows):
+            row = self.rows[i]
+            drawn = len(row.resumed.token_ids) + self.steps - row.start
+            if row.next_version(drawn) > self.current_weights.version:
+                row.resumed = self._completion(i)
+                row.prefix = tuple(part.clone() for part in self.decoder.cache.read(i, row.context))
+                self.paused.append(row)
+                self.free_rows.append(i)
 
     def _draw(self, logits: Tensor, moves: Tensor | int, policy: Tensor | None = None) -> Drawn:
         """Draw a token for each row of logits (B, V), and record it at the row's position, which then `moves`."""
@@ -438,25 +464,6 @@ class RunningBatch:
         inputs = (self.decoder.weights, self.decoder.cache.keys, self.decoder.cache.values, self.stops)
         return graphs.run((width, length, restricted, self._any_greedy), inputs, advance)
 
-    def _stream(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Pass this step's tokens to the listeners, with one more synchronisation for all of them."""
-        weights = self.current_weights
-        # In double both survive: token ids are exact up to 2^53.
-        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, self._streamed].tolist()
-        for i, token, logprob in zip(self._streamed, *drawn, strict=True):
-            request = self.rows[i].request
-            sample = self.rows[i].sample
-            finish = request.completions[sample].finish if sample in request.completions else ""
-            piece = Completion("", [int(token)], [logprob], {}, request.prompt, [weights.version], finish)
-            piece.identities[weights.version] = weights.identity
-            piece.top_logprobs = self.rows[i].top[-1:]
-            if request.listener is None or request.future.done():
-                continue
-            try:
-                request.listener(sample, piece)
-            except Exception as error:  # the request fails, not the engine
-                fail(request, error)
-
     def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
         """The experts of the tokens in row i. Prompts skip the last layer: a preempted sample's tokens, which are then
         a prompt, have there the experts of before."""
@@ -480,7 +487,7 @@ class RunningBatch:
             if count > 0:
                 versions += [span.version] * count
                 identities[span.version] = span.identity
-        return Completion(
+        completion = Completion(
             "",
             resumed.token_ids + self.drawn[i, drawn].tolist(),
             resumed.logprobs + self.logprobs[i, drawn].tolist(),
@@ -490,3 +497,5 @@ class RunningBatch:
             identities=identities,
             top_logprobs=list(row.top),
         )
+        completion.experts = self._experts(i, completion)
+        return completion

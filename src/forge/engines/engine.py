@@ -26,7 +26,7 @@ from .grammar import Grammars
 from .graphs import GRANULE, graphs_on
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
-from .requests import EngineRequest
+from .requests import EngineRequest, fail_passed_over
 from .restrictions import Words
 from .settings import EngineSettings
 from .weights import Weights, load_config, load_eos, read_checkpoint
@@ -194,17 +194,19 @@ class EmbeddedEngine:
         `decode_steps` and `cache_bytes`. A preempted sample counts as waiting, tokens recomputed after a weight update
         as prefilled.
         """
+        batch = self._batch
         with self._wake:
             self._check_alive()
             requests = [*self._waiting, *self._submitted]
+        unfinished = sum(request.sampling.n - request.admitted for request in requests)
         return {
-            "running": self._batch.running,
-            "waiting": sum(request.sampling.n - request.admitted for request in requests) + len(self._batch.preempted),
-            "generated_tokens": self._batch.generated,
-            "prefilled_tokens": self._batch.prefilled,
-            "reused_tokens": self._batch.reused,
-            "decode_steps": self._batch.steps,
-            "cache_bytes": self._batch.decoder.cache.nbytes,
+            "running": batch.running,
+            "waiting": unfinished + len(batch.preempted) + len(batch.paused),
+            "generated_tokens": batch.generated,
+            "prefilled_tokens": batch.prefilled,
+            "reused_tokens": batch.reused,
+            "decode_steps": batch.steps,
+            "cache_bytes": batch.decoder.cache.nbytes,
         }
 
     def close(self) -> None:
@@ -271,7 +273,9 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 while self._accept():
                     # Before an order is carried out running sequences must end, or their weights change.
-                    self._batch.admit(deque() if self._orders or self._released else self._waiting)
+                    # What a schedule still has for these weights comes before those that follow.
+                    is_held = self._released or (self._orders and not self._batch.is_scheduled(self._waiting))
+                    self._batch.admit(deque() if is_held else self._waiting)
                     if self._batch.rows:
                         for request in self._batch.step():
                             # Its listener may have failed it in this step.
@@ -283,7 +287,7 @@ class EmbeddedEngine:
         # From here on callers get the error at once; those that wait get it below.
         with self._wake:
             self._error = error
-            rows = (*self._batch.rows, *self._batch.preempted)
+            rows = (*self._batch.rows, *self._batch.preempted, *self._batch.paused)
             requests = {row.request for row in rows} | {*self._waiting, *self._submitted}
             orders = [future for _, future in (*self._orders, *self._new_orders)]
             self._orders.clear()
@@ -300,13 +304,15 @@ class EmbeddedEngine:
         batch = self._batch
         with self._wake:
             while not (self._closing or self._submitted or self._new_orders or self._cancelled):
-                if (self._waiting and not self._released) or self._orders or batch.running or batch.preempted:
+                can_start = any(request.startable(self.version) for request in self._waiting)
+                if (can_start and not self._released) or self._orders or batch.running or batch.preempted:
                     break
                 self._wake.wait()
             if self._closing:
                 return False
             # Waiting requests stay in order: a new one comes after those of its priority.
-            for request in self._submitted:
+            submitted = self._submitted
+            for request in submitted:
                 bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
             self._submitted = []
             cancelled = self._cancelled
@@ -314,6 +320,7 @@ class EmbeddedEngine:
             self._orders.extend(self._new_orders)
             self._new_orders = []
         # Outside the lock: callers need not wait for the batch.
+        fail_passed_over(submitted, self.version)
         for request in cancelled:
             batch.drop(request)
             if request in self._waiting:
@@ -328,7 +335,7 @@ class EmbeddedEngine:
         command, _ = self._orders[0]
         count = 1
         if isinstance(command, Weights):
-            if self.on_update == "finish" and batch.running:
+            if (self.on_update == "finish" and batch.running) or batch.is_scheduled(self._waiting):
                 return False
             updates = [w for w, _ in takewhile(lambda order: isinstance(order[0], Weights), self._orders)]
             count = len(updates)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import Completion, Sampling
+from ..types import Completion, Sampling, Spans
 from .grammar import Matcher
 from .interface import Listener
 from .prefixes import TOKENS, Prefix
@@ -38,6 +39,14 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         self.is_restricted = self.sampling.restricted or bool(self.banned or self.sampling.stop)
+
+    def startable(self, version: int) -> int:
+        """The number of its waiting samples that weights of this version may begin, in their order."""
+        waiting = self.sampling.n - self.admitted
+        if not self.sampling.schedule:
+            return waiting
+        spans_of_samples = self.sampling.schedule[self.admitted :]
+        return sum(1 for _ in takewhile(lambda spans: spans[0][0] == version, spans_of_samples))
 
     @property
     def tokens(self) -> list[int]:
@@ -76,6 +85,19 @@ class RunningSample:
     def max_length(self) -> int:
         """The maximum number of positions of the sample."""
         return self.request.max_length
+
+    @property
+    def spans(self) -> Spans:
+        """The spans of its request's schedule; () if it has none."""
+        return self.request.sampling.schedule[self.sample] if self.request.sampling.schedule else ()
+
+    def next_version(self, drawn: int) -> int:
+        """The version that its schedule wants for the token after `drawn` ones: the last draws all that is left."""
+        for version, count in self.spans[:-1]:
+            if drawn < count:
+                return version
+            drawn -= count
+        return self.spans[-1][0]
 
     @property
     def context(self) -> int:
@@ -130,6 +152,67 @@ def accept(rows: Iterable[RunningSample], tokens: list[int]) -> None:
                 row.matcher.accept(token)
             except ValueError as error:
                 fail(row.request, error)
+
+
+def stream(
+    rows: Iterable[RunningSample], index: list[int], tokens: Tensor, logprobs: Tensor, weights: WeightSpan
+) -> None:
+    """Pass tokens that these weights have just drawn to the listeners of rows, with one synchronisation for all.
+
+    Args:
+        index: of the rows in the tokens and log-probabilities of a step.
+    """
+    # In double both survive: token ids are exact up to 2^53.
+    drawn = torch.stack([tokens.double(), logprobs.double()]).cpu()[:, index].tolist()
+    for row, token, logprob in zip(rows, *drawn, strict=True):
+        request = row.request
+        finish = request.completions[row.sample].finish if row.sample in request.completions else ""
+        piece = Completion("", [int(token)], [logprob], {}, request.prompt, [weights.version], finish)
+        piece.identities[weights.version] = weights.identity
+        piece.top_logprobs = row.top[-1:]
+        if request.listener is None or request.future.done():
+            continue
+        try:
+            request.listener(row.sample, piece)
+        except Exception as error:  # the request fails, not the engine
+            fail(request, error)
+
+
+def due(
+    paused: list[RunningSample], waiting: Iterable[EngineRequest], version: int
+) -> tuple[list[RunningSample], list[RunningSample]]:
+    """Paused samples that weights of this version draw from now on, and those that wait on. Requests whose weights
+    were passed over fail."""
+    fail_passed_over(waiting, version)
+    rows = []
+    for row in paused:
+        wanted = row.next_version(len(row.resumed.token_ids))
+        if wanted < version:
+            fail(row.request, PassedOver(row.request, wanted, version))
+        else:
+            rows.append(row)
+    is_due = [row.next_version(len(row.resumed.token_ids)) == version for row in rows]
+    due_rows = [row for row, ready in zip(rows, is_due, strict=True) if ready]
+    return due_rows, [row for row, ready in zip(rows, is_due, strict=True) if not ready]
+
+
+def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
+    """Fail requests whose next sample begins with weights before this version: only others could draw it."""
+    for request in waiting:
+        if request.sampling.schedule:
+            wanted = request.sampling.schedule[request.admitted][0][0]
+            if wanted < version:
+                fail(request, PassedOver(request, wanted, version))
+
+
+class PassedOver(ValueError):
+    """Weights that a schedule names and that this engine no longer has."""
+
+    def __init__(self, request: EngineRequest, wanted: int, version: int) -> None:
+        super().__init__(
+            f"the schedule of the request with seed {request.seed} wants version {wanted} next, and this engine serves "
+            f"version {version}: publish no version before the requests of the one before it are there"
+        )
 
 
 def fail(request: EngineRequest, error: Exception) -> None:

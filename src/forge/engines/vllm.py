@@ -103,6 +103,8 @@ class VLLMEngine:
         """See `Engine.submit`; the samples of a request may start at different times."""
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
+        if sampling.schedule:
+            raise ValueError("schedule is of the embedded engine: vLLM swaps weights without regard to it")
         if sampling.grammar.lstrip().startswith("{"):
             raise ValueError("vLLM takes a grammar in Lark, not llguidance's JSON: see forge.engines.grammar")
         if (sampling.stop or sampling.bad_words) and not self._reads_texts:

@@ -6,15 +6,18 @@ rewards, training only ever reads token ids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from .sampling import TOP_LOGPROBS as TOP_LOGPROBS
+from .sampling import Sampling as Sampling
+from .sampling import Spans as Spans
+from .sampling import are_texts as are_texts
+
 Info = dict[str, Any]  # what a user, a reward or an environment says of an episode; plain values
-TOP_LOGPROBS = 20  # most top logprobs of a request
 UNKNOWN_EXPERT = 255  # in place of an expert that was not recorded
 
 
@@ -52,78 +55,6 @@ class Sample(NamedTuple):
 
     prompt: Prompt
     target: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Settings with which completions of one prompt are sampled.
-
-    `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
-    request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of
-    most probable tokens to return at each position, at most 20. `grammar` is the text of a grammar of llguidance, in
-    Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off. `min_p` excludes
-    tokens below that share of the most probable; `repetition_penalty` above 1 lowers those that prompt or answer have;
-    `bad_words` are never drawn (as their usual tokens); a text of `stop` ends the answer and is part of it.
-    `logprobs_of` "drawn" are those of the distribution drawn from, "policy" those at `temperature` before anything is
-    excluded, which a trainer computes.
-    """
-
-    n: int = 1
-    max_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    top_logprobs: int = 0
-    grammar: str = ""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    logprobs_of: Literal["drawn", "policy"] = "drawn"
-
-    def __post_init__(self) -> None:
-        # A bool passes as an int.
-        flags = [name for name in self.__slots__ if isinstance(getattr(self, name), bool)]
-        for ok, message in (
-            (not flags, f"{', '.join(flags)} must be a number, not true or false"),
-            (self.n >= 1, f"n must be at least 1, got {self.n}"),
-            (self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
-            (
-                0 <= self.temperature < math.inf,
-                f"temperature must be 0 (greedy), or finite and positive, got {self.temperature}",
-            ),
-            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
-            (self.top_k >= 0, f"top_k must be 0 (off) or positive, got {self.top_k}"),
-            (
-                not isinstance(self.stop_token_ids, str) and all(type(token) is int for token in self.stop_token_ids),
-                f"stop_token_ids must be token ids, got {self.stop_token_ids!r}",
-            ),
-            (
-                isinstance(self.top_logprobs, int) and 0 <= self.top_logprobs <= TOP_LOGPROBS,
-                f"top_logprobs must be 0 to {TOP_LOGPROBS}, got {self.top_logprobs!r}",
-            ),
-            (0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}"),
-            (0 < self.repetition_penalty < math.inf, f"repetition_penalty must be > 0, got {self.repetition_penalty}"),
-            (are_texts(self.stop), f"stop must be a list of texts, got {self.stop!r}"),
-            (are_texts(self.bad_words), f"bad_words must be a list of texts, got {self.bad_words!r}"),
-            (self.logprobs_of in ("drawn", "policy"), f"logprobs_of must be drawn or policy, got {self.logprobs_of!r}"),
-            (isinstance(self.grammar, str), f"grammar must be a text, got a {type(self.grammar).__name__}"),
-        ):
-            if not ok:
-                raise ValueError(message)
-
-    @property
-    def restricted(self) -> bool:
-        """Whether tokens are drawn from something else than the policy's distribution at this temperature."""
-        bounded = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        return bounded or self.repetition_penalty != 1 or bool(self.bad_words or self.grammar)
-
-
-def are_texts(value: object) -> bool:
-    """Whether a value is a list of texts, none of them empty."""
-    return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
 
 
 def oldest(versions: Iterable[int]) -> int:
@@ -365,13 +296,19 @@ class Group:
     """The episodes of one prompt, scored together. The texts are for people.
 
     `index` is that of the prompt: it orders groups, and a replay buffer takes each once in a run. -1 says that it has
-    none.
+    none. `samples` numbers the episodes among those of the prompt where some were dropped; () stands for all.
     """
 
     episodes: list[Episode]
     index: int = -1
     target: str = ""
     prompt: str = ""
+    samples: tuple[int, ...] = ()
+
+    def __setstate__(self, state: list[Any]) -> None:
+        self.samples = ()  # a checkpoint may be older than they are
+        for attribute, value in zip(fields(self), state, strict=False):
+            setattr(self, attribute.name, value)
 
     @property
     def version(self) -> int:
@@ -381,7 +318,7 @@ class Group:
     def of(self, policy: str) -> Group:
         """The group with the episodes of one player alone: the sides of a game are not alike, and each is compared with
         itself (role-conditioned advantages, SPIRAL, arXiv:2506.24119)."""
-        return replace(self, episodes=[episode for episode in self.episodes if episode.policy == policy])
+        return replace(self, episodes=[episode for episode in self.episodes if episode.policy == policy], samples=())
 
     @property
     def has_signal(self) -> bool:
