@@ -67,7 +67,6 @@ class Generator(ForgeActor):
         self.store: Store | None = None
         # Updates under way, requested so far, and the latest of them that was loaded.
         self.updating = self.asked = self.loaded = 0
-        self.scheduled_seeds = list[int | None]()  # of requests with a schedule that the engine has
         # requests, and when the span of the trace began
         self.running = 0
         self.since = 0.0
@@ -138,8 +137,7 @@ class Generator(ForgeActor):
         settings = Sampling(n=1 if n is None else n, **self._sampling(prompt, sampling))
         with self._ending(), self._busy():
             submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
-            with self._scheduling(settings):
-                completions = await asyncio.wrap_future(submitted)
+            completions = await asyncio.wrap_future(submitted)
         self._check_current()
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         for completion, text in zip(completions, texts, strict=True):
@@ -261,17 +259,6 @@ class Generator(ForgeActor):
             sys.stderr.flush()
             os._exit(1)
 
-    @contextmanager
-    def _scheduling(self, settings: Sampling) -> Iterator[None]:
-        """List a request among those of `scheduled` if it has a schedule."""
-        if settings.schedule:
-            self.scheduled_seeds.append(settings.seed)
-        try:
-            yield
-        finally:
-            if settings.schedule:
-                self.scheduled_seeds.remove(settings.seed)
-
     def _load(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
         """Read and check a version while decoding continues; only the swap is left to the engine. None if a later
         request came first: an abandoned one must not bring old weights back. A version of adapters alone is merged
@@ -299,10 +286,9 @@ class Generator(ForgeActor):
             await asyncio.wrap_future(self.engine.release())
 
     @endpoint
-    async def scheduled(self) -> list[int | None]:
-        """Seeds of the requests with a schedule that the engine has. It has drawn all that the weights in use draw of
-        them before it takes others: what is listed here misses no weights."""
-        return list(self.scheduled_seeds)
+    async def held(self) -> list[int]:
+        """Seeds of the requests that wait for other weights by their schedules, while nothing else runs."""
+        return self.engine.held()
 
     @endpoint
     async def stats(self) -> dict[str, Any]:

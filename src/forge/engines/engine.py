@@ -113,6 +113,7 @@ class EmbeddedEngine:
         self._cancelled: list[EngineRequest] = []
         self._new_orders: list[Order] = []
         self._closing = False
+        self._is_idle = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
         self._thread = threading.Thread(target=self._run, args=(threads,), name="forge-engine", daemon=True)
@@ -208,6 +209,15 @@ class EmbeddedEngine:
             "decode_steps": batch.steps,
             "cache_bytes": batch.decoder.cache.nbytes,
         }
+
+    def held(self) -> list[int]:
+        """See `Engine.held`."""
+        with self._wake:
+            self._check_alive()
+            if not self._is_idle or self._submitted or self._new_orders:
+                return []
+            requests = {row.request for row in self._batch.paused} | {*self._waiting}
+            return [request.seed for request in requests if request.sampling.schedule]
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -307,7 +317,9 @@ class EmbeddedEngine:
                 can_start = any(request.startable(self.version) for request in self._waiting)
                 if (can_start and not self._released) or self._orders or batch.running or batch.preempted:
                     break
+                self._is_idle = True
                 self._wake.wait()
+            self._is_idle = False
             if self._closing:
                 return False
             # Waiting requests stay in order: a new one comes after those of its priority.

@@ -82,6 +82,9 @@ class Engine(Protocol):
     def restore(self) -> Future[None]:
         """Allocate the memory again. Waiting requests start after the next weight update."""
 
+    def held(self) -> list[int]:
+        """Seeds of the requests that wait for other weights by their schedules; none while anything runs."""
+
     def close(self) -> None:
         """Stop the engine and its processes. Incomplete requests fail with a RuntimeError."""
 

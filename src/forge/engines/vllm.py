@@ -164,6 +164,10 @@ class VLLMEngine:
             self._check_alive()
         return {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
 
+    def held(self) -> list[int]:
+        """None: vLLM takes no schedules."""
+        return []
+
     def close(self) -> None:
         """Stop vLLM and its processes. Incomplete requests fail with a RuntimeError."""
         with self._lock:

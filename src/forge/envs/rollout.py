@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from random import Random
 from typing import Any, Protocol
@@ -66,7 +66,7 @@ async def rollout(
     if max_turns < 1 or max_tokens < 1 or (max_turn_tokens or 1) < 1 or step_timeout <= 0 or retries < 0:
         raise ValueError("max_turns, max_tokens, max_turn_tokens and step_timeout must be above 0, retries at least 0")
     for attempt in range(retries + 1):
-        played = _Played(dialogue, max_tokens, step_timeout, Random(f"{seed}/{sample}/{attempt}"))
+        played = _Played(dialogue, max_tokens, step_timeout, turn_seeds(seed, sample, attempt))
         try:
             # One replica gets all turns: it has the keys and values of the earlier ones.
             async with policy.session() if hasattr(policy, "session") else nullcontext():
@@ -133,11 +133,18 @@ class _Branch:
         return sum(turn.reward for turn in self.turns)
 
 
+def turn_seeds(seed: int, sample: int, attempt: int) -> Iterator[int]:
+    """Seeds of the policy's turns in one attempt at an episode, without end."""
+    random = Random(f"{seed}/{sample}/{attempt}")
+    while True:
+        yield random.getrandbits(48)
+
+
 class _Played:
     """One attempt at an episode."""
 
-    def __init__(self, dialogue: Dialogue, max_tokens: int, step_timeout: float, random: Random) -> None:
-        self.dialogue, self.max_tokens, self.step_timeout, self.random = dialogue, max_tokens, step_timeout, random
+    def __init__(self, dialogue: Dialogue, max_tokens: int, step_timeout: float, seeds: Iterator[int]) -> None:
+        self.dialogue, self.max_tokens, self.step_timeout, self.seeds = dialogue, max_tokens, step_timeout, seeds
         self.branches = [_Branch([])]
         self.messages: list[Message] = []
         self.context: list[Message] = []  # those that the policy reads: from the last rewriting on
@@ -179,7 +186,7 @@ class _Played:
                 list(branch.tokens),
                 max_tokens=min(room, max_turn_tokens or room),
                 stop_token_ids=self.dialogue.stop_ids,
-                seed=self.random.getrandbits(48),
+                seed=next(self.seeds),
                 **sampling,
             )
             branch.sampled(completion)

@@ -123,10 +123,12 @@ class RolloutLog:
             groups: those of `pick`; with `batch`, those whose tokens are numbered by its `recorded`.
             batch: the batch that was trained, with token-level advantages.
             trained: the trainer's numbers by the names of `TRAINER`, each [recorded].
-            dropped: groups with the reason.
+            dropped: groups with the reason; as many are written as of each step.
         """
         import pyarrow as pa
 
+        if self.groups != "all":
+            dropped = dropped[: self.groups]
         # A row for each branch of each episode, in the order in which they are trained; branch 0 is the last.
         rows: list[Row] = []
         episodes: list[Episode] = []

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -30,6 +31,7 @@ from .metrics import Clock, Snapshot, phase
 from .rollouts import ROLLOUTS, RolloutLog
 from .rollouts import cut as cut_rollouts
 from .runs import last_state
+from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header, published_line
 from .trace import TRACE, Trace
 
 if TYPE_CHECKING:
@@ -43,8 +45,8 @@ FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning na
 
 
 class Run:
-    """`<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.arrow, trace.json, report.html; the trainer adds
-    checkpoints/ and model/, and trackers their own files.
+    """`<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.arrow, schedule.jsonl, trace.json, report.html; the
+    trainer adds checkpoints/ and model/, and trackers their own files.
 
     Args:
         config: the resolved configuration, plain data. Its section `metrics` names the trackers. Secrets are removed
@@ -91,11 +93,12 @@ class Run:
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
             cut(self.folder / HELD_OUT, start)
+            cut(self.folder / SCHEDULE, start)
         # What an earlier attempt has said about its end is no longer true.
         for name in (FINISHED, ENDED):
             (self.folder / name).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(without_secrets(config), sort_keys=False))
-        self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS, HELD_OUT)}
+        self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS, HELD_OUT, SCHEDULE)}
         self._digests = {name: digest(self.folder / name) for name in self._logs}
         self._trace = Trace(self.folder / TRACE)
         self._rollouts: RolloutLog | None = None
@@ -248,6 +251,31 @@ class Run:
         with phase("log_rollouts"):
             if self._rollouts is not None:
                 self._rollouts.add(step, groups, batch, trained, dropped)
+
+    def begin_schedule(self, recipe: str, by_hand: Sequence[str]) -> None:
+        """Write what ran, if the schedule does not have it from before a resume.
+
+        Args:
+            recipe: the loop, "module:class".
+            by_hand: what was passed from Python, which no file has.
+        """
+        if not (self.folder / SCHEDULE).stat().st_size:
+            self._write(SCHEDULE, f"{header(recipe, by_hand)}\n".encode())
+
+    def log_published(self, version: int, identity: str) -> None:
+        """Write that generators get these weights."""
+        self._write(SCHEDULE, f"{published_line(version, identity)}\n".encode())
+
+    def log_schedule(
+        self, entry: StepEntry, dropped: Sequence[tuple[str, Group]], metrics: Mapping[str, float]
+    ) -> StepEntry:
+        """Write the entry of a step, with what was dropped since the one before, and what the trainer returned."""
+        with phase("log_rollouts"):
+            numbers = {name: float(metrics[name]) for name in NUMBERS if name in metrics}
+            dropped_groups = tuple(GroupEntry.of(group, reason) for reason, group in dropped)
+            whole_entry = replace(entry, dropped=dropped_groups, numbers=numbers)
+            self._write(SCHEDULE, f"{whole_entry.line()}\n".encode())
+        return whole_entry
 
     def sync(self) -> None:
         """fsync the logs, which must have all steps of a checkpoint after a power cut, and write their checksums."""

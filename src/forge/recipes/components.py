@@ -306,7 +306,8 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
         "max_policy_age": cfg.max_policy_age,
         "order": cfg.async_.order,
         "keep_outcomes": cfg.dataset.sampler is not None,
-        "keep_dropped": sys.maxsize if cfg.metrics.rollouts == "all" else cfg.metrics.rollouts,
+        # The schedule of a run has dropped groups as well; a loop that takes none must not fill the memory with them.
+        "keep_dropped": sys.maxsize if cfg.metrics.rollouts == "all" else max(cfg.metrics.rollouts, 4 * batch_size),
     }
     if cfg.services.replay_buffer is None:
         return await ReplayBuffer.as_local(**settings)

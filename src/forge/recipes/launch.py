@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -62,10 +62,16 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
     if {"-h", "--help"} & {*words}:
         print(HELP.format(program=Path(sys.argv[0]).name, sections=", ".join(keys_of(config_type))))
         return
-    try:
-        # From here on every way to end is one line and an exit code.
+    with one_line_errors():
         arguments = Arguments.parse(words)
         execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Within this context every way to end a run is one line and an exit code."""
+    try:
+        yield
     except Preempted as preempted:
         log.warning("%s", preempted)
         raise SystemExit(REQUEUE) from preempted

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 
+from ..observability.schedule import GroupEntry, StepEntry
 from ..rewards.rules import overlong_penalty
 from ..training import credit
 from ..types import Batch, Group, Sample
 from .components import Job, MakeEnv, start_rl
 from .loop import Frame
+from .models_config import POLICY
 from .rl_config import RLConfig
 from .schema import sample_seed
 
@@ -44,24 +46,39 @@ class Loop(Frame):
             await self.job.hooks.rollouts(version + 1, groups)
             metrics = await self.train_step(groups, version)
             self.version += 1
-            if self.version == self.cfg.training.steps or self.version % self.cfg.training.sync_interval == 0:
+            if self.is_published(self.version):
                 await self.publish(self.version)
             if await self.job.end_step(self.cfg, self.parts.state, self.version, metrics, self.evaluate):
                 return
 
+    def is_published(self, version: int) -> bool:
+        """Whether generators get the weights of this version."""
+        return version == self.cfg.training.steps or version % self.cfg.training.sync_interval == 0
+
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
         """Train one step on groups; returns its metrics."""
+        entry = StepEntry(version + 1, tuple(map(GroupEntry.of, groups)))  # before penalties change the rewards
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         recorded_groups = self.record.pick(groups)
         batch = await self.make_batch(groups, version, recorded_groups)
         metrics = await self.parts.trainer.train_step.route(batch)
         if self.parts.critic is not None:
             metrics |= await self.parts.critic.train_step.route(batch)
+        dropped = await self.parts.buffer.take_dropped.route()
+        self.log_schedule(entry, dropped, metrics)
         if recorded_groups:
             numbers = await self.parts.trainer.recorded.route()
-            dropped = await self.parts.buffer.take_dropped.route()
             self.record.log_rollouts(version + 1, recorded_groups, batch, numbers, dropped)
         return metrics
+
+    def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
+        """Write what a step trained on to the run's schedule."""
+        self.record.log_schedule(entry, dropped, metrics)
+
+    async def publish(self, version: int) -> None:
+        """Hand the trainer's weights to the generators."""
+        await super().publish(version)
+        self.record.log_published(version, self.job.store.manifest(POLICY, version).digest)
 
     async def make_batch(self, groups: list[Group], version: int, recorded_groups: list[Group]) -> Batch:
         """Compute advantages, pack, and add what a reference and a critic say."""
@@ -82,4 +99,7 @@ class Loop(Frame):
 
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
     """Train `job.model` as configured. `make_env` makes the environment in place of what the configuration names."""
+    passed = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
+    by_hand = [name for name, value in passed.items() if value is not None]
+    job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)
     await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()

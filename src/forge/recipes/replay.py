@@ -1,0 +1,342 @@
+"""Replay: a run computed again by its schedule, bit for bit, with any number of generators. See docs/replay.md."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any
+
+from ..actors import ReplayBuffer
+from ..config.sections import ConfigError, read
+from ..envs.rollout import turn_seeds
+from ..observability.console import log
+from ..observability.folder import CONFIG
+from ..observability.schedule import SCHEDULE, BadSchedule, GroupEntry, Schedule, StepEntry, read_schedule
+from ..runtime.controller import ForgeError, endpoint
+from ..types import Completion, Group, Sample, Seen, Spans
+from .components import Job, RLComponents, start_rl
+from .hooks import Hooks
+from .launch import execute
+from .models_config import POLICY
+from .rl import Loop
+from .rl_config import RLConfig
+from .schema import sample_seed
+
+POLL = 0.02  # seconds between two looks at what the generators hold
+# What the schedule itself lists: with another value it says nothing about the run.
+LISTED = ("seed", "dataset", "async", "training.batch_size", "training.steps", "training.sync_interval")
+LISTED_SAMPLING = ("grpo.n_samples", "rollout.n_samples")
+
+
+class ReplayDiffers(ForgeError):
+    """What a replay computes is not what the schedule says: names the step, and what differs in it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is replayed.
+
+    Attributes:
+        until: the last step.
+        changes: settings that are not those of the run: where it parts from the schedule is reported, not an error.
+    """
+
+    schedule: Schedule
+    until: int
+    changes: tuple[str, ...] = ()
+
+
+def replay(
+    folder: Path,
+    *,
+    until: int | None = None,
+    replicas: int | None = None,
+    changes: Sequence[tuple[str, str]] = (),
+    name: str | None = None,
+) -> Path:
+    """Compute a run again, and compare each step with the run's schedule.
+
+    Args:
+        folder: of the run.
+        until: the last step; None: that of the schedule.
+        replicas: generators; None: as many as the run had.
+        changes: settings that differ, as (section.key, value).
+        name: of the new run, beside the first; by default its name with "-replay".
+
+    Returns:
+        the folder of the new run.
+
+    Raises:
+        ConfigError: the run cannot be replayed, or not so.
+        ReplayDiffers: a step is not what the schedule says.
+    """
+    try:
+        schedule = read_schedule(folder)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has no {SCHEDULE}: it is not a run of RL, or of an earlier version") from None
+    except BadSchedule as error:
+        raise ConfigError(str(error)) from None
+    last = max(schedule.steps)
+    if until is not None and not 1 <= until <= last:
+        raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
+    for key, _ in changes:
+        if key in LISTED_SAMPLING or any(key == listed or key.startswith(f"{listed}.") for listed in LISTED):
+            raise ConfigError(f"--change {key}: the schedule lists what depends on it, so that it must stay as it was")
+    overrides = [("run.name", name or f"{folder.resolve().name}-replay"), ("run.overwrite", "true"), *changes]
+    if replicas is not None:
+        overrides.append(("services.generator.num_replicas", str(replicas)))
+    cfg = read(RLConfig, folder / CONFIG, overrides)
+    cfg.run.root = str(folder.resolve().parent)
+    if (Path(cfg.run.root) / cfg.run.name).resolve() == folder.resolve():
+        raise ConfigError(f"--name {cfg.run.name} is the run itself: choose another one")
+    check(cfg, schedule)
+    if cfg.from_scratch is not None:
+        # The model of the run, which is beside it: its folder is named after the run.
+        cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
+    plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
+    return execute(update_wrapper(partial(train, plan=plan), train), cfg)
+
+
+def check(cfg: RLConfig, schedule: Schedule) -> None:
+    """Reject what a schedule does not determine.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    expected = f"{Loop.__module__}:{Loop.__qualname__}"
+    for is_wrong, message in (
+        (schedule.recipe != expected, f"it ran the loop {schedule.recipe}, and only {expected} can be replayed"),
+        (schedule.by_hand, f"{' and '.join(schedule.by_hand)} came from Python, and no file has them"),
+        (
+            cfg.generator.engine == "vllm",
+            "vLLM changes weights at a token of its choice: only the embedded engine waits",
+        ),
+        (cfg.episode.agent is not None, "clients of agents ask when they like, and the schedule does not say when"),
+        (cfg.reward.learns, "its reward learned from scores in an order that the schedule does not have"),
+        (cfg.dataset.sampler is not None, "its sampler drew by rewards in an order that the schedule does not have"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"this run cannot be replayed: {message}")
+    in_flight = 2 * cfg.training.batch_size * (cfg.max_policy_age + 1)
+    for entry in schedule.steps.values():
+        for group in (*entry.groups, *entry.dropped):
+            # Prompts are numbered as they are drawn: without a bound a damaged number would be drawn towards for ever.
+            if group.index >= len(schedule.groups) + in_flight:
+                raise ConfigError(f"step {entry.step}: prompt {group.index} is beyond all that the run can have drawn")
+            if not set(group.samples) <= set(range(cfg.grpo.n_samples)):
+                raise ConfigError(f"step {entry.step}: prompt {group.index} has more than {cfg.grpo.n_samples} samples")
+
+
+class ScheduledBuffer(ReplayBuffer):
+    """A replay buffer whose batches, and what it drops, are those of a schedule.
+
+    Args:
+        batches: indices of the groups of each step, in their order.
+        reasons: why groups were dropped, by index.
+    """
+
+    def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
+        super().__init__(capacity=1 << 30, **settings)
+        self.batches = batches
+        self.reasons = reasons
+
+    @endpoint
+    async def sample(self, version: int, batch_size: int) -> list[Any]:
+        """The groups with which the run trained `version`, in its order."""
+        indices = self.batches[version + 1]
+        async with self.changed:
+            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.items})
+            groups = {group.index: group for group in self.items}
+            self.items = [group for group in self.items if group.index not in indices]
+        return [groups[index] for index in indices]
+
+    def _unfit(self, item: Any) -> str | None:
+        reason = self.reasons.get(item.index)
+        if reason is None and not any(episode.reward is not None for episode in item.episodes):
+            raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
+        return reason
+
+
+class ScheduledPolicy:
+    """A policy for one group, whose tokens are drawn by the weights that drew them in the run.
+
+    Args:
+        policy: the generators.
+        group: its entries.
+        seed: of the group.
+    """
+
+    def __init__(self, policy: Any, group: GroupEntry, seed: int, samples: int) -> None:
+        self.policy = policy
+        self.group = group
+        self.generate = self
+        self.drawn = dict.fromkeys(range(samples), 0)  # tokens of complete requests, by sample
+        self.seeds: dict[int, int] = {}  # of the request that runs, by sample
+        self._turns = {number: turn_seeds(seed, number, 0) for number in self.drawn}
+        self._numbers = {next(turns): number for number, turns in self._turns.items()}
+
+    def left(self, number: int) -> Spans:
+        """What is still to be drawn of a sample."""
+        entry = self.group.samples.get(number)
+        skipped = self.drawn[number]
+        spans: list[tuple[int, int]] = []
+        for version, count in entry.spans if entry else ():
+            rest = count - min(count, skipped)
+            skipped -= count - rest
+            if rest:
+                spans.append((version, rest))
+        return tuple(spans)
+
+    def is_held(self, version: int, held_seeds: set[int]) -> bool:
+        """Whether all that these weights draw was drawn, or is beyond what its request can draw with them."""
+        for number in self.drawn:
+            spans = self.left(number)
+            if spans and spans[0][0] <= version and self.seeds.get(number) not in held_seeds:
+                return False
+        return True
+
+    async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
+        """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
+        numbers = [self._number(seed)] if n is None else [*range(n)]
+        schedule = tuple(map(self.left, numbers))
+        if all(schedule):  # of a changed run, tokens may be beyond it
+            sampling["schedule"] = schedule
+        self.seeds |= dict.fromkeys(numbers, seed)
+        answers: Completion | list[Completion] = await self.policy.generate.route(prompt, n=n, seed=seed, **sampling)
+        completions = [answers] if isinstance(answers, Completion) else answers
+        for number, completion in zip(numbers, completions, strict=True):
+            self.drawn[number] += len(completion.token_ids)
+            del self.seeds[number]
+        return answers
+
+    def _number(self, seed: int) -> int:
+        """The sample whose next turn has this seed."""
+        if seed not in self._numbers:
+            raise ReplayDiffers(
+                f"an episode of prompt {self.group.index} was begun once more: its environment failed, which it did "
+                "not in the run"
+            )
+        number = self._numbers.pop(seed)
+        self._numbers[next(self._turns[number])] = number
+        return number
+
+
+class Replay(Loop):
+    """The loop of RL by a schedule: it decides what is drawn by which weights, and what each step trains on."""
+
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan, seen: Seen) -> None:
+        super().__init__(cfg, job, parts)
+        self.plan = plan
+        steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
+        groups = [group for entry in steps for group in (*entry.groups, *entry.dropped)]
+        indices = {group.index for group in groups if group.index not in seen}
+        self.unfinished = {index: first_version(plan.schedule.groups[index]) for index in indices}
+        self.active: dict[int, ScheduledPolicy] = {}
+        self.changed = asyncio.Condition()
+        self.parted: str | None = None
+
+    async def rollouts(self) -> None:
+        """Start the rollout of each prompt that the schedule has, once its first weights are there."""
+        waiting = {*self.unfinished}
+        async with asyncio.TaskGroup() as tasks:
+            while waiting:
+                sample = await self.parts.dataset.sample.route()
+                index = sample.prompt.index
+                if index > max(waiting):
+                    raise ReplayDiffers(f"the data has no prompt {max(waiting)}, which the schedule has")
+                if index in waiting:
+                    waiting.discard(index)
+                    tasks.create_task(self.rollout(sample))
+        await asyncio.Event().wait()  # the run ends with its training
+
+    async def rollout(self, sample: Sample) -> None:
+        """Play the group of one prompt as the run did, and store it."""
+        prompt = sample.prompt
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.published_version >= self.unfinished[prompt.index])
+        seed = sample_seed(self.cfg.seed, prompt.index)
+        count = self.cfg.grpo.n_samples
+        policy = ScheduledPolicy(self.parts.policy, self.plan.schedule.groups[prompt.index], seed, count)
+        self.active[prompt.index] = policy
+        episodes = await self.parts.env.rollout(policy, sample, n=count, seed=seed)
+        del self.active[prompt.index]
+        del self.unfinished[prompt.index]
+        await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
+
+    def is_published(self, version: int) -> bool:
+        """Whether generators got the weights of this version."""
+        return version in self.plan.schedule.published
+
+    async def publish(self, version: int) -> None:
+        """Hand the weights to the generators, once all that those before them draw is drawn."""
+        while not await self.are_held():
+            await asyncio.sleep(POLL)
+        await super().publish(version)
+        async with self.changed:
+            self.changed.notify_all()
+        identity = self.job.store.manifest(POLICY, version).digest
+        logged = self.plan.schedule.published.get(version, identity)
+        if logged != identity:
+            cause = "after the same rollouts" if version else "the model is not that of the run"
+            self.differs(version, f"the weights are {identity}, and were {logged}, {cause}")
+
+    async def are_held(self) -> bool:
+        """Whether generators may take other weights: none has a token left that these draw."""
+        version = self.published_version
+        due = [index for index, first in self.unfinished.items() if first <= version]
+        if not due:
+            return True
+        if not all(index in self.active for index in due):
+            return False
+        held_seeds = {seed for seeds in await self.parts.policy.held.fanout() for seed in seeds}
+        policies = [self.active[index] for index in due if index in self.active]
+        return all(policy.is_held(version, held_seeds) for policy in policies)
+
+    def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
+        """Write what a step trained on, and compare it with the run's."""
+        whole_entry = self.record.log_schedule(entry, dropped, metrics)
+        difference = self.plan.schedule.steps[entry.step].difference(whole_entry)
+        if difference is not None:
+            self.differs(entry.step, difference)
+
+    def differs(self, step: int, difference: str) -> None:
+        """Report the first difference from the run.
+
+        Raises:
+            ReplayDiffers: without changes there must be none.
+        """
+        message = f"step {step}: {difference}"
+        if not self.plan.changes:
+            raise ReplayDiffers(message)
+        if self.parted is None:
+            self.parted = message
+            log.warning("with %s the runs part in %s", ", ".join(self.plan.changes), message)
+
+    async def run(self) -> None:
+        """Compute the steps, and say what came of it."""
+        await super().run()
+        compared = [step for step in self.plan.schedule.steps if self.record.start < step <= self.plan.until]
+        if self.parted is None:
+            log.info("steps %d to %d are those of the run, bit for bit", min(compared), max(compared))
+
+
+def first_version(group: GroupEntry) -> int:
+    """The first weights that drew a token of a group; 0 where none did."""
+    return min((sample.spans[0][0] for sample in group.samples.values() if sample.spans), default=0)
+
+
+async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
+    """Train by a schedule."""
+    job.record.begin_schedule(plan.schedule.recipe, ())
+    parts = await start_rl(cfg, job, cfg.load_algorithm())
+    steps = plan.schedule.steps.values()
+    trained = {group.index for entry in steps for group in entry.groups}
+    dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
+    batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
+    buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30, start=job.record.start)
+    parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
+    ends = Hooks(on_step=lambda step, metrics: step == plan.until)
+    await Replay(cfg, job._replace(hooks=ends), parts, plan, await buffer.handled.route()).run()
