@@ -95,9 +95,9 @@ class StepEntry:
                         f"sample {number} of prompt {mine.index} had the reward {sample.reward}, and now "
                         f"{second_sample.reward} for the same tokens"
                     )
-        for name, number in self.numbers.items():
-            if number != other.numbers.get(name):
-                return f"{name} was {number!r}, and is {other.numbers.get(name)!r} for the same rollouts"
+        for name, value in self.numbers.items():
+            if value != other.numbers.get(name):
+                return f"{name} was {value!r}, and is {other.numbers.get(name)!r} for the same rollouts"
         return None
 
 
