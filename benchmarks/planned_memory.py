@@ -9,9 +9,7 @@ Measured: the most bytes that torch's CPU allocator holds in the second update, 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -27,9 +25,9 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.published_memory import compare_rows
 from forge.recipes.plan.memory import trainer_memory
 from forge.recipes.plan.passes import run_passes
-from forge.recipes.plan.shapes import PUBLIC, shape_folder
 from forge.recipes.plan.trainers import full_batch, weighted_scores, weighted_values
 from forge.training.build import Backend
 from forge.training.distributed import join, leave
@@ -239,39 +237,6 @@ def compare_cases() -> None:
     print(f"{len(sizes)} cases: median error {statistics.median(sizes):.2%}, worst {max(sizes):.2%}")
 
 
-def compare_rows(path: Path) -> None:
-    """Print the plan of each published row of this library's families beside its peak."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    for row in csv.DictReader(lines, delimiter="\t"):
-        if row["model"] not in PUBLIC:
-            print(f"{row['model']}: its shape is not known here")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(plan_row(row, shape_folder(row["model"], Path(folder)))), flush=True)
-
-
-def plan_row(row: dict[str, str], model: Path) -> dict[str, Any]:
-    """A row's peak in GiB, published and planned."""
-    length = int(row["seq_len"])
-    gpus = int(row["gpus"])
-    settings = PassSettings(seq_len=length, dtype="bfloat16", gradient_checkpointing=True)
-    passes = run_passes(
-        model,
-        full_batch(length, length, gpus),
-        weighted_scores,
-        settings,
-        lora=LoraSettings(rank=int(row["lora_rank"])) if row["lora_rank"] else None,
-        world_size=gpus,
-        device_type="cuda",
-    )
-    memory = trainer_memory(passes, settings, OptimizerSettings(), shards=gpus, micro_batches=int(row["micro_batches"]))
-    published = float(row["peak_gib"])
-    planned = memory.total / 2**30
-    names = ("model", "type", "lora_rank", "seq_len", "gpus", "device", "ac")
-    ratio = round(planned / published, 3) if published else None
-    return {**{name: row[name] for name in names}, "published": published, "planned": round(planned, 2), "ratio": ratio}
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -279,7 +244,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Compare cases, or rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, help="published rows, as prime-rl's baselines in one table")
+    parser.add_argument(
+        "--rows", type=Path, help="published rows: prime-rl's baselines, or peaks with TorchTitan's layouts"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.rows is not None:
