@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from ..types import Episode, Group, Spans
 from ..types.sampling import are_spans
@@ -76,7 +77,7 @@ class StepEntry:
     def line(self) -> str:
         """The entry as a line of JSON, in which floats keep all their bits."""
         lists = {"groups": _lists(self.groups), "dropped": _lists(self.dropped)}
-        return json.dumps({"step": self.step, **lists, "numbers": dict(self.numbers)}, separators=(",", ":"))
+        return _sealed({"step": self.step, **lists, "numbers": dict(self.numbers)})
 
     def difference(self, other: StepEntry) -> str | None:
         """The first thing in which another entry of this step differs, in words; None if they are alike."""
@@ -122,12 +123,12 @@ class Schedule:
 
 def header(recipe: str, by_hand: Sequence[str]) -> str:
     """The first line of a schedule."""
-    return json.dumps({"step": 0, "format": FORMAT, "recipe": recipe, "by_hand": list(by_hand)})
+    return _sealed({"step": 0, "format": FORMAT, "recipe": recipe, "by_hand": list(by_hand)})
 
 
 def published_line(version: int, identity: str) -> str:
     """The line of a version that generators get."""
-    return json.dumps({"step": version, "published": identity})
+    return _sealed({"step": version, "published": identity})
 
 
 def read_schedule(folder: Path) -> Schedule:
@@ -181,15 +182,28 @@ def _check_versions(where: str, step: int, group: GroupEntry, published: Mapping
                 )
 
 
+def _sealed(line: dict[str, Any]) -> str:
+    """A line of JSON with a checksum of itself: the order of a batch, say, may change no bit, and is checked too."""
+    return json.dumps({**line, "checksum": _checksum(line)}, separators=(",", ":"))
+
+
+def _checksum(line: dict[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(line, separators=(",", ":")).encode())
+
+
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a schedule, each with its place in words."""
     for number, text in enumerate(path.read_text().splitlines(), 1):
         where = f"{path}, line {number}"
         try:
             line = json.loads(text)
-            yield f"{where} (step {line['step']})", line
-        except (ValueError, KeyError, TypeError):
+            where = f"{where} (step {line['step']})"
+            checksum = line.pop("checksum")
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise BadSchedule(f"{where} is damaged: {text:.60}") from None
+        if checksum != _checksum(line):
+            raise BadSchedule(f"{where} is not what the run wrote: its checksum differs")
+        yield where, line
 
 
 def _step(where: str, line: dict[str, Any]) -> StepEntry:
