@@ -18,6 +18,7 @@ from . import (
     doctor,
     evaluate,
     launch,
+    mismatch,
     plan,
     recipes,
     runs,
@@ -86,6 +87,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     table.add_to(commands)
     runs.add_to(commands)
     audit.add_to(commands)
+    mismatch.add_to(commands)
     watch.add_to(commands)
     simulate.add_to(commands)
     completion.add_to(commands, make_parser)
