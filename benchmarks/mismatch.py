@@ -24,6 +24,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from transformers import (
     AutoModelForCausalLM,
@@ -48,9 +49,13 @@ from forge.models.tokenizer import character_tokenizer
 from forge.models.weight_layouts import split_experts
 from forge.observability.rollouts import ROLLOUTS, RolloutLog
 from forge.recipes.mismatch.verdict import Mismatch, compare
+from forge.system.checksums import CHECKSUMS, write_checksums
 from forge.training import checkpoint, credit
+from forge.training.checkpoint_reader import Planner, Reader
 from forge.training.distributed import Ranks
+from forge.training.policy import Policy
 from forge.training.settings import OptimizerSettings
+from forge.training.step import score
 from forge.training.trainer import PolicyTrainer
 from forge.types import Completion, Episode, Group, Sampling
 
@@ -108,7 +113,7 @@ class Fault:
     publish: (weights of each version) -> those that the engine gets. prompt: tokens -> those that the engine reads.
     sampling: changes the request. record: changes the recorded log-probabilities of an episode. engine_config: changes
     config.json of the engine. always, recording: contexts with other code, for the whole case or while it is recorded.
-    saved: changes the run's folder afterwards.
+    saved: changes the run's folder afterwards. reference: (the start, the current weights) -> those of the reference.
     """
 
     component: str
@@ -123,6 +128,7 @@ class Fault:
     always: Callable[[], AbstractContextManager[Any]] = nullcontext
     recording: Callable[[], AbstractContextManager[Any]] = nullcontext
     saved: Callable[[Path], None] = unchanged
+    reference: Callable[[Tensors, Tensors], Tensors] = unchanged
 
 
 CLEAN = Fault("", "")
@@ -200,6 +206,8 @@ def _train(folder: Path, model: Path, setup: Setup, settings: dict[str, Any], fa
     )
     algorithm = load_algorithm("grpo")
     words = trainer_words(model)
+    frozen = Policy.from_pretrained(model)
+    start = dict(clones(trainer))
     versions = [dict(split_experts(clones(trainer)))]
     log = RolloutLog(folder / ROLLOUTS, lambda data: append(folder / ROLLOUTS, data), "all")
     random = np.random.default_rng(setup.seed)
@@ -220,6 +228,9 @@ def _train(folder: Path, model: Path, setup: Setup, settings: dict[str, Any], fa
                     fault.record(episode)
                 groups.append(Group(episodes, GROUPS * (step - 1) + number, "", text))
             batch = credit.make_batch(groups, algorithm, step - 1, groups)
+            if any(name.startswith("services.ref_model.") for name in settings):
+                frozen.model.load_state_dict(fault.reference(start, dict(clones(trainer))), strict=False)
+                batch.ref_logprobs = score(lambda part: frozen(part, temperature)[0], batch, max_tokens=4096)
             trainer.train_step(batch, algorithm)
             log.add(step, groups, batch, trainer.recorded)
             checkpoint.save(trainer, folder / "checkpoints", keep=None)
@@ -298,6 +309,25 @@ def stale_shard(versions: list[Tensors], _: Setup) -> Tensors:
     return {**versions[-1], name: mixed}
 
 
+def stale_columns(versions: list[Tensors], _: Setup) -> Tensors:
+    """A quarter of the columns of one matrix is a version behind."""
+    name = "model.layers.0.self_attn.v_proj.weight"
+    mixed = versions[-1][name].clone()
+    mixed[:, 8:16] = versions[max(len(versions) - 2, 0)][name][:, 8:16]
+    return {**versions[-1], name: mixed}
+
+
+def stale_head(versions: list[Tensors], _: Setup) -> Tensors:
+    """The head stays as it was at the first publication."""
+    return {**versions[-1], "lm_head.weight": versions[0]["lm_head.weight"]}
+
+
+def swapped_far(versions: list[Tensors], _: Setup) -> Tensors:
+    """Layers 0 and 2 change places on the way."""
+    places = {"model.layers.0.": "model.layers.2.", "model.layers.2.": "model.layers.0."}
+    return {places.get(name[:15], name[:15]) + name[15:]: tensor for name, tensor in versions[-1].items()}
+
+
 def stale_all(versions: list[Tensors], _: Setup) -> Tensors:
     """The engine never gets new weights, as if it slept through publications."""
     return versions[0]
@@ -337,6 +367,13 @@ def shift_record(episode: Episode) -> None:
     episode.logprobs[start:] = [*episode.logprobs[start + 1 :], episode.logprobs[-1]]
 
 
+def shift_back(episode: Episode) -> None:
+    """The log-probabilities begin one token early."""
+    start = episode.mask.index(True)
+    assert episode.logprobs is not None
+    episode.logprobs[start:] = [episode.logprobs[start], *episode.logprobs[start:-1]]
+
+
 def other_base(config: dict[str, Any]) -> None:
     """The engine reads a config.json that has lost the rotary base."""
     config["rope_parameters"]["rope_theta"] = 10000.0
@@ -368,24 +405,57 @@ def kept_cache() -> Iterator[None]:
         yield
 
 
+class Rounded:
+    """A product of the engine that adds in bfloat16."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, rounded."""
+        return self.linear(x).bfloat16().float()
+
+
 @contextmanager
-def bfloat16_sums() -> Iterator[None]:
-    """One product of the engine, the down projection of layer 1, adds in bfloat16."""
-
-    class Rounded:
-        def __init__(self, linear: Linear) -> None:
-            self.linear = linear
-
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x).bfloat16().float()
-
+def filled_weights(change: Callable[[Any], None]) -> Iterator[None]:
+    """The engine's weights, with a change after they are filled."""
     fill = forge.engines.weights.Weights.__init__
 
     def filled(self: Any, *args: Any, **kwargs: Any) -> None:
         fill(self, *args, **kwargs)
-        self.layers[1].feed_forward.down = Rounded(self.layers[1].feed_forward.down)
+        change(self)
 
     with mock.patch.object(forge.engines.weights.Weights, "__init__", filled):
+        yield
+
+
+def bfloat16_sums() -> AbstractContextManager[None]:
+    """The down projection of layer 1 adds in bfloat16."""
+
+    def change(weights: Any) -> None:
+        weights.layers[1].feed_forward.down = Rounded(weights.layers[1].feed_forward.down)
+
+    return filled_weights(change)
+
+
+def bfloat16_output() -> AbstractContextManager[None]:
+    """The output projection of layer 2 adds in bfloat16."""
+
+    def change(weights: Any) -> None:
+        weights.layers[2].output = Rounded(weights.layers[2].output)
+
+    return filled_weights(change)
+
+
+@contextmanager
+def bfloat16_engine() -> Iterator[None]:
+    """Every product of the engine is rounded to bfloat16, and the run says float32."""
+    product = Linear.__call__
+
+    def wrong(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        return product(self, x).bfloat16().float()
+
+    with mock.patch.object(Linear, "__call__", wrong):
         yield
 
 
@@ -467,6 +537,22 @@ def swapped_export(folder: Path) -> None:
     save_file({name: tensors[names.get(name, name)] for name in tensors}, file, {"format": "pt"})
 
 
+def swapped_checkpoint(folder: Path) -> None:
+    """The first two layers of a checkpoint have changed places, as if resharding had mixed them up."""
+    step = folder / "checkpoints" / "step_000002"
+    stored = Reader(step).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(state, storage_reader=Reader(step), planner=Planner())
+    places = {"model.model.layers.0.": "model.model.layers.1.", "model.model.layers.1.": "model.model.layers.0."}
+    swapped_names = {name: places.get(name[:21], name[:21]) + name[21:] for name in state}
+    dcp.save({name: state[swapped_names[name]] for name in state}, checkpoint_id=step)
+    write_checksums(step, [path.name for path in step.iterdir() if path.name != CHECKSUMS])
+
+
 def lost_scaling(folder: Path) -> None:
     """The exported config.json has lost the scaling of the rotary embedding."""
     file = folder / "model" / "config.json"
@@ -530,9 +616,71 @@ FAULTS: dict[str, Fault] = {
         always=trainer_temperature,
     ),
     "trainer_mask": Fault(TRAINER, "off by one", always=trainer_mask),
+    "moving_reference": Fault(
+        "the reference model",
+        "all weights were those of version 2 in place of 0",
+        setup=Setup(settings={"services.ref_model.procs": 1}),
+        reference=lambda start, current: current,
+    ),
+    "swapped_checkpoint": Fault("the saved weights", "layers 0 and 1 have changed places", 0, saved=swapped_checkpoint),
+    "bfloat16_engine": Fault(ENGINE, "products were rounded to bfloat16", recording=bfloat16_engine),
     "leaking_pack": Fault("the trainer's packing", "layer 0, attention", 0, always=leaking_pack),
     "swapped_export": Fault("the saved model", "model.layers.0.mlp.up_proj.weight", saved=swapped_export),
     "lost_scaling": Fault("the saved model", "rope_parameters", setup=Setup("llama", sizes=YARN), saved=lost_scaling),
+}
+# The twelve kinds once more with other models, seeds and parameters, written after the search and not to suit it.
+VARIANTS: dict[str, Fault] = {
+    "stale_columns": Fault(
+        ENGINE, "columns 8 to 15 of model.layers.0.self_attn.v_proj", 0, Setup("llama", seed=21), stale_columns
+    ),
+    "rotary_base_of_no_model": Fault(
+        ENGINE,
+        "the rotary base was about 3e+04",
+        setup=Setup("qwen2", seed=22),
+        engine_config=lambda config: config["rope_parameters"].update(rope_theta=30000.0),
+    ),
+    "colder": Fault(
+        ENGINE,
+        "those of temperature 0.85",
+        setup=Setup("mistral", seed=23, settings={"grpo.temperature": 1.2}),
+        sampling=lambda sampling: replace(sampling, temperature=0.85),
+    ),
+    "top_k": Fault(
+        ENGINE,
+        "renormalised over what top_k and top_p",
+        setup=Setup("olmoe", seed=24, settings={"grpo.top_k": 8, "grpo.top_p": 0.95}),
+        sampling=lambda sampling: replace(sampling, logprobs_of="drawn"),
+    ),
+    "bfloat16_attention": Fault(FORWARD, "bfloat16", 2, Setup("llama", seed=25), always=bfloat16_output),
+    "doubled_bos": Fault(
+        ENGINE,
+        "a BOS token came before",
+        setup=Setup("gemma3", True, 26),
+        prompt=lambda ids, text, words: [ids[0], *ids],
+    ),
+    "swapped_far": Fault(ENGINE, "layers 0 and 2 have changed places", 0, Setup("qwen2", seed=27), swapped_far),
+    "mask_back": Fault(ENGINE, "off by one", setup=Setup("qwen3_moe", seed=28), record=shift_back),
+    "kept_cache_of_few_heads": Fault(
+        ENGINE,
+        "a cache was kept over a weight update",
+        setup=Setup("llama", seed=29, sizes={"num_key_value_heads": 1}),
+        recording=kept_cache,
+    ),
+    "unmerged_adapters": Fault(
+        ENGINE,
+        "adapters were not merged",
+        setup=Setup("llama", seed=30, settings={"lora.rank": 8, "lora.alpha": 4.0}),
+        publish=stale_all,
+    ),
+    "stale_head": Fault(
+        ENGINE, "lm_head.weight was that of version 0", setup=Setup("mistral", seed=31), publish=stale_head
+    ),
+    "no_prompt_of_the_answer": Fault(
+        ENGINE,
+        "without the prompt of the answer",
+        setup=Setup("llama", seed=32, chat=True, bos=False),
+        prompt=lambda ids, text, words: ids[: -len("<assistant>")],
+    ),
 }
 CLEAN_RUNS: dict[str, Setup] = {
     "dense": Setup(),
@@ -551,19 +699,22 @@ CLEAN_RUNS: dict[str, Setup] = {
 }
 
 
+SEEDED = {**FAULTS, **VARIANTS}
+
+
 def verdict_of(name: str, root: Path) -> Mismatch:
     """Record the run of a case, clean or with its fault, and compare."""
-    fault = FAULTS.get(name, CLEAN)
-    setup = fault.setup if name in FAULTS else CLEAN_RUNS[name.removeprefix("clean:")]
+    fault = SEEDED.get(name, CLEAN)
+    setup = fault.setup if name in SEEDED else CLEAN_RUNS[name.removeprefix("clean:")]
     with fault.always():
         return compare(record_run(root, setup, fault), bisect=True)
 
 
 def is_named(name: str, verdict: Mismatch) -> bool:
     """Whether the verdict is the right one: component, cause and layer of a fault, or none."""
-    if name not in FAULTS:
+    if name not in SEEDED:
         return verdict.is_sound
-    fault = FAULTS[name]
+    fault = SEEDED[name]
     text = " ".join(verdict.faults[:1])
     right_layer = fault.layer is None or verdict.layer == fault.layer
     return fault.component in text and fault.cause in text and right_layer
@@ -574,7 +725,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases; all by default")
     logging.disable_progress_bar()
-    names = parser.parse_args().names or [*FAULTS, *(f"clean:{name}" for name in CLEAN_RUNS)]
+    names = parser.parse_args().names or [*SEEDED, *(f"clean:{name}" for name in CLEAN_RUNS)]
     wrong = []
     for name in names:
         began = time.perf_counter()

@@ -7,7 +7,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from ...models.architecture import attention_kinds
 from .recorded import RecordedRun
 from .sides import Side, traced
-from .weights import Tensors
+from .weights import Tensors, Version
 
 
 class Plain:
@@ -28,18 +27,19 @@ class Plain:
     when its context ends.
     """
 
-    def __init__(self, run: RecordedRun, folder: Path, tensors: Tensors) -> None:
+    def __init__(self, run: RecordedRun, version: Version) -> None:
         self.run = run
+        self.number = version.number
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+            run.start, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
         )
         self.model.requires_grad_(False).eval()
-        self.tensors = tensors
+        self.tensors = version.tensors
         # Releases before 5.20 or so know the cache by its former name alone.
         named = inspect.signature(inspect.unwrap(type(self.model.model).forward)).parameters
         self._cache_argument = "cache" if "cache" in named else "past_key_values"
         self.tied: bool = self.model.config.tie_word_embeddings
-        self.set(tensors)
+        self.set(self.tensors)
         self.contexts = [sequence.tokens[: sequence.context].tolist() for sequence in run.sequences]
         self.places = [np.flatnonzero(sequence.mask) for sequence in run.sequences]
         self.labels = torch.from_numpy(run.flat("tokens"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from ...data.packing import pack
 from ...models.find import resolve_model
 from ...observability.folder import CONFIG, MARK
 from ...observability.rollouts import IDLE, ROLLOUTS, batches
+from ...training.checkpoint import checkpoints, step_of
 from ...types import Batch, Episode
 
 COLUMNS = (
@@ -125,11 +125,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
         raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")
     if settings.get("trainer.backend") == "titan":
         raise ValueError(f"{folder} was trained by TorchTitan, whose checkpoints are not read here: use backend fsdp")
-    checkpoints = {
-        int(match[1]): path
-        for path in (folder / "checkpoints").glob("step_*")
-        if (match := re.fullmatch(r"step_(\d+)", path.name))
-    }
+    saved = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
     start = _start_model(folder, settings)
     rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
@@ -137,12 +133,12 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     by_source: dict[tuple[int, int], list[SampledTokens]] = defaultdict(list)
     for row in rows:
         if row["dropped"] in (None, IDLE) and (step is None or row["step"] == step):
-            for version in {*row["versions"]} & {0, *checkpoints}:
+            for version in {*row["versions"]} & {0, *saved}:
                 if (sequence := _sequence(row, version, settings)) is not None:
                     by_source[row["step"], version].append(sequence)
     if not by_source:
         where = "recorded" if step is None else f"of step {step}"
-        names = ", ".join(map(str, sorted({0, *checkpoints})))
+        names = ", ".join(map(str, sorted({0, *saved})))
         raise ValueError(
             f"no rollouts {where} were sampled by weights that {folder} has (versions {names}): set checkpoint.every "
             "and checkpoint.keep so that a step follows a checkpoint"
@@ -150,7 +146,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     # The newest weights: a fault of publication shows only where they differ from the start.
     chosen = max(by_source, key=lambda source: (source[1], -source[0]))
     sequences = _some(by_source[chosen])
-    return RecordedRun(folder, settings, start, checkpoints, chosen[1], chosen[0], sequences)
+    return RecordedRun(folder, settings, start, saved, chosen[1], chosen[0], sequences)
 
 
 def _start_model(folder: Path, settings: Mapping[str, Any]) -> Path:

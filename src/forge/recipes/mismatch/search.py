@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .plain import Plain
-from .weights import Store, Tensors
+from .weights import Store, Tensors, Version
 
 Grade = Callable[[np.ndarray], float]
 
@@ -49,6 +49,10 @@ class Search:
     def setting(self) -> Callable[[str], Any]:
         """Look up a setting of the run by its dotted key."""
         return self.store.run.settings.get
+
+    def others(self) -> list[Version]:
+        """Versions of the weights that may stand in place of the plain pass's."""
+        return self.store.others(self.plain.number)
 
     def nearest(self, trials: Mapping[str, Trial]) -> list[str]:
         """The names of the trials whose differences point most in the direction of the target's: a part of a change

@@ -128,8 +128,9 @@ class _Comparison:
         self.owners = run.owners()
         self.config = model_config(run.start)
         self.flipped = FLIPPED if sparse_layers(self.config) else 0.0
-        self.plain = Plain(run, run.start, self.current.tensors)
+        self.plain = Plain(run, self.current)
         self.noise = 0.0
+        self.rounded: set[str] = set()
         self.values: dict[str, np.ndarray] = {}
         self.sides: dict[str, Side] = {}
         self.outcome = Mismatch(str(run.folder), run.step, run.version, len(self.owners))
@@ -157,7 +158,11 @@ class _Comparison:
         trainer = TrainerSide(run, self.current)
         settings = run.settings
         half = [settings.get("generator.dtype") == "bfloat16", settings.get("training.dtype") == "bfloat16"]
-        if any(half):
+        self.rounded = {
+            *((RECORDED, "engine in bfloat16") if half[0] else ()),
+            *((TRAINED, "trainer in bfloat16", REFERENCE[0]) if half[1] else ()),
+        }
+        if self.rounded:
             self.noise = HALF_TIMES * distance(noise(self.plain), self.plain.logprobs(), self.owners, self.flipped)
         self.values[RECORDED] = run.flat("engine")
         if half[0]:
@@ -202,9 +207,9 @@ class _Comparison:
         worst = distance(reported, decoded, np.zeros(len(reported), dtype=int), self.flipped)
         links = [Link(*SAMPLER, mean_gap(reported, decoded), worst, FLOAT32)]
         reference = self.run.flat("reference")
-        settings = self.run.settings
-        has_reference = settings.get("services.ref_model") is not None and not np.isnan(reference).all()
-        if has_reference and settings.get("grpo.reference") is None:
+        # Without a reference model of its own the recorded numbers are the engine's.
+        has_reference = any(key.startswith("services.ref_model.") for key in self.run.settings)
+        if has_reference and not np.isnan(reference).all() and self.run.settings.get("grpo.reference") is None:
             start = self.store.version(0)
             with self.plain.with_tensors(start.tensors):
                 computed = self.plain.logprobs()
@@ -214,8 +219,7 @@ class _Comparison:
 
     def _link(self, first: str, second: str, component: str, share: float | None) -> Link:
         one, other = self.values[first], self.values[second]
-        rounds = any("recorded" in name or "bfloat16" in name for name in (first, second))
-        tolerance = max(FLOAT32, self.noise if rounds else 0.0)
+        tolerance = max(FLOAT32, self.noise if {first, second} & self.rounded else 0.0)
         worst = distance(one, other, self.owners, self.flipped)
         return Link(first, second, component, mean_gap(one, other), worst, tolerance, share)
 
@@ -232,7 +236,7 @@ class _Comparison:
     def _name(self, link: Link, bisect: bool, recorded_together: bool) -> None:
         """Write the fault of a link: its component, layer and cause."""
         outcome = self.outcome
-        outcome.component = SAVED if recorded_together else link.component
+        outcome.component = link.component
         part = self._part(link) if bisect else None
         # The side that is further from the plain computation is the one to be explained.
         target = link.first if link.second in ("engine", "engine in bfloat16", REFERENCE[1]) else link.second
@@ -242,6 +246,8 @@ class _Comparison:
             self._explain(self.values[target], link, part)
         elif link.component == SAMPLER[2]:
             outcome.kind, outcome.cause = "sampler", "what the engine reports is not what its decoder computes"
+        if recorded_together:
+            outcome.component = SAVED if outcome.kind in OF_WEIGHTS else "the settings or the model, as they are now,"
         if part is not None:
             outcome.part = part.text
             if part.is_rounding and outcome.explained is None:
@@ -264,7 +270,7 @@ class _Comparison:
         plain = self.plain
         base = plain.logprobs()
         if link.component == REFERENCE[2]:
-            plain = Plain(self.run, self.run.start, self.store.version(0).tensors)
+            plain = Plain(self.run, self.store.version(0))
             base = plain.logprobs()
 
         def grade(logprobs: np.ndarray) -> float:
@@ -303,5 +309,6 @@ COMPONENTS = {
     TRAINED: "the trainer as it trained",
 }
 SAVED = "the saved weights"
+OF_WEIGHTS = ("stale weights", "order of layers", "order of weights", "LoRA scale", "tied head")
 SAMPLER = ("engine, sampling now", "engine, decoding the same tokens", "the engine's sampler")
 REFERENCE = ("reference, as recorded", "reference, computed now", "the reference model")

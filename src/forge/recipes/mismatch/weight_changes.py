@@ -19,13 +19,13 @@ PIECES = (2, 4, 8)  # into so many shards a tensor is divided
 def stale(search: Search) -> Iterator[Trial]:
     """Older weights: all of them, of a layer, of a tensor, or of a shard of one."""
     plain = search.plain
-    for older in search.store.older():
+    for older in search.others():
         changed = {
             name: older.tensors[name] for name, new in plain.tensors.items() if not older.tensors[name].equal(new)
         }
         if not changed:
             continue
-        source = f"of version {older.number} in place of {search.store.run.version}"
+        source = f"of version {older.number} in place of {search.plain.number}"
         trial = partial(with_tensors, search, "stale weights")
         yield trial(f"all weights were those {source}", changed)
         groups: dict[str, dict[str, Tensor]] = {}
@@ -132,7 +132,7 @@ def heads(search: Search) -> Iterator[Trial]:
     if not plain.tied and plain.tensors[HEAD].shape == embedding.shape:
         text = "the head was tied to the embedding, and tie_word_embeddings is false"
         yield with_tensors(search, "tied head", text, {HEAD: embedding})
-    for older in search.store.older() if plain.tied else ():
+    for older in search.others() if plain.tied else ():
         text = f"the head was not tied to the embedding: it had the weights of version {older.number}"
         yield with_tensors(search, "tied head", text, {HEAD: older.tensors[EMBEDDING]})
         # The reverse: a current head over an old embedding.
@@ -145,10 +145,10 @@ def heads(search: Search) -> Iterator[Trial]:
 
 def old_cache(search: Search) -> Iterator[Trial]:
     """Keys and values of the context that an update of the weights should have dropped: all, or in whole blocks."""
-    for older in search.store.older():
+    for older in search.others():
         text = (
             f"a cache was kept over a weight update: keys and values of the context are of version {older.number}, "
-            f"those after of {search.store.run.version}"
+            f"those after of {search.plain.number}"
         )
         for block in (1, BLOCK):
             yield Trial("cache", text, search.plain.over(older.tensors, block))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ...models.weight_layouts import adapters, merge_adapters
+from ...system.checksums import check_files
 from ...training.checkpoint_reader import Planner, Reader
 from ...training.lora import add_adapters
 from ...training.policy import Policy
@@ -19,6 +22,7 @@ from ...training.settings import LoraSettings
 from .recorded import RecordedRun
 
 Tensors = Mapping[str, Tensor]
+NEAREST = 2  # versions beside the start that are tried in place of another
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,11 @@ class Store:
             self._versions[number] = read_version(self.run, number)
         return self._versions[number]
 
-    def older(self) -> list[Version]:
-        """The versions before the one that sampled, the newest first."""
-        numbers = [number for number in self.run.versions if number < self.run.version]
-        return [self.version(number) for number in reversed(numbers)]
+    def others(self, number: int) -> list[Version]:
+        """The versions that may stand in place of one: the nearest, and the start; earlier ones first."""
+        numbers = sorted({*self.run.versions} - {number}, key=lambda other: (abs(other - number), other))
+        chosen = {*numbers[:NEAREST], *numbers[-1:]} | ({0} - {number})
+        return [self.version(other) for other in sorted(chosen, key=lambda other: (other > number, -other))]
 
 
 @torch.no_grad()
@@ -62,7 +67,12 @@ def read_version(run: RecordedRun, number: int) -> Version:
         add_adapters(policy.model, lora)
     # Version 0 of a resumed run may have a checkpoint of the same weights: the folder of the model is as good.
     if number:
-        _read_checkpoint(policy, run.checkpoints[number])
+        try:
+            check_files(run.checkpoints[number])
+            _read_checkpoint(policy, run.checkpoints[number])
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException) as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ValueError(f"{run.checkpoints[number]} cannot be read: {reason}") from error
     policy.requires_grad_(False).eval()
     return Version(number, policy, merged(policy, lora))
 
