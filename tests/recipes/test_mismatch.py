@@ -12,6 +12,7 @@ import torch
 
 import forge
 from benchmarks import mismatch as cases
+from benchmarks.mismatch_faults import trainer_temperature
 from forge.cli import main
 from forge.observability.alerts import mismatch_alerts
 from forge.recipes.mismatch.differences import distance
@@ -51,7 +52,7 @@ def test_a_clean_run_is_not_accused(name, tmp_path):
 @pytest.mark.costly
 def test_the_shares_of_a_difference_add_up(clean, tmp_path):
     folder = shutil.copytree(clean, tmp_path / "run")
-    with cases.trainer_temperature():
+    with trainer_temperature():
         verdict = compare(folder)
     shares = [link.share for link in verdict.links if link.share is not None]
     assert sum(shares) == pytest.approx(1, abs=1e-4)

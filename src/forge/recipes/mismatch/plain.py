@@ -140,7 +140,8 @@ class Plain:
     @contextmanager
     def with_attribute(self, name: str, change: Callable[[Any], Any]) -> Iterator[bool]:
         """Another value for an attribute of every module that has it; yields whether one has."""
-        owners = [module for module in self.model.modules() if name in vars(module)]
+        # Among attributes and buffers alike: Gemma's scale of the embedding is a buffer.
+        owners = [module for module in self.model.modules() if name in vars(module) or name in module._buffers]
         before = [getattr(module, name) for module in owners]
         for module, value in zip(owners, before, strict=True):
             setattr(module, name, change(value))

@@ -20,6 +20,7 @@ from .changes import CHANGES
 from .differences import FLIPPED, FLOAT32, HALF_TIMES, distance, mean_gap
 from .layers import Part, first_part
 from .model_changes import noise
+from .parallel import divided, ranks_of
 from .plain import Plain
 from .recorded import RecordedRun, open_run
 from .saved import saved_faults
@@ -176,6 +177,8 @@ class _Comparison:
         if half[1]:
             self.sides["trainer in bfloat16"] = trainer.packed(torch.bfloat16)
         self.values |= {name: side.logprobs for name, side in self.sides.items()}
+        if ranks_of(run) > 1:
+            self.values[DIVIDED] = divided(run)
         recorded = run.flat("trainer")
         if run.updates > 1:
             self.outcome.notes.append(
@@ -297,7 +300,7 @@ class _Comparison:
         outcome.explained = None if best.by_size else 1 - residual / gap
 
 
-RECORDED, TRAINED = "engine, as recorded", "trainer, as recorded"
+RECORDED, TRAINED, DIVIDED = "engine, as recorded", "trainer, as recorded", "trainer, over its ranks"
 COMPONENTS = {
     RECORDED: "the engine as it sampled",
     "engine": "the engine's dtype",
@@ -306,6 +309,7 @@ COMPONENTS = {
     "trainer, one sequence at a time": "the trainer's forward pass",
     "trainer, packed": "the trainer's packing",
     "trainer in bfloat16": "the trainer's dtype",
+    DIVIDED: "the trainer's parallelism",
     TRAINED: "the trainer as it trained",
 }
 SAVED = "the saved weights"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ...models.weight_layouts import adapters, merge_adapters
@@ -69,7 +69,7 @@ def read_version(run: RecordedRun, number: int) -> Version:
     if number:
         try:
             check_files(run.checkpoints[number])
-            _read_checkpoint(policy, run.checkpoints[number])
+            read_checkpoint(policy, run.checkpoints[number])
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException) as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ValueError(f"{run.checkpoints[number]} cannot be read: {reason}") from error
@@ -92,8 +92,9 @@ def merged(policy: Policy, lora: LoraSettings | None) -> dict[str, Tensor]:
     return dict(merge_adapters(base, scaled))
 
 
-def _read_checkpoint(policy: Policy, folder: Path) -> None:
-    """Read a checkpoint's weights into a model, in place; those that it lacks are frozen ones of the base."""
+def read_checkpoint(policy: nn.Module, folder: Path) -> None:
+    """Read a checkpoint's weights into a model, in place; those that it lacks are frozen ones of the base. A
+    divided model gets its parts, whatever the layout was that wrote them. ValueError: it is of another model."""
     reader = Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {
