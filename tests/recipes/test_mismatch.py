@@ -140,9 +140,33 @@ def test_a_whole_run_with_processes_is_sound(tmp_path):
         grpo={"n_samples": 4, "max_tokens": 8, "temperature": 0.8},
         checkpoint={"every": 2, "keep": 4},
         metrics={"rollouts": "all"},
+        **{"async": {"max_policy_age": 0}},
     ).folder
     verdict = compare(folder, bisect=True)
     assert verdict.faults == []
     assert (verdict.step, verdict.version) == (3, 2)
+    assert "recorded trainer" in {link.second for link in verdict.links}
     assert len(checkpoints(folder / "checkpoints")) == 2
     assert torch.isfinite(torch.tensor([link.worst for link in verdict.links])).all()
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("settings", [{}, {"parallelism.tensor_parallel_degree": 2, **cases.LORA}], ids=["shards", "tp"])
+def test_the_ranks_of_a_trainer_are_repeated(settings, tmp_path):
+    setup = cases.Setup("llama", settings={"services.trainer.procs": 2, **settings})
+    verdict = compare(cases.record_run(tmp_path, setup))
+    assert verdict.faults == []
+    (link,) = [link for link in verdict.links if link.second == "trainer now, over its ranks"]
+    assert 0 < link.worst < 2e-5
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_ranks_that_cannot_be_repeated_are_one_line(tmp_path, capsys):
+    setup = cases.Setup(settings={"services.trainer.procs": 2, "parallelism.tensor_parallel_degree": 3})
+    folder = cases.record_run(tmp_path, setup)
+    with pytest.raises(SystemExit) as ended:
+        main(["mismatch", str(folder)])
+    assert ended.value.code == 2
+    assert "error: a rank of the trainer failed: ValueError: parallelism" in capsys.readouterr().err

@@ -61,8 +61,9 @@ class Link:
 class Mismatch:
     """What a comparison has found.
 
-    component, layer, cause, kind: of the first link that disagrees; the layer where one is at fault, the cause in a
-    sentence, and its kind in a word. None, and empty texts: there is no fault.
+    component, layer, part, cause, kind: of the first link that disagrees; the layer where one is at fault, the place
+    where states of layers begin to differ (with `bisect`), the cause in a sentence, and its kind in a word. None, and
+    empty texts: there is none. explained: the share of the difference that the cause takes away.
     """
 
     run: str
@@ -149,6 +150,8 @@ class _Comparison:
             self._name((part or other)[0], bisect, recorded_together=self._recorded_together(part))
             if part and other and part[0].first == RECORDED and other[0].component == SAMPLER[2]:
                 outcome.notes.append("the engine's sampler does so now as well: it is not a matter of the recorded run")
+        elif outcome.faults:
+            outcome.component, outcome.kind, outcome.cause = EXPORTED, "export", outcome.faults[0]
         for link in (part + other)[1:]:
             outcome.notes.append(f"also different: {link.first} and {link.second}, by {link.worst:.2g} nats")
         return outcome
@@ -160,22 +163,22 @@ class _Comparison:
         settings = run.settings
         half = [settings.get("generator.dtype") == "bfloat16", settings.get("training.dtype") == "bfloat16"]
         self.rounded = {
-            *((RECORDED, "engine in bfloat16") if half[0] else ()),
-            *((TRAINED, "trainer in bfloat16", REFERENCE[0]) if half[1] else ()),
+            *((RECORDED, "engine now, in bfloat16") if half[0] else ()),
+            *((TRAINED, "trainer now, in bfloat16", REFERENCE[0]) if half[1] else ()),
         }
         if self.rounded:
             self.noise = HALF_TIMES * distance(noise(self.plain), self.plain.logprobs(), self.owners, self.flipped)
         self.values[RECORDED] = run.flat("engine")
         if half[0]:
             rounded = EngineSide(run, run.start, tensors, run.version, torch.bfloat16)
-            self.sides["engine in bfloat16"] = rounded.cached()
-        self.sides["engine"] = engine.cached()
-        self.sides["engine without cache"] = engine.uncached()
+            self.sides["engine now, in bfloat16"] = rounded.cached()
+        self.sides["engine now"] = engine.cached()
+        self.sides["engine now, without cache"] = engine.uncached()
         self.sides["plain forward pass"] = self.plain.side()
-        self.sides["trainer, one sequence at a time"] = trainer.unpacked()
-        self.sides["trainer, packed"] = trainer.packed()
+        self.sides["trainer now, unpacked"] = trainer.unpacked()
+        self.sides["trainer now, packed"] = trainer.packed()
         if half[1]:
-            self.sides["trainer in bfloat16"] = trainer.packed(torch.bfloat16)
+            self.sides["trainer now, in bfloat16"] = trainer.packed(torch.bfloat16)
         self.values |= {name: side.logprobs for name, side in self.sides.items()}
         if ranks_of(run) > 1:
             self.values[DIVIDED] = divided(run)
@@ -185,7 +188,12 @@ class _Comparison:
                 f"the trainer's recorded numbers are not compared: a step has {run.updates} updates, and they are from "
                 "between those"
             )
-        elif not np.isnan(recorded).all():
+        elif np.isnan(recorded).all():
+            self.outcome.notes.append(
+                "the trainer's recorded numbers are not compared: step "
+                f"{run.step} trained these tokens with other weights than those that sampled them"
+            )
+        else:
             self.values[TRAINED] = recorded
         self.engine = engine
 
@@ -199,9 +207,7 @@ class _Comparison:
             usable = ~np.isnan(gap * whole)
             energy = float((whole[usable] ** 2).sum())
             share = float((gap * whole)[usable].sum() / energy) if energy > 1e-18 else None
-            links.append(
-                self._link(first, second, COMPONENTS[second if first != "engine, as recorded" else first], share)
-            )
+            links.append(self._link(first, second, COMPONENTS[first if first == RECORDED else second], share))
         return links
 
     def _further_links(self) -> list[Link]:
@@ -228,39 +234,33 @@ class _Comparison:
 
     def _recorded_together(self, differing: Sequence[Link]) -> bool:
         """Whether the recorded numbers of engine and trainer agree with one another, and with no computation."""
-        names = (RECORDED, TRAINED)
-        if not all(name in self.values for name in names) or len(differing) < 2:
+        if TRAINED not in self.values or len(differing) < 2:
             return False
-        outer = differing[0].first == names[0] and differing[-1].second == names[1]
-        return outer and distance(*(self.values[name] for name in names), self.owners, self.flipped) <= max(
-            FLOAT32, self.noise
-        )
+        outer = differing[0].first == RECORDED and differing[-1].second == TRAINED
+        gap = distance(self.values[RECORDED], self.values[TRAINED], self.owners, self.flipped)
+        return outer and gap <= max(FLOAT32, self.noise)
 
     def _name(self, link: Link, bisect: bool, recorded_together: bool) -> None:
         """Write the fault of a link: its component, layer and cause."""
         outcome = self.outcome
         outcome.component = link.component
-        part = self._part(link) if bisect else None
-        # The side that is further from the plain computation is the one to be explained.
-        target = link.first if link.second in ("engine", "engine in bfloat16", REFERENCE[1]) else link.second
-        if link.second == "plain forward pass":
-            target = link.first
-        if target in self.values and link.component != SAMPLER[2]:
-            self._explain(self.values[target], link, part)
-        elif link.component == SAMPLER[2]:
+        if link.component == SAMPLER[2]:
             outcome.kind, outcome.cause = "sampler", "what the engine reports is not what its decoder computes"
+        else:
+            self._explain(link)
         if recorded_together:
-            outcome.component = SAVED if outcome.kind in OF_WEIGHTS else "the settings or the model, as they are now,"
+            outcome.component = SAVED if outcome.kind in OF_WEIGHTS else NOW
+        part = self._part(link) if bisect else None
         if part is not None:
             outcome.part = part.text
             if part.is_rounding and outcome.explained is None:
                 outcome.kind, outcome.cause = "bfloat16", "a product was rounded to bfloat16 there"
-            if outcome.layer is None and part.layer is not None:
+            if outcome.layer is None:
                 outcome.layer = part.layer
-        where = f", {outcome.part}" if outcome.part else f", layer {outcome.layer}" if outcome.layer is not None else ""
-        reason = outcome.cause or "no single change that was tried gives these numbers"
+        place = outcome.part or ("" if outcome.layer is None else f"layer {outcome.layer}")
         gap = f"{link.first} and {link.second} differ by {link.mean:.2g} nats on average"
-        outcome.faults.append(f"{outcome.component}{where}: {gap}; {reason}")
+        reason = outcome.cause or "no single change that was tried gives these numbers"
+        outcome.faults.append(f"{outcome.component}{', ' if place else ''}{place}: {gap}; {reason}")
 
     def _part(self, link: Link) -> Part | None:
         """The first layer whose states differ between the sides of a link; None: one has no states."""
@@ -268,13 +268,13 @@ class _Comparison:
             return None
         return first_part(self.sides[link.first], self.sides[link.second])
 
-    def _explain(self, target: np.ndarray, link: Link, part: Part | None) -> None:
-        """Find the change to the plain computation that gives the numbers of a side."""
-        plain = self.plain
+    def _explain(self, link: Link) -> None:
+        """Find the change to the plain computation that gives the numbers of the side that is further from it."""
+        is_reference = link.component == REFERENCE[2]
+        plain = Plain(self.run, self.store.version(0)) if is_reference else self.plain
         base = plain.logprobs()
-        if link.component == REFERENCE[2]:
-            plain = Plain(self.run, self.store.version(0))
-            base = plain.logprobs()
+        sides = (self.values[link.first], self.values[link.second])
+        target = max(sides, key=lambda side: distance(side, base, self.owners, self.flipped))
 
         def grade(logprobs: np.ndarray) -> float:
             return distance(target, logprobs, self.owners, self.flipped)
@@ -300,19 +300,20 @@ class _Comparison:
         outcome.explained = None if best.by_size else 1 - residual / gap
 
 
-RECORDED, TRAINED, DIVIDED = "engine, as recorded", "trainer, as recorded", "trainer, over its ranks"
+RECORDED, TRAINED, DIVIDED = "recorded engine", "recorded trainer", "trainer now, over its ranks"
 COMPONENTS = {
     RECORDED: "the engine as it sampled",
-    "engine": "the engine's dtype",
-    "engine without cache": "the engine's cache",
+    "engine now": "the engine's dtype",
+    "engine now, without cache": "the engine's cache",
     "plain forward pass": "the engine's forward pass",
-    "trainer, one sequence at a time": "the trainer's forward pass",
-    "trainer, packed": "the trainer's packing",
-    "trainer in bfloat16": "the trainer's dtype",
+    "trainer now, unpacked": "the trainer's forward pass",
+    "trainer now, packed": "the trainer's packing",
+    "trainer now, in bfloat16": "the trainer's dtype",
     DIVIDED: "the trainer's parallelism",
     TRAINED: "the trainer as it trained",
 }
-SAVED = "the saved weights"
+SAVED, NOW = "the saved weights", "the settings or the model of today"
+EXPORTED = "the saved model"
 OF_WEIGHTS = ("stale weights", "order of layers", "order of weights", "LoRA scale", "tied head")
-SAMPLER = ("engine, sampling now", "engine, decoding the same tokens", "the engine's sampler")
-REFERENCE = ("reference, as recorded", "reference, computed now", "the reference model")
+SAMPLER = ("engine now, sampling", "engine now, decoding the same tokens", "the engine's sampler")
+REFERENCE = ("recorded reference", "reference now", "the reference model")
