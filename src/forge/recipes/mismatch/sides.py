@@ -181,7 +181,7 @@ class TrainerSide:
         self.run, self.policy = run, version.policy
 
     def unpacked(self) -> Side:
-        """Each sequence in a pass of its own."""
+        """Each sequence in a pass by itself."""
         sides = [self._pass(self.run.batch([sequence])) for sequence in self.run.sequences]
         return Side(
             np.concatenate([side.logprobs for side in sides]),

@@ -59,7 +59,7 @@ class Link:
 
 @dataclass
 class Mismatch:
-    """What a comparison has found.
+    """The result of a comparison.
 
     component, layer, part, cause, kind: of the first link that disagrees; the layer where one is at fault, the place
     where states of layers begin to differ (with `bisect`), the cause in a sentence, and its kind in a word. None, and
@@ -216,7 +216,7 @@ class _Comparison:
         worst = distance(reported, decoded, np.zeros(len(reported), dtype=int), self.flipped)
         links = [Link(*SAMPLER, mean_gap(reported, decoded), worst, FLOAT32)]
         reference = self.run.flat("reference")
-        # Without a reference model of its own the recorded numbers are the engine's.
+        # Without a separate reference model the recorded numbers are the engine's.
         has_reference = any(key.startswith("services.ref_model.") for key in self.run.settings)
         if has_reference and not np.isnan(reference).all() and self.run.settings.get("grpo.reference") is None:
             start = self.store.version(0)
