@@ -96,7 +96,7 @@ def _moved(search: Search, layers: Mapping[int, int], text: str, first: int) -> 
     changes = {}
     for name, tensor in tensors.items():
         layer = layer_of(name)
-        if layer not in layers:
+        if layer is None or layer not in layers:
             continue
         other = tensors.get(name.replace(f"model.layers.{layer}.", f"model.layers.{layers[layer]}.", 1))
         if other is None or other.shape != tensor.shape:

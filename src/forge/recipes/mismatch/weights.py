@@ -96,7 +96,7 @@ def read_checkpoint(policy: nn.Module, folder: Path) -> None:
     """Read a checkpoint's weights into a model, in place; those that it lacks are frozen ones of the base. A
     divided model gets its parts, whatever the layout was that wrote them. ValueError: it is of another model."""
     reader = Reader(folder)
-    stored = reader.read_metadata().state_dict_metadata
+    stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {
         name: parameter.detach() for name, parameter in policy.named_parameters() if f"model.{name}" in stored
     }
@@ -106,7 +106,7 @@ def read_checkpoint(policy: nn.Module, folder: Path) -> None:
     buffers = {
         name: torch.empty_like(tensor, dtype=stored[f"model.{name}"].properties.dtype)
         for name, tensor in wanted.items()
-    }  # type: ignore[union-attr]
+    }
     dcp.load({"model": buffers}, storage_reader=reader, planner=Planner())
     for name, tensor in wanted.items():
         tensor.copy_(buffers[name])
