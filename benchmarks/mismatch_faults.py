@@ -218,6 +218,21 @@ def unscaled_embedding() -> Iterator[None]:
 
 
 @contextmanager
+def damaged_keys() -> Iterator[None]:
+    """Keys that a decoding step leaves in the cache are a tenth smaller than they should be."""
+    decode = forge.engines.decoder.Decoder.decode
+
+    def wrong(self: Any, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+        logits = decode(self, tokens, positions, length)
+        for row, position in enumerate(positions.tolist()):
+            self.cache.keys[:, row, :, position] *= 0.9
+        return logits
+
+    with mock.patch.object(forge.engines.decoder.Decoder, "decode", wrong):
+        yield
+
+
+@contextmanager
 def engine_heads() -> Iterator[None]:
     """The engine deals queries to the wrong group of keys."""
     order = forge.engines.weights.by_group
@@ -380,6 +395,7 @@ FAULTS: dict[str, Fault] = {
     "embedding_scale": Fault(
         FORWARD, "the embedding was not scaled", setup=Setup("gemma3", tied=True), always=unscaled_embedding
     ),
+    "decoded_keys": Fault("the engine's cache", "layer 0, attention", 0, always=damaged_keys),
     "leaking_pack": Fault("the trainer's packing", "layer 0, attention", 0, always=leaking_pack),
     "swapped_export": Fault("the saved model", "model.layers.0.mlp.up_proj.weight", saved=swapped_export),
     "lost_scaling": Fault("the saved model", "rope_parameters", setup=Setup("llama", sizes=YARN), saved=lost_scaling),

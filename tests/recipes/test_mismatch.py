@@ -152,7 +152,9 @@ def test_a_whole_run_with_processes_is_sound(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("settings", [{}, {"parallelism.tensor_parallel_degree": 2, **cases.LORA}], ids=["shards", "tp"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"parallelism.tensor_parallel_degree": 2, **cases.LORA}], ids=["shards", "tp"]
+)
 def test_the_ranks_of_a_trainer_are_repeated(settings, tmp_path):
     setup = cases.Setup("llama", settings={"services.trainer.procs": 2, **settings})
     verdict = compare(cases.record_run(tmp_path, setup))
