@@ -91,7 +91,7 @@ def main() -> None:
             settings = SETTINGS | {
                 "seed": number,
                 "training": {"batch_size": 4, "steps": options.steps, "learning_rate": 3e-3, "seq_len": 512},
-                "generator": {"slots": 24, "on_update": ("continue", "recompute")[number // 2 % 2]},
+                "generator": {"slots": 4, "on_update": ("continue", "recompute")[number // 2 % 2]},
                 "checkpoint": {"every": 1, "keep": options.steps},
                 "run": {"name": f"run{number}", "root": root, "overwrite": True},
             }
@@ -126,7 +126,8 @@ def main() -> None:
             gradient = min(row["train/grad_norm"] for row in steps)
             print(
                 f"run {number}: {len(before)} steps, least gradient norm {gradient:.1e}, {mixed:.0%} of samples by "
-                f"several versions, faults: {', '.join(faults) or 'none'}; with 1 and 3 generators: {', '.join(verdicts)}",
+                f"several versions, faults: {', '.join(faults) or 'none'}; "
+                f"with 1 and 3 generators: {', '.join(verdicts)}",
                 flush=True,
             )
     print(f"{equal} of {options.runs} runs replayed to equal sha256 at every step")

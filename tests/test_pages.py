@@ -27,6 +27,7 @@ from forge.cli import (
     mismatch,
     plan,
     recipes,
+    replay,
     runs,
     serve,
     simulate,
@@ -45,7 +46,7 @@ LANGUAGES = {"python", "bash", "yaml", "text"}
 MARK = re.compile(r"<!-- not run: \S.* -->\s*\Z")
 COMMANDS = (
     *(recipes, serve, clean, worker, doctor, launch, plan, evaluate),
-    *(audit, mismatch, table, runs, watch, simulate),
+    *(audit, mismatch, replay, table, runs, watch, simulate),
 )
 # Words of the shell, and programs that come with every machine.
 SHELL = {"export", "source", "until", "do", "done", "cd", "[", "break"}
