@@ -113,7 +113,7 @@ def test_what_no_run_writes_is_named(
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '"x"'])
 def test_a_damaged_line_is_named(tmp_path: Path, lines: list[str], text: str) -> None:
-    with pytest.raises(BadSchedule, match="line 3.* is damaged"):
+    with pytest.raises(BadSchedule, match=r"line 3.* is damaged"):
         read_schedule(written(tmp_path, [*lines[:2], text, *lines[3:]]))
 
 
