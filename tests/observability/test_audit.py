@@ -10,8 +10,10 @@ import pytest
 import forge
 from benchmarks.agent_soak import kill
 from forge.cli import main
+from forge.observability.alerts import AUDIT, folder_alerts
 from forge.observability.audit import audit, rank_effect
 from forge.observability.rollouts import ROLLOUTS, batches, schema
+from forge.observability.schedule import SCHEDULE
 
 SETTINGS = {
     "from_scratch": {"alphabet": "abcdefghijkl>", "hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1},
@@ -166,3 +168,32 @@ def test_the_rank_effect_is_that_of_all_pairs():
 def test_what_cannot_be_audited(words):
     with pytest.raises(SystemExit, match="is not a run that has made a step"):
         main(words)
+
+
+@pytest.mark.processes
+def test_a_schedule_is_audited_as_recorded_rollouts_are(folder, tmp_path):
+    by_rollouts = audit(folder)
+    by_schedule = audit(folder, by_schedule=True)
+    assert by_schedule.faults == []
+    assert by_schedule.counts == by_rollouts.counts
+    assert json.loads((folder / AUDIT).read_text()) == json.loads(by_schedule.json())
+    assert folder_alerts(folder) == []
+
+
+@pytest.mark.processes
+def test_a_run_that_records_nothing_has_its_audit(tmp_path):
+    folder = train(tmp_path, metrics={"rollouts": 0})
+    assert audit(folder).faults == []
+    assert audit(folder).counts["groups trained"] == 8 * 4
+    lines = [json.loads(line) for line in (folder / SCHEDULE).read_text().splitlines()]
+    (third,) = (line for line in lines if line["step"] == 3 and "groups" in line)
+    (fifth,) = (line for line in lines if line["step"] == 5 and "groups" in line)
+    third["groups"][0] = fifth["groups"][0]  # one prompt twice, another one never
+    fifth["groups"][1][2][0][2] = None  # a failure in a gradient
+    (folder / SCHEDULE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    faults = " ".join(audit(folder).faults)
+    assert "groups were trained in several steps" in faults
+    assert "episodes without a reward were trained" in faults
+    assert "schedule.jsonl is not what the run wrote" in faults
+    (folder / AUDIT).write_text(audit(folder).json())
+    assert "trained twice" in folder_alerts(folder)[0].finding

@@ -14,7 +14,7 @@ import forge
 from benchmarks import mismatch as cases
 from benchmarks.mismatch_faults import trainer_temperature
 from forge.cli import main
-from forge.observability.alerts import mismatch_alerts
+from forge.observability.alerts import folder_alerts
 from forge.recipes.mismatch.differences import distance
 from forge.recipes.mismatch.verdict import compare
 from forge.training.checkpoint import checkpoints
@@ -66,7 +66,7 @@ def test_the_command_says_so_and_leaves_it_for_the_page(clean, tmp_path, capsys)
     folder = shutil.copytree(clean, tmp_path / "run")
     main(["mismatch", str(folder)])
     assert "no fault: engine and trainer agree on" in capsys.readouterr().out
-    assert mismatch_alerts(folder) == []
+    assert folder_alerts(folder) == []
     # Another temperature in the configuration than the run had.
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("temperature: 0.7", "temperature: 0.9"))
@@ -77,7 +77,7 @@ def test_the_command_says_so_and_leaves_it_for_the_page(clean, tmp_path, capsys)
     assert verdict["is_sound"] is False
     assert verdict["kind"] == "temperature"
     assert re.search(r"those of temperature 0\.7, and grpo.temperature is 0\.9", verdict["cause"])
-    (alert,) = mismatch_alerts(folder)
+    (alert,) = folder_alerts(folder)
     assert alert.finding == verdict["sentence"]
 
 

@@ -15,6 +15,8 @@ import yaml
 
 from forge.envs import Action, Environment, Step
 from forge.observability.schedule import _sealed, read_schedule
+from forge.recipes.replay import Plan, ReplayDiffers, first_versions
+from forge.types import Seen
 from tests.recipes.test_recipes import CONFIG, ROOT, finish
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -133,16 +135,22 @@ def test_a_change_says_where_the_runs_part(run: Path) -> None:
     assert max(read_schedule(run.parent / name).steps) == 4
 
 
-def test_a_checkpoint_is_a_start_where_nothing_was_in_flight(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_start_where_nothing_was_in_flight(tmp_path: Path) -> None:
     lock_step = trained(tmp_path, ASYNCHRONOUS | {"async": {"max_policy_age": 0}})
     code, output = forge("replay", str(lock_step), "--from", "5")
     assert code == 0, output
     assert f"steps 6 to {STEPS} are those of the run, bit for bit" in output
     second_states = states(lock_step.parent / "test-replay")
     assert second_states == {name: digest for name, digest in states(lock_step).items() if name in second_states}
-    code, output = forge("replay", str(run), "--from", "2", "--name", "late")
-    assert code == 1
-    assert "was in flight at step 2" in output
+
+
+def test_a_prompt_in_flight_at_the_checkpoint_is_named(run: Path) -> None:
+    schedule = read_schedule(run)
+    plan = Plan(schedule, STEPS)
+    early = {index for index, first in first_versions(plan, Seen(), 0).items() if first < 3}
+    assert first_versions(plan, Seen(0, early), 3).keys() == schedule.groups.keys() - early
+    with pytest.raises(ReplayDiffers, match=rf"prompt {max(early)} was in flight at step 3, begun by version"):
+        first_versions(plan, Seen(0, early - {max(early)}), 3)
 
 
 def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .table import Subparsers
 
-TEXT = "count what became of each prompt and token of a run, from its files alone; needs metrics.rollouts: all"
+TEXT = "count what became of each prompt and token of a run, from its files alone"
 
 
 def add_to(commands: Subparsers) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 WINDOW = 20  # steps that a judgement is based on: fewer vary too much
 SCARCE = 2.0  # GB: less than a checkpoint of a small model
 
+AUDIT = "audit.json"  # that of the run at its end
 MISMATCH = "mismatch.json"  # the last comparison of engine and trainer, by `forge mismatch`
 
 Rows = Sequence[Mapping[str, float]]
@@ -131,8 +132,20 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     return alerts
 
 
-def mismatch_alerts(folder: Path) -> list[Alert]:
-    """Return the fault that `forge mismatch` has found in a run's folder, if it has, as an alert."""
+def folder_alerts(folder: Path) -> list[Alert]:
+    """Return what `forge mismatch` and the audit have found in a run's folder, as alerts."""
+    return [*_mismatch_alerts(folder), *_audit_alerts(folder)]
+
+
+def _audit_alerts(folder: Path) -> list[Alert]:
+    try:
+        faults = json.loads((folder / AUDIT).read_text())["faults"]
+        return [Alert(str(fault)[:1000], "The audit of the run found it, see `forge audit`") for fault in faults[:5]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _mismatch_alerts(folder: Path) -> list[Alert]:
     try:
         verdict = json.loads((folder / MISMATCH).read_text())
         # The file is as good as the folder: others may have written it.

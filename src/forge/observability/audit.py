@@ -1,6 +1,7 @@
 """The audit of a finished run: what became of each prompt and of each sampled token, counted from its files alone.
 
-It needs the rollouts of all groups (`metrics.rollouts: all`), and shares no code with what trains and counts them.
+It reads the rollouts of all groups (`metrics.rollouts: all`), otherwise the schedule, and shares no code with what
+trains and counts them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..config.sections import flat
 from ..config.yaml_files import parse_yaml
 from .folder import CONFIG, LOGS, MARK, digest
 from .rollouts import ROLLOUTS, batches
+from .schedule import SCHEDULE
 
 COLUMNS = (
     "step",
@@ -32,6 +34,7 @@ COLUMNS = (
     "length",
     "versions",
 )
+EMPTY = {"origins": "[]", "finish": None}  # what a schedule does not say of a sample
 # Reasons that depend on the reward: what they drop differs by design.
 BY_REWARD = ("no_signal",)
 IDLE = "zero_advantage"
@@ -65,21 +68,26 @@ class Audit:
         return json.dumps(asdict(self) | {"is_sound": self.is_sound}, indent=1)
 
 
-def audit(folder: Path) -> Audit:
+def audit(folder: Path, by_schedule: bool = False) -> Audit:
     """Audit the run in a folder.
 
+    Args:
+        by_schedule: read the schedule even if all rollouts were recorded, which takes much longer to read.
+
     Raises:
-        ValueError: it cannot be audited: it has no step, or did not record all groups.
+        ValueError: it cannot be audited: it has no step, or neither all rollouts nor a schedule.
     """
     settings = flat(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     history = [json.loads(line) for line in (folder / MARK).read_text().splitlines()]
-    if settings.get("metrics.rollouts") != "all":
-        raise ValueError(f"{folder} did not record all groups: an audit needs metrics.rollouts: all")
-    rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
+    by_schedule = by_schedule or settings.get("metrics.rollouts") != "all"
+    if by_schedule:
+        rows = scheduled_rows(folder / SCHEDULE)
+    else:
+        rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
-        raise ValueError(f"{folder} has no recorded rollouts")
+        raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
     result = Audit(steps=int(history[-1]["step"]) if history else 0)
-    counter = _Counter(rows, history, settings, result)
+    counter = _Counter(rows, history, settings, result, by_schedule)
     for check in (
         counter.steps,
         counter.batches,
@@ -96,11 +104,31 @@ def audit(folder: Path) -> Audit:
     return result
 
 
+def scheduled_rows(path: Path) -> list[dict[str, Any]]:
+    """The samples that a schedule lists, in the form of recorded rollouts; what those have beyond it is empty."""
+    rows: list[dict[str, Any]] = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        line = json.loads(text)
+        for index, reason, samples in (*line.get("groups", ()), *line.get("dropped", ())):
+            for number, spans, reward, _ in samples:
+                versions = [version for version, _ in spans]
+                place = {"step": line["step"], "group": index, "sample": number, "branch": 0}
+                tokens = {"length": sum(count for _, count in spans), "versions": versions}
+                rows.append({**place, **tokens, "reward": reward, "dropped": reason or None, **EMPTY})
+    return rows
+
+
 class _Counter:
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, float]], settings: Any, result: Audit
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        history: Sequence[Mapping[str, float]],
+        settings: Any,
+        result: Audit,
+        by_schedule: bool,
     ) -> None:
         self.history, self.settings, self.result = history, settings, result
+        self.by_schedule = by_schedule
         # Of a step that was interrupted the rollouts may be there without its metrics: a resume removes them.
         last = int(history[-1]["step"]) if history else 0
         self.rows = rows = [row for row in rows if row["step"] <= last]
@@ -152,16 +180,18 @@ class _Counter:
         accounted = trained | dropped.keys()
         missing = sorted(set(range(max(accounted) + 1)) - accounted)
         counted = self._sum("dropped/")
-        forgotten = counted.get("forgotten", 0)
+        # What a resume could not hand out again; and of a schedule the dropped groups that it does not list.
+        groups = sum(number for reason, number in counted.items() if reason != "unscored_episodes")
+        unlisted = max(0, groups - len(dropped)) if self.by_schedule else counted.get("forgotten", 0)
         self.result.counts |= {"groups trained": len(trained), "groups dropped": len(dropped)}
         age = int(self.settings.get("async.max_policy_age") or 0)
         # What the buffer admits, and as much again that it holds.
         in_flight = 2 * self.batch_size * (age + 1)
         self.result.counts["groups in flight at the end or not recorded"] = len(missing)
-        if len(missing) > in_flight + forgotten:
+        if len(missing) > in_flight + unlisted:
             self.fault(f"{len(missing)} prompts were neither trained nor dropped", missing)
         early = [group for group in missing if group < max(trained) - in_flight - len(dropped)]
-        if len(early) > forgotten:
+        if len(early) > unlisted:
             self.fault("prompts that were handed out long before the end never came back", early)
         for reason, number in sorted(Counter(dropped.values()).items()):
             self.result.counts[f"groups dropped: {reason}"] = number

@@ -21,7 +21,8 @@ from ..system.files import make_private, reserve, room_for, write_atomic
 from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .account import account_text, token_account
-from .alerts import alerts
+from .alerts import AUDIT, alerts
+from .audit import audit
 from .console import Progress, configure_logging, log
 from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
 from .held_out import HELD_OUT, lines
@@ -285,6 +286,18 @@ class Run:
         rows = (f"{digest.hexdigest()} {sizes[name]} {name}\n" for name, digest in self._digests.items())
         write_sealed(self.folder / LOGS, "".join(rows))
 
+    def _audit(self) -> None:
+        """Write the audit of a run that has a schedule, and warn of its faults."""
+        if not self.history or not (self.folder / SCHEDULE).stat().st_size:
+            return
+        try:
+            result = audit(self.folder, by_schedule=True)
+        except ValueError:  # it trained no step, or its loop writes none
+            return
+        write_atomic(self.folder / AUDIT, result.json())
+        for fault in result.faults:
+            log.warning("audit: %s", fault)
+
     def _write(self, name: str, data: bytes) -> None:
         with room_for(self.folder / name, len(data)):
             self._logs[name].write(data)
@@ -352,6 +365,7 @@ class Run:
         # The error of a full disk must not hide the run's own, which is why all of this is caught.
         try:
             self._trace.close()
+            self._audit()
             if self.history and self._report is not None:
                 self._report(self.folder, "finished" if self._finished else last_state(self.folder))
         except OSError as error:  # a full disk; the run's own error is more important

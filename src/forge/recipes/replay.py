@@ -274,17 +274,7 @@ class Replay(Loop):
     def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan, seen: Seen) -> None:
         super().__init__(cfg, job, parts)
         self.plan = plan
-        steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
-        groups = [group for entry in steps for group in (*entry.groups, *entry.dropped)]
-        indices = {group.index for group in groups if group.index not in seen}
-        self.unfinished = {index: first_version(plan.schedule.groups[index]) for index in indices}
-        for index, first in self.unfinished.items():
-            if first < job.record.start:
-                raise ReplayDiffers(
-                    f"prompt {index} was in flight at step {job.record.start}, begun by version {first}, whose weights "
-                    "are gone: replay from the start, or from a step at which nothing was in flight, such as that of a "
-                    "resume"
-                )
+        self.unfinished = first_versions(plan, seen, job.record.start)
         self.active: dict[int, ScheduledPolicy] = {}
         self.changed = asyncio.Condition()
         self.parted: str | None = None
@@ -374,9 +364,28 @@ class Replay(Loop):
             log.info("steps %d to %d are those of the run, bit for bit", min(compared), max(compared))
 
 
-def first_version(group: GroupEntry) -> int:
-    """The first weights that drew a token of a group; 0 where none did."""
-    return min((sample.spans[0][0] for sample in group.samples.values() if sample.spans), default=0)
+def first_versions(plan: Plan, seen: Seen, start: int) -> dict[int, int]:
+    """The first weights that drew a token of each group that is to be played, by its index.
+
+    Args:
+        seen: the groups that a checkpoint has.
+        start: its step.
+
+    Raises:
+        ReplayDiffers: weights from before the checkpoint drew tokens of one that it does not have.
+    """
+    steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
+    indices = {group.index for entry in steps for group in (*entry.groups, *entry.dropped)}
+    versions = {}
+    for index in sorted(index for index in indices if index not in seen):
+        samples = plan.schedule.groups[index].samples.values()
+        versions[index] = min((sample.spans[0][0] for sample in samples if sample.spans), default=start)
+        if versions[index] < start:
+            raise ReplayDiffers(
+                f"prompt {index} was in flight at step {start}, begun by version {versions[index]}, whose weights are "
+                "gone: replay from the start, or from a step at which nothing was in flight, such as that of a resume"
+            )
+    return versions
 
 
 async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
