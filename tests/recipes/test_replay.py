@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from forge.envs import Action, Environment, Step
 from forge.observability.schedule import _sealed, read_schedule
 from forge.recipes.replay import Plan, ReplayDiffers, first_versions
 from forge.types import Seen
-from tests.recipes.test_recipes import CONFIG, ROOT, finish
+from tests.recipes.test_recipes import CONFIG, ROOT, finish, start
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -151,6 +155,44 @@ def test_a_prompt_in_flight_at_the_checkpoint_is_named(run: Path) -> None:
     assert first_versions(plan, Seen(0, early), 3).keys() == schedule.groups.keys() - early
     with pytest.raises(ReplayDiffers, match=rf"prompt {max(early)} was in flight at step 3, begun by version"):
         first_versions(plan, Seen(0, early - {max(early)}), 3)
+
+
+def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
+    config = ASYNCHRONOUS | {"checkpoint": {"every": 3, "keep": STEPS}, "generator": {"slots": 2}}
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump(config | {"run": {"name": "test", "root": str(tmp_path / "runs")}}))
+    metrics = tmp_path / "runs/test/metrics.jsonl"
+    process = start(sys.executable, "-m", "forge", "train", str(path), group=True)
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 6:  # step 0 has a line as well
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    code, output = forge("train", str(path), "--resume", str(tmp_path / "runs/test"))
+    assert code == 0, output
+    assert "resuming from" in output
+    code, output = forge("replay", str(tmp_path / "runs/test"))
+    assert code == 0, output
+    assert states(tmp_path / "runs/test-replay") == states(tmp_path / "runs/test")
+    assert len(states(tmp_path / "runs/test")) == 3
+    # It may begin where the run was resumed: what was in flight had been begun once more.
+    code, output = forge("replay", str(tmp_path / "runs/test"), "--from", "3", "--name", "late")
+    assert code == 0, output
+    assert f"steps 4 to {STEPS} are those of the run, bit for bit" in output
+
+
+def noisy(response: str) -> float:
+    """A reward that draws."""
+    return random.random()
+
+
+def test_a_reward_that_draws_is_named(tmp_path: Path) -> None:
+    reward = {"functions": ["tests.recipes.test_replay:noisy"], "accuracy": "ExactMatch"}
+    folder = trained(tmp_path, ASYNCHRONOUS | {"reward": reward, "training": ASYNCHRONOUS["training"] | {"steps": 2}})
+    code, output = forge("replay", str(folder))
+    assert code == 1
+    assert "step 1: sample 0 of prompt" in output
+    assert "for the same tokens" in output
 
 
 def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:

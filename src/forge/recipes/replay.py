@@ -40,12 +40,12 @@ LISTED_SAMPLING = ("grpo.n_samples", "rollout.n_samples")
 
 
 class ReplayDiffers(ForgeError):
-    """What a replay computes is not what the schedule says: names the step, and what differs in it."""
+    """A difference of a replay from its schedule: names the step, and what differs in it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is replayed.
+    """A schedule, and how much of it is replayed.
 
     Attributes:
         until: the last step.
@@ -193,7 +193,7 @@ class ScheduledBuffer(ReplayBuffer):
 
     @property
     def groups(self) -> list[Group]:
-        """What is held: a run has groups alone."""
+        """The items: a run has groups alone."""
         return [item for item in self.items if isinstance(item, Group)]
 
     def _unfit(self, item: Item) -> str | None:
@@ -223,7 +223,7 @@ class ScheduledPolicy:
         self._numbers = {next(turns): number for number, turns in self._turns.items()}
 
     def left(self, number: int) -> Spans:
-        """What is still to be drawn of a sample."""
+        """The spans of a sample that are still to be drawn."""
         entry = self.group.samples.get(number)
         skipped = self.drawn[number]
         spans: list[tuple[int, int]] = []
