@@ -24,6 +24,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
+ATTEMPTS = 5
 VICTIMS = ("generator", "trainer")
 SETTINGS = {
     "from_scratch": {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "hidden_size": 32, "layers": 2, "max_positions": 128},
@@ -45,7 +46,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
 
-def strike(run: subprocess.Popen[str], seed: int) -> list[str]:
+def strike(run: subprocess.Popen[bytes], seed: int) -> list[str]:
     """Kill or stop a process of a run every 5 to 10 seconds until it has ended; what was done."""
     rng = random.Random(seed)
     faults: list[str] = []
@@ -99,19 +100,23 @@ def main() -> None:
             config.write_text(yaml.safe_dump(settings))
             faults: list[str] = []
             words = [sys.executable, "-m", "forge"]
-            with (Path(root) / f"run{number}.log").open("w") as output:
-                run = subprocess.Popen(
-                    [*words, "train", str(config)],
-                    env=environment(),
-                    stdout=output,
-                    stderr=output,
-                    text=True,
-                    start_new_session=True,
-                )
-                if number % 2:
-                    faults = strike(run, number)
-                assert run.wait() == 0, Path(output.name).read_text()[-2000:]
             folder = Path(root) / f"run{number}"
+            output = Path(root) / f"run{number}.log"
+            command = [*words, "train", str(config)]
+            for attempt in range(ATTEMPTS):
+                resume = ["--resume", "auto"] if attempt else []
+                with output.open("w") as file:
+                    run = subprocess.Popen(
+                        [*command, *resume], env=environment(), stdout=file, stderr=file, start_new_session=True
+                    )
+                    if number % 2:
+                        faults += strike(run, 100 * number + attempt)
+                if run.wait() == 0:
+                    break
+                # A trainer that dies twice as it starts ends the run: it is resumed, as a scheduler would.
+                faults.append("resumed")
+            else:
+                raise SystemExit(f"run {number} did not end in {ATTEMPTS} attempts: {output.read_text()[-2000:]}")
             before = states(folder)
             steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
             samples = [s for line in (folder / "schedule.jsonl").read_text().splitlines() for s in spans(line)]
