@@ -145,9 +145,8 @@ class RunningBatch:
         """Whether a schedule has tokens left that these weights draw."""
         version = self.current_weights.version
         can_start = any(request.startable(version) for request in waiting if request.sampling.schedule)
-        return can_start or any(
-            row.spans for row in (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
-        )
+        rows = (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
+        return can_start or any(row.spans for row in rows)
 
     def _running_rows(self) -> list[int]:
         return [i for i in range(len(self.rows)) if i not in self.free_rows]

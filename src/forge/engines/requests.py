@@ -186,9 +186,9 @@ def due(
     fail_passed_over(waiting, version)
     rows = []
     for row in paused:
-        wanted = row.next_version(len(row.resumed.token_ids))
-        if wanted < version:
-            fail(row.request, PassedOver(row.request, wanted, version))
+        next_version = row.next_version(len(row.resumed.token_ids))
+        if next_version < version:
+            fail(row.request, PassedOver(row.request, next_version, version))
         else:
             rows.append(row)
     is_due = [row.next_version(len(row.resumed.token_ids)) == version for row in rows]
@@ -200,18 +200,18 @@ def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
     """Fail requests whose next sample begins with weights before this version: only others could draw it."""
     for request in waiting:
         if request.sampling.schedule:
-            wanted = request.sampling.schedule[request.admitted][0][0]
-            if wanted < version:
-                fail(request, PassedOver(request, wanted, version))
+            next_version = request.sampling.schedule[request.admitted][0][0]
+            if next_version < version:
+                fail(request, PassedOver(request, next_version, version))
 
 
 class PassedOver(ValueError):
     """Weights that a schedule names and that this engine no longer has."""
 
-    def __init__(self, request: EngineRequest, wanted: int, version: int) -> None:
+    def __init__(self, request: EngineRequest, next_version: int, version: int) -> None:
         super().__init__(
-            f"the schedule of the request with seed {request.seed} wants version {wanted} next, and this engine serves "
-            f"version {version}: publish no version before the requests of the one before it are there"
+            f"the schedule of the request with seed {request.seed} wants version {next_version} next, and this engine "
+            f"serves version {version}: publish no version before the requests of the one before it are there"
         )
 
 

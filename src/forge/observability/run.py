@@ -290,6 +290,7 @@ class Run:
         """Write the audit of a run that has a schedule, and warn of its faults."""
         if not self.history or not (self.folder / SCHEDULE).stat().st_size:
             return
+        # By the schedule, which is some kB a step: all rollouts of a run may be many GB.
         try:
             result = audit(self.folder, by_schedule=True)
         except ValueError:  # it trained no step, or its loop writes none

@@ -64,6 +64,7 @@ class GroupEntry:
     @classmethod
     def of(cls, group: Group, reason: str = "") -> GroupEntry:
         """The entry of a group, before anything changes its rewards."""
+        # Of a group with unscored episodes a part trains: its samples keep their numbers.
         numbers = group.samples or range(len(group.episodes))
         entries = zip(numbers, map(SampleEntry.of, group.episodes), strict=True)
         return cls(group.index, dict(entries), reason)
@@ -83,26 +84,26 @@ class StepEntry:
         lists = {"groups": _lists(self.groups), "dropped": _lists(self.dropped)}
         return _sealed({"step": self.step, **lists, "numbers": dict(self.numbers)})
 
-    def difference(self, other: StepEntry) -> str | None:
+    def difference(self, entry: StepEntry) -> str | None:
         """The first thing in which another entry of this step differs, in words; None if they are alike."""
-        if [group.index for group in self.groups] != [group.index for group in other.groups]:
-            return f"it trained on the prompts {_indices(self)}, and now on {_indices(other)}"
-        for mine, others in zip(self.groups, other.groups, strict=True):
-            if mine.samples.keys() != others.samples.keys():
-                return f"prompt {mine.index} had samples {[*mine.samples]}, and now {[*others.samples]}"
-            for number, sample in mine.samples.items():
-                second_sample = others.samples[number]
+        if [group.index for group in self.groups] != [group.index for group in entry.groups]:
+            return f"it trained on the prompts {_indices(self)}, and now on {_indices(entry)}"
+        for group, second_group in zip(self.groups, entry.groups, strict=True):
+            if group.samples.keys() != second_group.samples.keys():
+                return f"prompt {group.index} had samples {[*group.samples]}, and now {[*second_group.samples]}"
+            for number, sample in group.samples.items():
+                second_sample = second_group.samples[number]
                 if sample.digest != second_sample.digest or sample.spans != second_sample.spans:
                     versions = f"versions {_words(sample.spans)}, now {_words(second_sample.spans)}"
-                    return f"sample {number} of prompt {mine.index} has other tokens or log-probabilities ({versions})"
+                    return f"sample {number} of prompt {group.index} has other tokens or log-probabilities ({versions})"
                 if sample.reward != second_sample.reward:
                     return (
-                        f"sample {number} of prompt {mine.index} had the reward {sample.reward}, and now "
+                        f"sample {number} of prompt {group.index} had the reward {sample.reward}, and now "
                         f"{second_sample.reward} for the same tokens"
                     )
         for name, value in self.numbers.items():
-            if value != other.numbers.get(name):
-                return f"{name} was {value!r}, and is {other.numbers.get(name)!r} for the same rollouts"
+            if value != entry.numbers.get(name):
+                return f"{name} was {value!r}, and is {entry.numbers.get(name)!r} for the same rollouts"
         return None
 
 
@@ -148,7 +149,8 @@ def read_schedule(folder: Path) -> Schedule:
     published: dict[int, str] = {}
     trained_at: dict[int, int] = {}
     samples: dict[int, dict[int, SampleEntry]] = {}
-    for where, line in _lines(path):
+    # In the order of the file, which is that of the run: a version must be there before a token of it.
+    for location, line in _lines(path):
         number = line["step"]
         if "format" in line:
             head = line
@@ -157,31 +159,32 @@ def read_schedule(folder: Path) -> Schedule:
         elif "published" in line:
             published[number] = line["published"]
         else:
-            entry = _step(where, line)
+            entry = _step(location, line)
             if number != len(steps) + 1:
-                raise BadSchedule(f"{where}: step {number} comes after step {len(steps)}")
+                raise BadSchedule(f"{location}: step {number} comes after step {len(steps)}")
             for group in entry.groups:
                 if (earlier := trained_at.setdefault(group.index, number)) != number:
-                    raise BadSchedule(f"{where}: prompt {group.index} trained in step {earlier} already")
+                    raise BadSchedule(f"{location}: prompt {group.index} trained in step {earlier} already")
             for group in (*entry.groups, *entry.dropped):
-                _check_versions(where, number, group, published)
+                _check_versions(location, number, group, published)
                 samples.setdefault(group.index, {}).update(group.samples)
             steps[number] = entry
     if not head or not steps:
         raise BadSchedule(f"{path} has no step")
+    # A replay draws all samples of a prompt in one request, those that were dropped included.
     groups = {index: GroupEntry(index, entries) for index, entries in samples.items()}
     return Schedule(head["recipe"], tuple(head["by_hand"]), steps, published, groups)
 
 
-def _check_versions(where: str, step: int, group: GroupEntry, published: Mapping[int, str]) -> None:
+def _check_versions(location: str, step: int, group: GroupEntry, published: Mapping[int, str]) -> None:
     for number, sample in group.samples.items():
         # An episode without a turn of the policy has no tokens.
         if sample.spans and not are_spans(sample.spans):
-            raise BadSchedule(f"{where}: sample {number} of prompt {group.index} has the spans {sample.spans}")
+            raise BadSchedule(f"{location}: sample {number} of prompt {group.index} has the spans {sample.spans}")
         for version, _ in sample.spans:
             if version not in published or version >= step:
                 raise BadSchedule(
-                    f"{where}: sample {number} of prompt {group.index} has tokens of version {version}, which no "
+                    f"{location}: sample {number} of prompt {group.index} has tokens of version {version}, which no "
                     "generator had by then"
                 )
 
@@ -195,23 +198,23 @@ def _sealed(line: dict[str, Any]) -> str:
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a schedule, each with its place in words."""
     for number, text in enumerate(path.read_text().splitlines(), 1):
-        where = f"{path}, line {number}"
+        location = f"{path}, line {number}"
         try:
             line = json.loads(text)
-            where = f"{where} (step {line['step']})"
+            location = f"{location} (step {line['step']})"
             del line["checksum"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise BadSchedule(f"{where} is damaged: {text:.60}") from None
+            raise BadSchedule(f"{location} is damaged: {text:.60}") from None
         if _sealed(line) != text:
-            raise BadSchedule(f"{where} is not what the run wrote: its checksum differs")
-        yield where, line
+            raise BadSchedule(f"{location} is not what the run wrote: its checksum differs")
+        yield location, line
 
 
-def _step(where: str, line: dict[str, Any]) -> StepEntry:
+def _step(location: str, line: dict[str, Any]) -> StepEntry:
     try:
         return StepEntry(line["step"], _groups(line["groups"]), _groups(line["dropped"]), line["numbers"])
     except (KeyError, TypeError, ValueError):
-        raise BadSchedule(f"{where}: not the entry of a step") from None
+        raise BadSchedule(f"{location}: not the entry of a step") from None
 
 
 def _lists(groups: Sequence[GroupEntry]) -> list[Any]:

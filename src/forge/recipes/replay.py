@@ -100,6 +100,7 @@ def replay(
     overrides = [("run.name", name or f"{folder.resolve().name}-replay"), ("run.overwrite", "true"), *changes]
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
+    # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
     if (Path(cfg.run.root) / cfg.run.name).resolve() == folder.resolve():
@@ -185,6 +186,7 @@ class ScheduledBuffer(ReplayBuffer):
     async def sample(self, version: int, batch_size: int) -> list[Any]:
         """The groups with which the run trained `version`, in its order."""
         indices = self.batches[version + 1]
+        # Step n trains version n - 1.
         async with self.changed:
             await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.groups})
             groups = {group.index: group for group in self.groups}
@@ -244,6 +246,7 @@ class ScheduledPolicy:
 
     async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
         """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
+        # A reward without an environment asks for all samples at once, an episode for its next turn.
         numbers = [self._number(seed)] if n is None else [*range(n)]
         schedule = tuple(map(self.left, numbers))
         if all(schedule):  # of a changed run, tokens may be beyond it
@@ -298,6 +301,7 @@ class Replay(Loop):
         prompt = sample.prompt
         async with self.changed:
             await self.changed.wait_for(lambda: self.published_version >= self.unfinished[prompt.index])
+        # The seed is that of the run: with the same weights it draws the same tokens.
         seed = sample_seed(self.cfg.seed, prompt.index)
         count = self.cfg.grpo.n_samples
         policy = ScheduledPolicy(self.parts.policy, self.plan.schedule.groups[prompt.index], seed, count)
@@ -327,6 +331,7 @@ class Replay(Loop):
     async def are_held(self) -> bool:
         """Whether generators may take other weights: none has a token left that these draw."""
         version = self.published_version
+        # A prompt that is not begun yet may have tokens of these weights as well.
         due = [index for index, first in self.unfinished.items() if first <= version]
         if not due:
             return True
@@ -396,9 +401,11 @@ async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
     trained = {group.index for entry in steps for group in entry.groups}
     dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
     batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
+    # In this process wherever the run had its own: nothing is lost if it ends.
     buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30, start=job.record.start)
     if job.record.resume is not None:
         await buffer.load_state_dict.route(await parts.buffer.state_dict.route())
     parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
+    # A hook ends the run, as `training.steps` would change the schedule of the learning rate.
     ends = Hooks(on_step=lambda step, metrics: step == plan.until)
     await Replay(cfg, job._replace(hooks=ends), parts, plan, await buffer.handled.route()).run()

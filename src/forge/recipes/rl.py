@@ -100,6 +100,7 @@ class Loop(Frame):
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
     """Train `job.model` as configured. `make_env` makes the environment in place of what the configuration names."""
     passed = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
+    # No file has them: a replay says so.
     by_hand = [name for name, value in passed.items() if value is not None]
     job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)
     await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()

@@ -53,12 +53,14 @@ def renormalised(search: Search) -> Iterator[Trial]:
     # Settings that the configuration does not have, but an engine may: of generation_config.json.
     candidates += [(0, p, 0.0, f"top_p {p}") for p in (0.8, 0.9, 0.95) if p != top_p]
     candidates += [(k, 1.0, 0.0, f"top_k {k}") for k in (20, 40, 50) if k != top_k and k < logits.shape[-1]]
-    for k, p, least, name in candidates:
-        kept = _bounded(logits, k, p, least).log_softmax(-1).gather(1, search.plain.labels[:, None])[:, 0].numpy()
+    for k, p, smallest, name in candidates:
+        bounded_logprobs = (
+            _bounded(logits, k, p, smallest).log_softmax(-1).gather(1, search.plain.labels[:, None])[:, 0].numpy()
+        )
         # Tokens that were excluded cannot have been drawn, but rounding at the edge may put one outside.
-        kept = np.where(np.isfinite(kept), kept, search.plain.logprobs(logits, 1.0))
+        bounded_logprobs = np.where(np.isfinite(bounded_logprobs), bounded_logprobs, search.plain.logprobs(logits, 1.0))
         text = f"log-probabilities were renormalised over what {name} leaves: they should be those of all tokens"
-        yield Trial("top_p", text, kept)
+        yield Trial("top_p", text, bounded_logprobs)
 
 
 def _bounded(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

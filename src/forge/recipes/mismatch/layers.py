@@ -31,24 +31,24 @@ class Part:
         return HALF[0] < self.size < HALF[1]
 
 
-def first_part(one: Side, other: Side) -> Part | None:
+def first_part(first: Side, second: Side) -> Part | None:
     """Walk from the embedding to the head; None: there is nothing to walk."""
-    if not one.states or len(one.states) != len(other.states):
+    if not first.states or len(first.states) != len(second.states):
         return None
-    if (size := relative(one.states[0], other.states[0])) > STATES:
+    if (size := relative(first.states[0], second.states[0])) > STATES:
         return Part(f"the embedding (its states differ by {size:.1e} of their norm)", None, size)
-    for layer, (mine, theirs) in enumerate(zip(one.states[1:], other.states[1:], strict=True)):
-        inner = relative(one.attended[layer], other.attended[layer])
+    for layer, (state, second_state) in enumerate(zip(first.states[1:], second.states[1:], strict=True)):
+        inner = relative(first.attended[layer], second.attended[layer])
         if inner > STATES:
             return _part(layer, "attention", inner)
-        if (size := relative(mine, theirs)) > STATES:
+        if (size := relative(state, second_state)) > STATES:
             return _part(layer, "output projection, norms or feed-forward", size)
     return Part("the last norm or the head (the states of all layers agree)", None, 0.0)
 
 
-def relative(one: Tensor, other: Tensor) -> float:
+def relative(first: Tensor, second: Tensor) -> float:
     """The norm of the difference over that of the second."""
-    return float((one - other).norm() / other.norm().clamp(min=1e-30))
+    return float((first - second).norm() / second.norm().clamp(min=1e-30))
 
 
 def _part(layer: int, inside: str, size: float) -> Part:

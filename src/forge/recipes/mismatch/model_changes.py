@@ -64,9 +64,9 @@ def masks(search: Search) -> Iterator[Trial]:
     )
     if any(kind.window is not None for kind in attention_kinds(plain.model.config)):
         yield trial("the sliding window was not applied", lambda q, k, w: k <= q)
-        for more in (1, -1):
-            text = f"off by one in the sliding window: it is {'longer' if more > 0 else 'shorter'} by a token"
-            yield trial(text, lambda q, k, w, more=more: (k <= q) & within(q, k, None if w is None else w + more))  # type: ignore[misc]
+        for offset in (1, -1):
+            text = f"off by one in the sliding window: it is {'longer' if offset > 0 else 'shorter'} by a token"
+            yield trial(text, lambda q, k, w, offset=offset: (k <= q) & within(q, k, None if w is None else w + offset))  # type: ignore[misc]
 
 
 def constants(search: Search) -> Iterator[Trial]:
@@ -78,11 +78,11 @@ def constants(search: Search) -> Iterator[Trial]:
         text = f"the gates of experts were {'not ' if config.norm_topk_prob else ''}normalised, unlike norm_topk_prob"
         changes.append(("experts", text, "norm_topk_prob", lambda value: not value))
     if getattr(config, "num_experts_per_tok", None):
-        for more in (1, -1):
-            text = f"{config.num_experts_per_tok + more} experts computed a token, and num_experts_per_tok is "
+        for offset in (1, -1):
+            text = f"{config.num_experts_per_tok + offset} experts computed a token, and num_experts_per_tok is "
             text += str(config.num_experts_per_tok)
-            if 1 <= config.num_experts_per_tok + more <= config.num_experts:
-                changes.append(("experts", text, "top_k", lambda value, more=more: value + more))  # type: ignore[misc]
+            if 1 <= config.num_experts_per_tok + offset <= config.num_experts:
+                changes.append(("experts", text, "top_k", lambda value, offset=offset: value + offset))  # type: ignore[misc]
     for eps in (1e-5, 1e-6, 1e-8):
         text = f"norms had eps {eps:g}, and config.json has {config.rms_norm_eps:g}"
         if eps != config.rms_norm_eps:

@@ -36,8 +36,8 @@ class Plain:
         self.model.requires_grad_(False).eval()
         self.tensors = version.tensors
         # Releases before 5.20 or so know the cache by its former name alone.
-        named = inspect.signature(inspect.unwrap(type(self.model.model).forward)).parameters
-        self._cache_argument = "cache" if "cache" in named else "past_key_values"
+        parameters = inspect.signature(inspect.unwrap(type(self.model.model).forward)).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.tied: bool = self.model.config.tie_word_embeddings
         self.set(self.tensors)
         self.contexts = [sequence.tokens[: sequence.context].tolist() for sequence in run.sequences]
@@ -84,7 +84,7 @@ class Plain:
         ids, places = self._inputs(contexts)
         # Padding is on the right: causal attention hides it from all that comes before.
         out = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-        return self._read(out, [np.maximum(where + shift, 1) for where in places])
+        return self._read(out, [np.maximum(row_places + shift, 1) for row_places in places])
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None = None, **changes: Any) -> Tensor:
@@ -105,11 +105,11 @@ class Plain:
         out = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
         rows = []
         for sequence, states, places in zip(self.run.sequences, out, self.places, strict=True):
-            others = places + distance
-            inside = (others > 0) & (others < len(sequence.tokens)) & np.isin(others, places)
+            targets = places + distance
+            inside = (targets > 0) & (targets < len(sequence.tokens)) & np.isin(targets, places)
             values = np.full(len(places), np.nan, np.float32)
-            labels = torch.from_numpy(sequence.tokens[others[inside]])
-            logits = self.model.lm_head(states[others[inside] - 1]).float() / self.run.temperature
+            labels = torch.from_numpy(sequence.tokens[targets[inside]])
+            logits = self.model.lm_head(states[targets[inside] - 1]).float() / self.run.temperature
             values[inside] = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0].numpy()
             rows.append(values)
         return np.concatenate(rows)
@@ -181,27 +181,27 @@ class Plain:
         for sequence, places in zip(self.run.sequences, self.places, strict=True):
             ids = torch.from_numpy(sequence.tokens)[None]
             first = (sequence.context - 1) // block * block
-            kept: dict[str, Any] = {self._cache_argument: DynamicCache(), "use_cache": True}
+            cache_arguments: dict[str, Any] = {self._cache_argument: DynamicCache(), "use_cache": True}
             if first:
                 self.set(older)
-                self.model.model(input_ids=ids[:, :first], **kept)
+                self.model.model(input_ids=ids[:, :first], **cache_arguments)
                 self.set(self.tensors)
-            out = self.model.model(input_ids=ids[:, first:], **kept).last_hidden_state
+            out = self.model.model(input_ids=ids[:, first:], **cache_arguments).last_hidden_state
             rows.append(out[0, places - 1 - first])
         return self.logprobs(self.logits(torch.cat(rows)))
 
     def _inputs(self, contexts: Sequence[Sequence[int]] | None) -> tuple[Tensor, list[np.ndarray]]:
         """Token ids [sequences, longest], padded on the right, and the places of the compared tokens in each row."""
-        chosen = self.contexts if contexts is None else contexts
+        first_contexts = self.contexts if contexts is None else contexts
         rows = [
             [*context, *sequence.tokens[sequence.context :].tolist()]
-            for context, sequence in zip(chosen, self.run.sequences, strict=True)
+            for context, sequence in zip(first_contexts, self.run.sequences, strict=True)
         ]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-        shifts = [len(context) - len(before) for context, before in zip(chosen, self.contexts, strict=True)]
+        shifts = [len(context) - len(before) for context, before in zip(first_contexts, self.contexts, strict=True)]
         return ids, [places + shift for places, shift in zip(self.places, shifts, strict=True)]
 
     @staticmethod
     def _read(values: Tensor, places: Sequence[np.ndarray]) -> Tensor:
-        return torch.cat([row[where - 1] for row, where in zip(values, places, strict=True)]).float()
+        return torch.cat([row[row_places - 1] for row, row_places in zip(values, places, strict=True)]).float()

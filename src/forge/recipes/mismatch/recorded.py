@@ -103,8 +103,8 @@ class RecordedRun:
 
     def batch(self, sequences: Sequence[SampledTokens] | None = None) -> Batch:
         """The sequences as a trainer gets them, back to back."""
-        chosen = self.sequences if sequences is None else sequences
-        return pack([Episode.given(s.tokens.tolist(), s.mask.tolist()) for s in chosen])
+        batch_sequences = self.sequences if sequences is None else sequences
+        return pack([Episode.given(s.tokens.tolist(), s.mask.tolist()) for s in batch_sequences])
 
 
 def open_run(folder: Path, step: int | None = None) -> RecordedRun:
@@ -137,16 +137,16 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
                 if (sequence := _sequence(row, version, settings)) is not None:
                     by_source[row["step"], version].append(sequence)
     if not by_source:
-        where = "recorded" if step is None else f"of step {step}"
+        which_ones = "recorded" if step is None else f"of step {step}"
         names = ", ".join(map(str, sorted({0, *saved})))
         raise ValueError(
-            f"no rollouts {where} were sampled by weights that {folder} has (versions {names}): set checkpoint.every "
-            "and checkpoint.keep so that a step follows a checkpoint"
+            f"no rollouts {which_ones} were sampled by weights that {folder} has (versions {names}): set "
+            "checkpoint.every and checkpoint.keep so that a step follows a checkpoint"
         )
     # The newest weights: a fault of publication shows only where they differ from the start.
-    chosen = max(by_source, key=lambda source: (source[1], -source[0]))
-    sequences = _some(by_source[chosen])
-    return RecordedRun(folder, settings, start, saved, chosen[1], chosen[0], sequences)
+    newest_source = max(by_source, key=lambda source: (source[1], -source[0]))
+    sequences = _some(by_source[newest_source])
+    return RecordedRun(folder, settings, start, saved, newest_source[1], newest_source[0], sequences)
 
 
 def _start_model(folder: Path, settings: Mapping[str, Any]) -> Path:
@@ -191,9 +191,12 @@ def _some(sequences: Sequence[SampledTokens]) -> list[SampledTokens]:
     for sequence in sequences:
         by_group[sequence.group].append(sequence)
     turns = [group[turn] for turn in range(SEQUENCES) for group in by_group.values() if turn < len(group)]
-    chosen: list[SampledTokens] = []
+    compared_sequences: list[SampledTokens] = []
     for sequence in turns[:SEQUENCES]:
-        if chosen and sum(len(other.tokens) for other in chosen) + len(sequence.tokens) > TOKENS:
+        if (
+            compared_sequences
+            and sum(len(earlier.tokens) for earlier in compared_sequences) + len(sequence.tokens) > TOKENS
+        ):
             break
-        chosen.append(sequence)
-    return chosen
+        compared_sequences.append(sequence)
+    return compared_sequences

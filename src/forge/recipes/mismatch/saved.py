@@ -36,12 +36,12 @@ def saved_faults(run: RecordedRun, store: Store) -> list[str]:
     # The checkpoint of the last step has the weights that were exported.
     expected = dict(split_experts(store.version(last).tensors.items()))
     for name, tensor in read_checkpoint(folder):
-        wanted = expected.get(name)
-        if wanted is None:
+        exported = expected.get(name)
+        if exported is None:
             continue
-        if wanted.shape != tensor.shape or not wanted.to(tensor.dtype).equal(tensor):
-            same = next((other for other, values in expected.items() if values.equal(tensor.float())), None)
-            hint = "" if same is None else f": it is {same}"
+        if exported.shape != tensor.shape or not exported.to(tensor.dtype).equal(tensor):
+            twin = next((second_name for second_name, values in expected.items() if values.equal(tensor.float())), None)
+            hint = "" if twin is None else f": it is {twin}"
             faults.append(f"the saved model: {name} is not that of checkpoint step_{last:06d}{hint}")
             break
     return faults

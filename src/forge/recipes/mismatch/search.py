@@ -83,12 +83,12 @@ def minimum(function: Callable[[float], float], low: float, high: float) -> floa
     """Where a function of one number is smallest: the best point of a grid, refined by golden sections."""
     grid = np.linspace(low, high, 25)
     best = int(np.argmin([function(float(point)) for point in grid]))
-    left, right = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)])
+    lower, upper = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)])
     ratio = (5**0.5 - 1) / 2
     for _ in range(20):
-        one, other = right - ratio * (right - left), left + ratio * (right - left)
-        if function(one) < function(other):
-            right = other
+        first, second = upper - ratio * (upper - lower), lower + ratio * (upper - lower)
+        if function(first) < function(second):
+            upper = second
         else:
-            left = one
-    return (left + right) / 2
+            lower = first
+    return (lower + upper) / 2

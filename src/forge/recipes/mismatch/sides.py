@@ -81,33 +81,33 @@ class EngineSide:
     @torch.inference_mode()
     def cached(self, sequences: Sequence[SampledTokens] | None = None) -> Side:
         """Decode token by token with the cache, all sequences at once, as the engine does."""
-        chosen = self.run.sequences if sequences is None else sequences
-        longest = max(len(sequence.tokens) for sequence in chosen)
-        decoder = self._decoder(rounded(len(chosen), WIDTH), longest)
-        contexts = [sequence.tokens[: sequence.context - 1].tolist() for sequence in chosen]
+        decoded_sequences = self.run.sequences if sequences is None else sequences
+        longest = max(len(sequence.tokens) for sequence in decoded_sequences)
+        decoder = self._decoder(rounded(len(decoded_sequences), WIDTH), longest)
+        contexts = [sequence.tokens[: sequence.context - 1].tolist() for sequence in decoded_sequences]
         decoder.cache.reserve(longest, 0)
         filled = [row for row, context in enumerate(contexts) if context]
         if filled:
             decoder.prefill([contexts[row] for row in filled], filled)
-        steps = max(len(sequence.tokens) - sequence.context for sequence in chosen)
-        records: list[list[tuple[Tensor, ...]]] = [[] for _ in chosen]
+        steps = max(len(sequence.tokens) - sequence.context for sequence in decoded_sequences)
+        records: list[list[tuple[Tensor, ...]]] = [[] for _ in decoded_sequences]
         # A sequence that has ended decodes its last token again, which changes nothing.
         for step in range(steps):
-            places = [min(s.context - 1 + step, len(s.tokens) - 2) for s in chosen]
-            tokens = [int(s.tokens[place]) for s, place in zip(chosen, places, strict=True)]
+            places = [min(s.context - 1 + step, len(s.tokens) - 2) for s in decoded_sequences]
+            tokens = [int(s.tokens[position]) for s, position in zip(decoded_sequences, places, strict=True)]
             record = self._decode(decoder, tokens, places)
-            for row, (sequence, place) in enumerate(zip(chosen, places, strict=True)):
-                if place == sequence.context - 1 + step and sequence.mask[place + 1]:
+            for row, (sequence, position) in enumerate(zip(decoded_sequences, places, strict=True)):
+                if position == sequence.context - 1 + step and sequence.mask[position + 1]:
                     records[row].append(tuple(part[row] for part in record))
-        return self._side([record for row in records for record in row], chosen)
+        return self._side([record for row in records for record in row], decoded_sequences)
 
     @torch.inference_mode()
     def uncached(self) -> Side:
         """Compute each whole context by itself: no key or value is older than the token that it is read for."""
         contexts = [
-            sequence.tokens[:place].tolist()
+            sequence.tokens[:position].tolist()
             for sequence in self.run.sequences
-            for place in np.flatnonzero(sequence.mask)
+            for position in np.flatnonzero(sequence.mask)
         ]
         records: list[tuple[Tensor, ...]] = []
         for first in range(0, len(contexts), CONTEXTS):

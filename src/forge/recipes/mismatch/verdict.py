@@ -145,14 +145,14 @@ class _Comparison:
         links = self._links()
         outcome.links = links + self._further_links()
         part = [link for link in links if not link.agrees]
-        other = [link for link in outcome.links[len(links) :] if not link.agrees]
-        if part or other:
-            self._name((part or other)[0], bisect, recorded_together=self._recorded_together(part))
-            if part and other and part[0].first == RECORDED and other[0].component == SAMPLER[2]:
+        further = [link for link in outcome.links[len(links) :] if not link.agrees]
+        if part or further:
+            self._name((part or further)[0], bisect, recorded_together=self._recorded_together(part))
+            if part and further and part[0].first == RECORDED and further[0].component == SAMPLER[2]:
                 outcome.notes.append("the engine's sampler does so now as well: it is not a matter of the recorded run")
         elif outcome.faults:
             outcome.component, outcome.kind, outcome.cause = EXPORTED, "export", outcome.faults[0]
-        for link in (part + other)[1:]:
+        for link in (part + further)[1:]:
             outcome.notes.append(f"also different: {link.first} and {link.second}, by {link.worst:.2g} nats")
         return outcome
 
@@ -200,13 +200,13 @@ class _Comparison:
     def _links(self) -> list[Link]:
         """Neighbours in the row from the engine's to the trainer's recorded numbers."""
         names = list(self.values)
-        whole = self.values[names[-1]].astype(np.float64) - self.values[names[0]]
+        total = self.values[names[-1]].astype(np.float64) - self.values[names[0]]
         links = []
         for first, second in pairwise(names):
             gap = self.values[second].astype(np.float64) - self.values[first]
-            usable = ~np.isnan(gap * whole)
-            energy = float((whole[usable] ** 2).sum())
-            share = float((gap * whole)[usable].sum() / energy) if energy > 1e-18 else None
+            usable = ~np.isnan(gap * total)
+            energy = float((total[usable] ** 2).sum())
+            share = float((gap * total)[usable].sum() / energy) if energy > 1e-18 else None
             links.append(self._link(first, second, COMPONENTS[first if first == RECORDED else second], share))
         return links
 
@@ -227,10 +227,10 @@ class _Comparison:
         return links
 
     def _link(self, first: str, second: str, component: str, share: float | None) -> Link:
-        one, other = self.values[first], self.values[second]
+        first_values, second_values = self.values[first], self.values[second]
         tolerance = max(FLOAT32, self.noise if {first, second} & self.rounded else 0.0)
-        worst = distance(one, other, self.owners, self.flipped)
-        return Link(first, second, component, mean_gap(one, other), worst, tolerance, share)
+        worst = distance(first_values, second_values, self.owners, self.flipped)
+        return Link(first, second, component, mean_gap(first_values, second_values), worst, tolerance, share)
 
     def _recorded_together(self, differing: Sequence[Link]) -> bool:
         """Whether the recorded numbers of engine and trainer agree with one another, and with no computation."""
@@ -257,10 +257,10 @@ class _Comparison:
                 outcome.kind, outcome.cause = "bfloat16", "a product was rounded to bfloat16 there"
             if outcome.layer is None:
                 outcome.layer = part.layer
-        place = outcome.part or ("" if outcome.layer is None else f"layer {outcome.layer}")
+        location = outcome.part or ("" if outcome.layer is None else f"layer {outcome.layer}")
         gap = f"{link.first} and {link.second} differ by {link.mean:.2g} nats on average"
         reason = outcome.cause or "no single change that was tried gives these numbers"
-        outcome.faults.append(f"{outcome.component}{', ' if place else ''}{place}: {gap}; {reason}")
+        outcome.faults.append(f"{outcome.component}{', ' if location else ''}{location}: {gap}; {reason}")
 
     def _part(self, link: Link) -> Part | None:
         """The first layer whose states differ between the sides of a link; None: one has no states."""
@@ -289,8 +289,10 @@ class _Comparison:
                     size = distance(trial.logprobs, base, self.owners, self.flipped)
                     if best is None and gap / 5 <= size <= gap * 5:
                         best, residual = trial, 0.0
-                elif (left := grade(trial.logprobs)) < residual and left <= max(AT_MOST * gap, link.tolerance / 2):
-                    best, residual = trial, left
+                elif (grade_left := grade(trial.logprobs)) < residual and grade_left <= max(
+                    AT_MOST * gap, link.tolerance / 2
+                ):
+                    best, residual = trial, grade_left
             if best is not None and residual <= max(AT_ONCE * gap, FLOAT32 / 10):
                 break
         if best is None:

@@ -34,10 +34,10 @@ def stale(search: Search) -> Iterator[Trial]:
         trials = {group: trial(f"the weights of {group} were those {source}", some) for group, some in groups.items()}
         yield from trials.values()
         # The tensors of a small model one by one; of a large one those of the layers that look most like the answer.
-        near = search.nearest(trials) if len(changed) > TENSORS else list(groups)
+        nearest_groups = search.nearest(trials) if len(changed) > TENSORS else list(groups)
         single = {
             name: trial(f"{name} was that {source}", {name: tensor})
-            for group in near
+            for group in nearest_groups
             for name, tensor in groups[group].items()
         }
         yield from single.values()
@@ -78,15 +78,15 @@ def exchanged(search: Search) -> Iterator[Trial]:
             search, {i: (i + 1) % count for i in range(count)}, "each layer has the weights of the next", 0
         )
         yield from _moved(search, {i: (i - 1) % count for i in range(count)}, "each layer has the weights before it", 0)
-    for one, other in (("mlp.gate_proj", "mlp.up_proj"), ("self_attn.k_proj", "self_attn.v_proj")):
+    for first_name, second_name in (("mlp.gate_proj", "mlp.up_proj"), ("self_attn.k_proj", "self_attn.v_proj")):
         pairs = [f"model.layers.{i}.{{}}.weight" for i in range(count)]
         changes: dict[str, Tensor] = {}
         for pair in pairs:
-            a, b = pair.format(one), pair.format(other)
+            a, b = pair.format(first_name), pair.format(second_name)
             if a in plain.tensors and b in plain.tensors:
                 changes |= {a: plain.tensors[b], b: plain.tensors[a]}
         if changes:
-            text = f"{one} and {other} have changed places in every layer"
+            text = f"{first_name} and {second_name} have changed places in every layer"
             yield with_tensors(search, "order of weights", text, changes)
 
 
