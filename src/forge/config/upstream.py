@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,15 +183,21 @@ class Converted:
         return "\n".join(lines) + "\n"
 
 
-def read_upstream(path: Path) -> dict[str, Json]:
+def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
     """Read a file of torchforge's, its interpolations resolved and `hf://` removed from names of models.
 
+    Args:
+        overrides: `section.key=value`, set before interpolations are resolved, or `~section.key`, which is removed.
+
     Raises:
-        ValueError: the file is malformed, or an interpolation names a key or variable that does not exist.
+        ValueError: the file is malformed, an interpolation names a key or variable that does not exist, or an override
+            has another form.
     """
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping of keys to values, got {type(values).__name__}")
+    for override in overrides:
+        _override(values, override)
     return resolve_all(values)
 
 
@@ -242,7 +248,8 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     torchforge = {name: settings[name] for name in sections if isinstance(settings.get(name), Mapping)}
     arguments = {name: value for name, value in settings.items() if name not in torchforge}
     optimizer = dict(arguments.pop("optimizer", None) or {})
-    torchforge["optimizer"] = {name: optimizer.pop(name) for name in ("name", "lr", "eps") if name in optimizer}
+    named = {name: optimizer.pop(name) for name in ("name", "lr", "eps") if name in optimizer}
+    torchforge |= {"optimizer": named} if named else {}
     model = arguments["model"]
     if isinstance(model, Mapping):
         if "hf_assets_path" not in model:
@@ -261,6 +268,23 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         degrees = arguments["parallelism"].items()
         arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}
     return arguments | {"optimizer": optimizer}
+
+
+def _override(values: dict[str, Json], override: str) -> None:
+    """Set or remove one key of nested values."""
+    path, is_set, text = override.partition("=")
+    *sections, name = path.removeprefix("~").split(".")
+    target: Json = values
+    for section in sections:
+        target = target.setdefault(section, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict) or (override.startswith("~") and name not in target):
+        raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
+    if override.startswith("~"):
+        del target[name]
+    elif is_set:
+        target[name] = yaml.safe_load(text)
+    else:
+        raise ValueError(f"an override is written as section.key=value, got {override}")
 
 
 def _resolve(text: str, values: Mapping[str, Json]) -> Json:
