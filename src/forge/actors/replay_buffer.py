@@ -259,6 +259,7 @@ class ReplayBuffer(ForgeActor):
 
     async def _sample_parts(self, version: int, batch_size: int) -> Any:
         """Take `dp_size` parts of `batch_size` items, collated; None if there are too few."""
+        # The program polls: what is too old must not count as there.
         needed = self.parts * batch_size
         await self.expire(version)
         if len(self.items) < needed:

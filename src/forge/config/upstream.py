@@ -244,6 +244,7 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: `model` is a mapping without hf_assets_path.
         TypeError: a section has a key without an equivalent.
     """
+    # `optimizer` and `parallelism` are sections of `Trainer` as well, whose keys differ.
     sections = ("training", "lr_scheduler", "compile", "checkpoint", "activation_checkpoint", "comm")
     torchforge = {name: settings[name] for name in sections if isinstance(settings.get(name), Mapping)}
     arguments = {name: value for name, value in settings.items() if name not in torchforge}
@@ -343,6 +344,7 @@ def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     if key not in KEYS or value is None:
         return None
     here = KEYS[key]
+    # The default of every degree but one; a file of ours has only what differs.
     if here.startswith("parallelism.") and value == 1:
         return None
     if recipe == "sft" and here.startswith(("grpo.", "async.")):
@@ -382,6 +384,7 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
     """The batch in prompts, the engine, and what torchforge's program has in its code."""
     size = values.get("local_batch_size") or values.get("batch_size") or _at(values, "replay_buffer.batch_size")
     if size:
+        # A batch there counts answers on each rank, here prompts in all.
         episodes = size * (_at(values, "replay_buffer.dp_size") or 1)
         converted.put("training.batch_size", max(1, -(-episodes // values.get("group_size", 1))))
     if _at(values, "policy.engine_args") or _at(values, "policy.engine_config"):
@@ -405,7 +408,10 @@ def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
     """The batch in rows over all ranks, and the rows that torchforge's program names."""
     local = _at(values, "training.local_batch_size")
     if local:
-        copies = max(1, (_at(values, "processes.procs") or 1) // (_at(values, "parallelism.tensor_parallel_degree") or 1))
+        # Ranks of tensor parallelism share their rows.
+        copies = max(
+            1, (_at(values, "processes.procs") or 1) // (_at(values, "parallelism.tensor_parallel_degree") or 1)
+        )
         converted.put("training.batch_size", local * copies)
     if _at(converted.values, "dataset.path") is None:
         converted.put("dataset.path", ALPACA)

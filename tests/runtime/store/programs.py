@@ -7,13 +7,12 @@ import os
 import sys
 import tempfile
 
+import forge.store as ts
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint, shutdown_context, this_host
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-import forge.store as ts
 
 RANKS = 2
 

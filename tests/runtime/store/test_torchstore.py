@@ -9,10 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
+import forge.store as ts
 import pytest
 import torch
-
-import forge.store as ts
 
 PROGRAMS = Path(__file__).parent / "programs.py"
 pytestmark = pytest.mark.processes  # a store has a shell that removes it
@@ -88,9 +87,7 @@ def test_blocks_of_tensors(on_store):
     async def main():
         tensor = torch.arange(60.0).view(6, 10)
         await ts.put("t", tensor)
-        block = ts.TensorSlice(
-            offsets=(1, 2), coordinates=(), global_shape=(6, 10), local_shape=(3, 5), mesh_shape=()
-        )
+        block = ts.TensorSlice(offsets=(1, 2), coordinates=(), global_shape=(6, 10), local_shape=(3, 5), mesh_shape=())
         assert torch.equal(await ts.get("t", tensor_slice_spec=block), tensor[1:4, 2:7])
         buffer = torch.empty(3, 5)
         assert await ts.get("t", buffer, block) is buffer  # by position, as TorchStore has it
@@ -211,7 +208,7 @@ def test_strategies_are_accepted_and_others_are_not(on_store):
     async def main():
         for strategy in (ts.LocalRankStrategy, ts.HostStrategy, ts.ControllerStorageVolumes):
             await ts.initialize(num_storage_volumes=4, strategy=strategy(), mesh=None)
-        with pytest.raises(TypeError, match="strategy must be one of forge.store"):
+        with pytest.raises(TypeError, match=r"strategy must be one of forge\.store"):
             await ts.initialize(strategy="LocalRankStrategy")
         with pytest.raises(ValueError, match="default_transport_type gloo does nothing"):
             ts.HostStrategy(default_transport_type="gloo")

@@ -23,6 +23,7 @@ def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:
     def program() -> NoReturn:
         parser = argparse.ArgumentParser(description=main.__doc__)
         parser.add_argument("--config", type=Path, required=True, help="YAML file")
+        # Without dashes, as torchforge has them; argparse reports one that has.
         parser.add_argument("overrides", nargs="*", help="section.key=value")
         args = parser.parse_args()
         try:

@@ -44,6 +44,7 @@ class MetricLogger(ForgeActor):
                     f"metric_logging.{name}.logging_mode {mode} is unsupported: metrics are merged over all ranks, set "
                     "global_reduce"
                 )
+        # Without a backend there would be no trace of what was recorded.
         self.writes_console = "console" in config or not config
         if "wandb" in config:
             import wandb

@@ -60,8 +60,8 @@ class Tracer:
         assert self.began is not None
         self._record(f"{self.prefix}/total_duration", self._now() - self.began)
         if self.track_memory:
-            peak = torch.cuda.max_memory_allocated() / GIGABYTE
-            record_metric(f"{self.prefix}/memory_peak_max_gb", peak, Reduce.MAX)
+            name = f"{self.prefix}/memory_peak_max_gb"
+            record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
         self.began = None
 
     def _check(self, verb: str) -> None:
@@ -69,16 +69,18 @@ class Tracer:
             raise ValueError(f"tracer {self.prefix} must be started before calling {verb}")
 
     def _now(self) -> float:
+        # Kernels run after the call that starts them: without this a step would have the time of its launch alone.
         if self.waits:
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def _record(self, name: str, seconds: float) -> None:
-        record_metric(f"{name}_avg_s", seconds)
-        record_metric(f"{name}_max_s", seconds, Reduce.MAX)
+        mean, longest = f"{name}_avg_s", f"{name}_max_s"
+        record_metric(mean, seconds)
+        record_metric(longest, seconds, Reduce.MAX)
 
 
-class trace:  # noqa: N801  a decorator and a context manager, by torchforge's name
+class trace:
     """Time a block or a function with a `Tracer`: `with trace("x") as tracer:` or `@trace("x")`.
 
     Args:

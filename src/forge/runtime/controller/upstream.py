@@ -39,6 +39,7 @@ async def call_all(service: Callee, endpoint: str, *args: object, **kwargs: obje
 
 async def get_metrics(service: Callee) -> Any:
     """The `ServiceStatus` of a service. TypeError: only the controller has it."""
+    # Of the class: an instance gives its endpoints, one of which may have this name.
     status = getattr(type(service), "status", None)
     if status is None:
         raise TypeError(f"{service._name}.get_metrics is for the controller, which started the service: call it there")
@@ -70,6 +71,7 @@ async def get_metrics_summary(service: Callee) -> dict[str, dict[Any, Any]]:
     return {"service": totals, "replicas": replicas}
 
 
+# By name, as attribute access looks for them.
 VERBS: dict[str, Callable[..., Pending[Any]]] = {
     verb.__name__: verb for verb in (start_session, terminate_session, call_all, get_metrics, get_metrics_summary)
 }

@@ -25,7 +25,7 @@ from .strategies import TorchStoreStrategy
 from .values import STRUCTURE, TensorSlice, are_tensors, decode, encode
 
 DEFAULT_NAME = "torchstore"
-# Before the name of a store and after it, in its keys: a character that nobody types.
+# Before the name of a store and after it, in its keys: a character that is not on keyboards.
 SEPARATOR = "\x1f"
 
 
@@ -40,7 +40,7 @@ async def initialize(
     Args:
         num_storage_volumes, strategy, mesh: accepted for programs of TorchStore: values are in the memory of the host
             where they are put, so that there are no volumes to place.
-        store_name: of a part with keys of its own.
+        store_name: of a part whose keys are apart.
 
     Raises:
         TypeError: the strategy is none of `forge.store`.
@@ -102,7 +102,7 @@ async def get(
 
     Raises:
         MissingVersion: a KeyError; names the keys that exist.
-        ValueError: the shapes do not fit, or a block is of a value that is no single tensor.
+        ValueError: the shapes do not fit, or a block is of a state dict.
     """
     target = into if inplace_tensor is None else inplace_tensor
     block = version if isinstance(version, TensorSlice) else tensor_slice_spec
@@ -115,7 +115,9 @@ async def get(
     return decode(value) if target is None and isinstance(value, dict) else value
 
 
-async def get_batch(keys: Iterable[str] | Mapping[str, Tensor | None], store_name: str = DEFAULT_NAME) -> dict[str, Any]:
+async def get_batch(
+    keys: Iterable[str] | Mapping[str, Tensor | None], store_name: str = DEFAULT_NAME
+) -> dict[str, Any]:
     """Read several keys, all or none: into the tensors of a mapping where it has them, else into new ones.
 
     Raises:
@@ -215,7 +217,7 @@ async def wait(key: str, min_version: int = 0, *, store_name: str = DEFAULT_NAME
 
 @dataclass(frozen=True)
 class Client:
-    """These functions as methods, for the keys of one store name: `(await client()).put("a", tensor)`."""
+    """The functions of this module as methods, for one store name: `(await client()).put("a", tensor)`."""
 
     store_name: str = DEFAULT_NAME
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from . import default
-from .calls import DEFAULT_NAME, initialize as initialize_here
+from .calls import DEFAULT_NAME
+from .calls import initialize as initialize_here
 from .strategies import TorchStoreStrategy
 from .versions import VersionStore
 
@@ -81,6 +82,7 @@ async def initialize(
     if place.rank == 0:
         await initialize_here(strategy=strategy, store_name=store_name)
     address = await asyncio.to_thread(_exchange, place, rendezvous_timeout)
+    # MASTER_ADDR may be reachable where rank 0's memory is not.
     if place.rank:
         store = VersionStore(address)
         if not store.is_local():

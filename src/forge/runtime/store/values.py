@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...system.boxes import Box
 
-# The tensor, of bytes, that says how the others are nested, with all that is no tensor.
+# The tensor, of bytes, that says how the others are nested, with everything but the tensors.
 STRUCTURE = "__structure__"
 
 
@@ -62,6 +62,7 @@ def encode(value: object) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
 
+    # Sharded tensors stay tensors, which each rank writes its part of; only what surrounds them is pickled.
     def visit(path: str, part: Any) -> Any:
         if isinstance(part, Tensor):
             name = path or "value"
