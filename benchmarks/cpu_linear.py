@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import torch
+from processor import described
 
 from forge.data.packing import pack
 from forge.losses import GRPOLoss
@@ -29,6 +30,7 @@ SIZES = {"0.8M": (128, 4, 512), "25M": (512, 8, 32)}
 def main() -> None:
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
+    print(f"{described()}\n")
     print("| model | torch tok/CPU-s | oneDNN tok/CPU-s | ratio |\n|---|---|---|---|")
     for name, (hidden, layers, sequences) in SIZES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from processor import described
 from sides import as_a_component
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -116,6 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # what was imported, as in a component's process: a collection of it takes a tenth of a second
+    print(f"{described()}\n")
     print("| model | load | batch | engine tok/CPU-s | generate tok/CPU-s | ratio |\n|---|---|---|---|---|---|")
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:

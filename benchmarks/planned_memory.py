@@ -9,8 +9,7 @@ Measured: the most bytes that torch's CPU allocator holds in the second update, 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
+import importlib.util
 import multiprocessing
 import statistics
 import tempfile
@@ -28,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from forge.recipes.plan.memory import trainer_memory
 from forge.recipes.plan.passes import run_passes
-from forge.recipes.plan.shapes import PUBLIC, shape_folder
 from forge.recipes.plan.trainers import full_batch, weighted_scores, weighted_values
+from forge.training.build import Backend
 from forge.training.distributed import join, leave
 from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
@@ -66,6 +65,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
+    backend: Backend = "fsdp"
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value != asdict(Case())[name])
@@ -80,6 +80,7 @@ class Case:
 RECOMPUTED = {"gradient_checkpointing": True}
 TENSOR = {"tensor_parallel_degree": 2}
 CONTEXT = {"context_parallel_degree": 2}
+EXPERT = {"expert_parallel_degree": 2}
 CASES = [
     *(Case(family) for family in ("Qwen3", "Qwen2", "Llama", "Mistral", "Gemma3Text", "Qwen3Moe")),
     *(Case(family, passes=RECOMPUTED, updates=2) for family in ("Qwen3", "Llama", "Gemma3Text", "Qwen3Moe")),
@@ -106,6 +107,18 @@ CASES = [
     Case(ranks=4, layout={"data_parallel_replicate_degree": 2}),
     Case(ranks=2, layout=TENSOR, passes=RECOMPUTED),
     Case("Llama", ranks=2, layout=CONTEXT, lora=8),
+]
+# Mixtures of TorchTitan, which is an extra.
+TITAN = [
+    Case("Qwen3Moe", backend="titan"),
+    Case("Qwen3Moe", ranks=2, backend="titan"),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout=EXPERT),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout=EXPERT, updates=2),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout=EXPERT, passes=RECOMPUTED, updates=2),
+    Case("Qwen3Moe", ranks=2, backend="titan", layout={**EXPERT, **CONTEXT}),
+    Case("Qwen3Moe", ranks=4, backend="titan", layout=EXPERT, updates=2),
+    Case("Qwen3Moe", ranks=4, backend="titan", layout={"expert_parallel_degree": 4}, passes=RECOMPUTED, updates=2),
+    Case("Qwen3Moe", ranks=4, backend="titan", layout={**EXPERT, "data_parallel_replicate_degree": 2}),
 ]
 
 
@@ -142,7 +155,7 @@ def train(case: Case, model: str, store: str, rank: int, answers: Any) -> None:
     meeting = dist.FileStore(store, case.ranks) if case.ranks > 1 else None
     ranks = join(rank, case.ranks, meeting, Parallelism(**case.layout))
     lora = None if case.lora is None else LoraSettings(rank=case.lora)
-    settings = {"seq_len": SEQ_LEN, **case.passes}
+    settings = {"seq_len": SEQ_LEN, "backend": case.backend, **case.passes}
     trainer = PolicyTrainer(model, ranks, OptimizerSettings(**case.optimizer), head=case.head, lora=lora, **settings)
     batch = full_batch(SEQ_LEN * case.updates, case.length, case.data_ranks)
     loss = weighted_scores if case.head == "policy" else weighted_values
@@ -190,6 +203,7 @@ def plan(case: Case, model: Path) -> int:
         lora=None if case.lora is None else LoraSettings(rank=case.lora),
         parallelism=layout,
         world_size=case.ranks,
+        backend=case.backend,
     )
     shards = layout.data_parallel_shard_degree * layout.context_parallel_degree
     memory = trainer_memory(
@@ -208,7 +222,8 @@ def plan(case: Case, model: Path) -> int:
 def compare_cases() -> None:
     """Print each case, and the errors of all."""
     errors = []
-    for case in CASES:
+    cases = [*CASES, *TITAN] if importlib.util.find_spec("torchtitan") else CASES
+    for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             model = write_model(case, Path(folder) / "model")
             measured = measure(case, model, Path(folder))
@@ -221,39 +236,6 @@ def compare_cases() -> None:
     print(f"{len(sizes)} cases: median error {statistics.median(sizes):.2%}, worst {max(sizes):.2%}")
 
 
-def compare_rows(path: Path) -> None:
-    """Print the plan of each published row of this library's families beside its peak."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    for row in csv.DictReader(lines, delimiter="\t"):
-        if row["model"] not in PUBLIC:
-            print(f"{row['model']}: its shape is not known here")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(plan_row(row, shape_folder(row["model"], Path(folder)))), flush=True)
-
-
-def plan_row(row: dict[str, str], model: Path) -> dict[str, Any]:
-    """A row's peak in GiB, published and planned."""
-    length = int(row["seq_len"])
-    gpus = int(row["gpus"])
-    settings = PassSettings(seq_len=length, dtype="bfloat16", gradient_checkpointing=True)
-    passes = run_passes(
-        model,
-        full_batch(length, length, gpus),
-        weighted_scores,
-        settings,
-        lora=LoraSettings(rank=int(row["lora_rank"])) if row["lora_rank"] else None,
-        world_size=gpus,
-        device_type="cuda",
-    )
-    memory = trainer_memory(passes, settings, OptimizerSettings(), shards=gpus, micro_batches=int(row["micro_batches"]))
-    published = float(row["peak_gib"])
-    planned = memory.total / 2**30
-    names = ("model", "type", "lora_rank", "seq_len", "gpus", "device", "ac")
-    ratio = round(planned / published, 3) if published else None
-    return {**{name: row[name] for name in names}, "published": published, "planned": round(planned, 2), "ratio": ratio}
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -261,10 +243,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Compare cases, or rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, help="published rows, as prime-rl's baselines in one table")
+    parser.add_argument(
+        "--rows", type=Path, help="published rows: prime-rl's baselines, or peaks with TorchTitan's layouts"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.rows is not None:
+        from published_memory import compare_rows  # beside this file, which tests import as part of a package
+
         compare_rows(args.rows)
     else:
         compare_cases()

@@ -11,7 +11,6 @@ attention and all other operators is by torch.profiler, in a pass of its own; th
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from engine import MODELS, VOCAB, build
+from processor import rates, seconds
 from sides import as_a_component
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,25 +35,6 @@ from forge.types import Completion, Episode
 
 PRODUCTS = ("addmm", "::mm", "linear", "matmul", "mkldnn")
 ATTENTION = ("bmm", "scaled_dot", "softmax", "flash")
-
-
-def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median CPU-seconds of a call, after one that is not counted."""
-    call()
-    taken = []
-    for _ in range(repeats):
-        start = time.process_time()
-        call()
-        taken.append(time.process_time() - start)
-    return statistics.median(taken)
-
-
-def peak() -> float:
-    """FLOP/s of the best product of two square matrices."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    packed = torch.ops.mkldnn._reorder_linear_weight(b)
-    ways = (lambda: a @ b.T, lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""))
-    return 2 * 1024**3 / min(seconds(way, 15) for way in ways)
 
 
 def shares(call: Callable[[], object]) -> dict[str, float]:
@@ -142,7 +123,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    best = peak()
+    best = max(rates().values())
     print(
         f"{torch.backends.cpu.get_cpu_capability()}, one thread, peak {best / 1e9:.0f} GFLOP/s; {args.batch} sequences "
         f"of {args.prompt} + {args.tokens} tokens\n"

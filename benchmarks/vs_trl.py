@@ -203,6 +203,9 @@ def main() -> None:
         curves = "; ".join(f"{side} " + " ".join(f"{r:.3f}" for r in found[side]["rewards"]) for side in found)
         print(f"seed {seed}: {curves}", file=sys.stderr, flush=True)
     tokens = args.prompts * args.group * args.length
+    from processor import described  # torch comes along, which the sides load with their own settings
+
+    print(f"{described()}\n")
     print("| side | CPU-s a step | tokens per CPU-s | wall s a step | tokens per s | reward 0.9 at step |")
     print("|---|---|---|---|---|---|")
     for side in pythons:

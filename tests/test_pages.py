@@ -18,7 +18,23 @@ from typing import NamedTuple, get_origin
 import pytest
 import yaml
 
-from forge.cli import audit, clean, doctor, evaluate, launch, plan, recipes, runs, serve, simulate, table, watch, worker
+from forge.cli import (
+    audit,
+    clean,
+    doctor,
+    evaluate,
+    launch,
+    mismatch,
+    plan,
+    recipes,
+    replay,
+    runs,
+    serve,
+    simulate,
+    table,
+    watch,
+    worker,
+)
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge.rewards.config import VerifiersConfig
@@ -28,7 +44,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 LANGUAGES = {"python", "bash", "yaml", "text"}
 MARK = re.compile(r"<!-- not run: \S.* -->\s*\Z")
-COMMANDS = (recipes, serve, clean, worker, doctor, launch, plan, evaluate, audit, table, runs, watch, simulate)
+COMMANDS = (
+    *(recipes, serve, clean, worker, doctor, launch, plan, evaluate),
+    *(audit, mismatch, replay, table, runs, watch, simulate),
+)
 # Words of the shell, and programs that come with every machine.
 SHELL = {"export", "source", "until", "do", "done", "cd", "[", "break"}
 

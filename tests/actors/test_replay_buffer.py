@@ -1,6 +1,8 @@
 """The replay buffer: nothing lost, nothing twice, nothing too old, and back-pressure."""
 
 import asyncio
+import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -168,3 +170,12 @@ def test_what_is_dropped_counts_as_handled_and_is_not_taken_again():
         assert (await buffer.counts())["repeated"] == 1
 
     asyncio.run(main())
+
+
+def test_a_group_of_an_older_checkpoint_is_read() -> None:
+    group = Group([Episode(prompt_ids=[1], response_ids=[2], reward=1.0)], 3, "target", "prompt", (1,))
+    assert pickle.loads(pickle.dumps(group)) == group
+    names = ("episodes", "index", "target", "prompt")
+    older = Group.__new__(Group)
+    older.__setstate__((None, {name: getattr(group, name) for name in names}))
+    assert older == replace(group, samples=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from benchmarks.planned_memory import CASES, RECOMPUTED, SEQ_LEN, Case, measure, plan, write_model
+from benchmarks.planned_memory import CASES, EXPERT, RECOMPUTED, SEQ_LEN, TITAN, Case, measure, plan, write_model
 from forge.cli import main
 from forge.cli.plan import planned
+from forge.recipes.plan.components import make_plan
 from forge.recipes.plan.devices import DEVICES, Device, Machines, parse_machines
 from forge.recipes.plan.generation import engine_memory
+from forge.recipes.plan.memory import trainer_memory
 from forge.recipes.plan.passes import run_passes
 from forge.recipes.plan.shapes import PUBLIC, shape_folder
 from forge.recipes.plan.text import plan_lines
 from forge.recipes.plan.times import Work, generation_seconds, training_seconds
-from forge.recipes.plan.trainers import full_batch, weighted_scores
+from forge.recipes.plan.trainers import MARGIN, full_batch, weighted_scores
 from forge.system.devices import type_of
-from forge.training.settings import PassSettings
+from forge.training.settings import OptimizerSettings, Parallelism, PassSettings
 
 APPS = Path(__file__).parents[2] / "apps"
 CPU = Device("CPU", 64e9, 0.0, 0.0, 0.0, 0.0, "cpu")
@@ -54,6 +57,68 @@ def test_the_plan_is_near_what_ranks_hold(case: Case, tmp_path: Path):
     # On a busy machine gloo's threads hold what they sum, and its copy, until they have had their turn.
     elements = sum(weight.nbytes for weight in load_file(model / "model.safetensors").values()) // 4
     assert measured <= planned_bytes * (1 + NEAR) + 2 * 4 * elements
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (extra titan)")
+@pytest.mark.parametrize("case", TITAN, ids=str)
+def test_the_plan_is_near_what_ranks_with_divided_experts_hold(case: Case, tmp_path: Path):
+    model = write_model(case, tmp_path / "model")
+    assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=NEAR)
+
+
+def test_divided_experts_are_gathered_in_parts(tmp_path: Path):
+    """Weights and state of a rank are the same; what is gathered of a layer is less, in passes and in gradients."""
+    case = Case("Qwen3Moe", ranks=4, backend="titan", passes=RECOMPUTED)
+    model = write_model(case, tmp_path / "model")
+    passes = {
+        degree: run_passes(
+            model,
+            full_batch(SEQ_LEN, 256, 4),
+            weighted_scores,
+            PassSettings(seq_len=SEQ_LEN, **RECOMPUTED),
+            parallelism=Parallelism(expert_parallel_degree=degree),
+            world_size=4,
+            backend="titan",
+        )
+        for degree in (1, 2, 4)
+    }
+    assert len({found.elements for found in passes.values()}) == 1
+    memory = {
+        degree: trainer_memory(found, PassSettings(**RECOMPUTED), OptimizerSettings(), shards=4)
+        for degree, found in passes.items()
+    }
+    assert len({(rank.weights, rank.optimizer) for rank in memory.values()}) == 1
+    assert memory[1].total > memory[2].total > memory[4].total
+    # Of a layer's experts, whose gate and up projection are one matrix of 2 * 128 rows.
+    layer = 8 * 3 * 128 * 192
+    assert memory[1].gathered - memory[4].gathered >= 2 * 4 * layer * 3 / 4
+    with pytest.raises(ValueError, match="num_experts = 8 is not a multiple"):
+        plan(Case("Qwen3Moe", ranks=3, backend="titan", layout={"expert_parallel_degree": 3}), model)
+
+
+def test_divided_experts_are_a_remedy(tmp_path: Path):
+    """One head, which context parallelism cannot divide, and experts that are nearly the whole model."""
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "moe_intermediate_size": 4096, "num_hidden_layers": 2}
+    model = write_model(Case("Qwen3Moe", shape=shape), tmp_path / "model")
+    words = ["--model", str(model), "--from_scratch", "null", "--training.gradient_checkpointing", "true"]
+    words += ["--services.trainer.procs", "2", "--services.trainer.with_gpus", "true", "--training.seq_len", "512"]
+    cfg, _ = planned("apps/sft/tiny.yaml", words, "2xH100")
+    divided = cfg.model_copy(
+        update={
+            "trainer": cfg.trainer.model_copy(update={"backend": "titan"}),
+            "parallelism": cfg.parallelism.model_copy(update=EXPERT),
+        }
+    )
+    machines = Machines(DEVICES["H100"], 2)
+    needed = make_plan(divided, model, "mixture", machines).components[0].total
+    whole = make_plan(cfg, model, "mixture", machines).components[0].total
+    assert needed < whole * 0.99
+    tight = Machines(replace(DEVICES["H100"], memory=(needed + whole) / 2 / (1 - MARGIN)), 2)
+    notes = make_plan(cfg, model, "mixture", tight).notes
+    expected = "the trainer fits with parallelism.expert_parallel_degree 2 and trainer.backend titan"
+    assert any(note.startswith(expected) for note in notes), notes
 
 
 def test_more_of_anything_is_never_less_memory(tmp_path: Path):

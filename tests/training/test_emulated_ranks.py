@@ -1,7 +1,8 @@
-"""Two emulated accelerators with gloo between them: FSDP, copies, tensor and context parallelism as on the CPU."""
+"""Two emulated accelerators with gloo between them train as the CPU does, in every kind of parallelism."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,10 @@ OPTIMIZERS = ("adamw", "muon")
 APART = 10
 
 
-def steps(ranks: Ranks | None, model: Path, optimizer: str) -> dict[str, Any]:
+def steps(ranks: Ranks | None, model: Path, **settings: Any) -> dict[str, Any]:
     """Two steps, what is on another device, and a move to host memory and back."""
     torch.manual_seed(0)
-    trainer = make_trainer(model, *([ranks] if ranks else []), optimizer=optimizer)
+    trainer = make_trainer(model, *([ranks] if ranks else []), **settings)
     metrics = [trainer.train_step(example(seed, LENGTHS), LOSS) for seed in range(2)]
     outcome = {"metrics": metrics, "weights": on_host(trainer), "logprobs": trainer.logprobs(example(9, LENGTHS))}
     outcome["misplaced"] = misplaced(trainer, trainer.ranks.device.type)
@@ -57,7 +58,7 @@ def scenarios(
     at: Callable[[Parallelism], Ranks], size: int, _: Path, models: dict[str, Path], __: VersionStore
 ) -> dict[str, Callable[[], Any]]:
     def case(layout: tuple[int, int, int, int], optimizer: str) -> dict[str, Any]:
-        return steps(at(degrees(*layout)), models["qwen3"], optimizer)
+        return steps(at(degrees(*layout)), models["qwen3"], optimizer=optimizer)
 
     cases = {
         f"{name}, {optimizer}": partial(case, layout, optimizer)
@@ -87,7 +88,7 @@ def outcomes(
 def test_two_devices_train_as_the_cpu_does(
     layout: str, optimizer: str, outcomes: conftest.Outcome, mild: dict[str, Path]
 ):
-    expected = steps(None, mild["qwen3"], optimizer)
+    expected = steps(None, mild["qwen3"], optimizer=optimizer)
     results = outcomes(f"{layout}, {optimizer}")
     assert results[0]["metrics"] == results[1]["metrics"]
     for found in results:
@@ -101,6 +102,37 @@ def test_two_devices_train_as_the_cpu_does(
         weights = {name: torch.as_tensor(weight) for name, weight in found["weights"].items()}
         assert largest_difference(weights, expected["weights"]) < WEIGHTS * (APART if optimizer == "muon" else 1)
         np.testing.assert_allclose(found["logprobs"], expected["logprobs"], rtol=0, atol=APART * LOGPROBS)
+
+
+def divided_experts(
+    at: Callable[[Parallelism], Ranks], size: int, _: Path, models: dict[str, Path], __: VersionStore
+) -> dict[str, Callable[[], Any]]:
+    """A mixture whose experts both ranks divide; the loss of the routers gives every expert a gradient."""
+    layouts_of_experts = {"experts": degrees(1, 2, 1, 1, 2), "experts and context": degrees(1, 1, 2, 1, 2)}
+    return {
+        name: partial(steps, at(layout), models["qwen3_moe"], backend="titan", router_aux_loss=0.1)
+        for name, layout in layouts_of_experts.items()
+    }
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (extra titan)")
+def test_two_devices_divide_experts_as_the_cpu_does(
+    tmp_path_factory: pytest.TempPathFactory, mild: dict[str, Path], published: VersionStore
+):
+    folder = tmp_path_factory.mktemp("experts")
+    outcomes = conftest.run(2, folder, mild, published, divided_experts, main)
+    expected = steps(None, mild["qwen3_moe"], router_aux_loss=0.1)
+    for name in ("experts", "experts and context"):
+        for result in outcomes(name):
+            assert result["misplaced"] == []
+            for metrics, others in zip(result["metrics"], expected["metrics"], strict=True):
+                for key in metrics.keys() - {"micro_batches"}:
+                    assert metrics[key] == pytest.approx(others[key], rel=1e-4, abs=1e-4), key
+            weights = {key: torch.as_tensor(weight) for key, weight in result["weights"].items()}
+            assert largest_difference(weights, expected["weights"]) < WEIGHTS
+            np.testing.assert_allclose(result["logprobs"], expected["logprobs"], rtol=0, atol=APART * LOGPROBS)
 
 
 @pytest.mark.processes

@@ -19,6 +19,7 @@ from . import (
     doctor,
     evaluate,
     launch,
+    mismatch,
     plan,
     recipes,
     replay,
@@ -90,6 +91,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     runs.add_to(commands)
     audit.add_to(commands)
     replay.add_to(commands)
+    mismatch.add_to(commands)
     watch.add_to(commands)
     simulate.add_to(commands)
     completion.add_to(commands, make_parser)

@@ -15,6 +15,7 @@ def add_to(commands: Subparsers) -> None:
     epilog = "example: forge replay runs/x --replicas 3"
     parser = commands.add_parser("replay", help=TEXT, description=TEXT, epilog=epilog)
     parser.add_argument("folder", type=Path, help="the folder of a run")
+    parser.add_argument("--from", type=int, metavar="STEP", dest="start", help="begin with the checkpoint of this step")
     parser.add_argument("--until", type=int, metavar="STEP", help="the last step; by default that of the run")
     parser.add_argument("--replicas", type=int, help="generators; by default as many as the run had")
     parser.add_argument(
@@ -45,4 +46,11 @@ def run(args: argparse.Namespace) -> None:
         from ..recipes.replay import replay
 
         with one_line_errors():
-            replay(args.folder, until=args.until, replicas=args.replicas, changes=changes, name=args.name)
+            replay(
+                args.folder,
+                start=args.start,
+                until=args.until,
+                replicas=args.replicas,
+                changes=changes,
+                name=args.name,
+            )

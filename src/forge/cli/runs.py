@@ -34,7 +34,7 @@ def add_to(commands: Subparsers) -> None:
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
     # Imported here, so that `forge --help` is quick.
-    from ..observability.alerts import alerts
+    from ..observability.alerts import alerts, mismatch_alerts
     from ..observability.folder import ENDED
     from ..observability.runs import ending, find_runs, last, rows, settings, state
 
@@ -77,7 +77,7 @@ def list_runs(args: argparse.Namespace) -> None:
     _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
     # One run leaves room for details.
     if len(folders) == 1:
-        for alert in alerts(numbers, config):
+        for alert in (*mismatch_alerts(folders[0]), *alerts(numbers, config)):
             print(f"alert: {alert}")
         text = ending(folders[0])
         if text:

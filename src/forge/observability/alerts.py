@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 WINDOW = 20  # steps that a judgement is based on: fewer vary too much
 SCARCE = 2.0  # GB: less than a checkpoint of a small model
+
+MISMATCH = "mismatch.json"  # the last comparison of engine and trainer, by `forge mismatch`
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -75,7 +79,8 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     difference = mean(window, "train/engine_difference")
     if difference is not None and difference > 0.05:
         gap = f"log-probabilities of engine and trainer differ by {difference:.2g} nats on average"
-        alerts.append(Alert(gap, "Use the same dtype in both, a correction, and generator.router_replay for mixtures"))
+        advice = "Use the same dtype in both, a correction, and generator.router_replay for mixtures"
+        alerts.append(Alert(gap, f"`forge mismatch RUN --bisect` names the component. {advice}"))
 
     # A clipped token has no gradient: many mean steps that are too large.
     clipped = mean(window, "train/clip_fraction")
@@ -124,6 +129,18 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         services = ", ".join(f"{name.removeprefix('restarts/')} {total(rows, name):.0f} times" for name in names)
         alerts.append(Alert(f"components were lost and replaced: {services}", "The log says what ended each"))
     return alerts
+
+
+def mismatch_alerts(folder: Path) -> list[Alert]:
+    """Return the fault that `forge mismatch` has found in a run's folder, if it has, as an alert."""
+    try:
+        verdict = json.loads((folder / MISMATCH).read_text())
+        # The file is as good as the folder: others may have written it.
+        if verdict["is_sound"] is not False:
+            return []
+        return [Alert(str(verdict["sentence"])[:1000], "`forge mismatch` named it from a recorded batch")]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def mean(rows: Rows, metric: str) -> float | None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from ..actors import ReplayBuffer
-from ..config.sections import ConfigError, read
+import yaml
+
+from ..actors.replay_buffer import Item, ReplayBuffer
+from ..config.sections import ConfigError, read, to_dict
 from ..envs.rollout import turn_seeds
 from ..observability.console import log
-from ..observability.folder import CONFIG
+from ..observability.folder import CONFIG, LOGS, MARK, clear
+from ..observability.held_out import HELD_OUT
+from ..observability.rollouts import ROLLOUTS
 from ..observability.schedule import SCHEDULE, BadSchedule, GroupEntry, Schedule, StepEntry, read_schedule
 from ..runtime.controller import ForgeError, endpoint
+from ..system.checksums import write_sealed
+from ..system.masking import without_secrets
 from ..types import Completion, Group, Sample, Seen, Spans
 from .components import Job, RLComponents, start_rl
 from .hooks import Hooks
 from .launch import execute
 from .models_config import POLICY
+from .resume import ORIGIN
 from .rl import Loop
 from .rl_config import RLConfig
 from .schema import sample_seed
@@ -52,6 +60,7 @@ class Plan:
 def replay(
     folder: Path,
     *,
+    start: int | None = None,
     until: int | None = None,
     replicas: int | None = None,
     changes: Sequence[tuple[str, str]] = (),
@@ -61,6 +70,7 @@ def replay(
 
     Args:
         folder: of the run.
+        start: the step of the checkpoint to begin with; None: the run's own start.
         until: the last step; None: that of the schedule.
         replicas: generators; None: as many as the run had.
         changes: settings that differ, as (section.key, value).
@@ -80,6 +90,8 @@ def replay(
     except BadSchedule as error:
         raise ConfigError(str(error)) from None
     last = max(schedule.steps)
+    if start is not None and start >= (until or last):
+        raise ConfigError(f"--from {start}: there is no step to compute up to {until or last}")
     if until is not None and not 1 <= until <= last:
         raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
     for key, _ in changes:
@@ -96,8 +108,37 @@ def replay(
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
+    if start is not None:
+        copy_checkpoint(folder, cfg, start)
     plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
-    return execute(update_wrapper(partial(train, plan=plan), train), cfg)
+    recipe = update_wrapper(partial(train, plan=plan), train)
+    return execute(recipe, cfg, resume=None if start is None else str(Path(cfg.run.root) / cfg.run.name))
+
+
+def copy_checkpoint(folder: Path, cfg: RLConfig, step: int) -> None:
+    """Make the new run's folder one that ended at this step, so that it can be resumed.
+
+    Raises:
+        ConfigError: the run has no checkpoint of this step.
+    """
+    from ..training.checkpoint import checkpoints, step_of
+
+    kept = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
+    if step not in kept:
+        steps = ", ".join(map(str, kept)) or "none"
+        raise ConfigError(
+            f"--from {step}: the run has no checkpoint of this step; it has {steps} (see checkpoint.keep)"
+        )
+    target = Path(cfg.run.root) / cfg.run.name
+    if (target / MARK).exists():
+        clear(target)
+    target.mkdir(exist_ok=True)
+    shutil.copytree(kept[step], target / "checkpoints" / kept[step].name)
+    if (critic := folder / "checkpoints/critic" / kept[step].name).is_dir():
+        shutil.copytree(critic, target / "checkpoints/critic" / critic.name)
+    for name in (ORIGIN, ROLLOUTS, HELD_OUT, SCHEDULE, LOGS, MARK):
+        shutil.copy2(folder / name, target)
+    write_sealed(target / CONFIG, yaml.safe_dump(without_secrets(to_dict(cfg)), sort_keys=False))
 
 
 def check(cfg: RLConfig, schedule: Schedule) -> None:
@@ -110,10 +151,7 @@ def check(cfg: RLConfig, schedule: Schedule) -> None:
     for is_wrong, message in (
         (schedule.recipe != expected, f"it ran the loop {schedule.recipe}, and only {expected} can be replayed"),
         (schedule.by_hand, f"{' and '.join(schedule.by_hand)} came from Python, and no file has them"),
-        (
-            cfg.generator.engine == "vllm",
-            "vLLM changes weights at a token of its choice: only the embedded engine waits",
-        ),
+        (cfg.generator.engine == "vllm", "vLLM does not wait for weights at a token: only the embedded engine does"),
         (cfg.episode.agent is not None, "clients of agents ask when they like, and the schedule does not say when"),
         (cfg.reward.learns, "its reward learned from scores in an order that the schedule does not have"),
         (cfg.dataset.sampler is not None, "its sampler drew by rewards in an order that the schedule does not have"),
@@ -148,12 +186,18 @@ class ScheduledBuffer(ReplayBuffer):
         """The groups with which the run trained `version`, in its order."""
         indices = self.batches[version + 1]
         async with self.changed:
-            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.items})
-            groups = {group.index: group for group in self.items}
-            self.items = [group for group in self.items if group.index not in indices]
+            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.groups})
+            groups = {group.index: group for group in self.groups}
+            self.items = [group for group in self.groups if group.index not in indices]
         return [groups[index] for index in indices]
 
-    def _unfit(self, item: Any) -> str | None:
+    @property
+    def groups(self) -> list[Group]:
+        """What is held: a run has groups alone."""
+        return [item for item in self.items if isinstance(item, Group)]
+
+    def _unfit(self, item: Item) -> str | None:
+        assert isinstance(item, Group)
         reason = self.reasons.get(item.index)
         if reason is None and not any(episode.reward is not None for episode in item.episodes):
             raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
@@ -234,6 +278,13 @@ class Replay(Loop):
         groups = [group for entry in steps for group in (*entry.groups, *entry.dropped)]
         indices = {group.index for group in groups if group.index not in seen}
         self.unfinished = {index: first_version(plan.schedule.groups[index]) for index in indices}
+        for index, first in self.unfinished.items():
+            if first < job.record.start:
+                raise ReplayDiffers(
+                    f"prompt {index} was in flight at step {job.record.start}, begun by version {first}, whose weights "
+                    "are gone: replay from the start, or from a step at which nothing was in flight, such as that of a "
+                    "resume"
+                )
         self.active: dict[int, ScheduledPolicy] = {}
         self.changed = asyncio.Condition()
         self.parted: str | None = None
@@ -272,7 +323,7 @@ class Replay(Loop):
 
     async def publish(self, version: int) -> None:
         """Hand the weights to the generators, once all that those before them draw is drawn."""
-        while not await self.are_held():
+        while not await self.are_held():  # noqa: ASYNC110  # generators do not call back
             await asyncio.sleep(POLL)
         await super().publish(version)
         async with self.changed:
@@ -337,6 +388,8 @@ async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
     dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
     batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
     buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30, start=job.record.start)
+    if job.record.resume is not None:
+        await buffer.load_state_dict.route(await parts.buffer.state_dict.route())
     parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
     ends = Hooks(on_step=lambda step, metrics: step == plan.until)
     await Replay(cfg, job._replace(hooks=ends), parts, plan, await buffer.handled.route()).run()

@@ -315,10 +315,10 @@ class Group:
     prompt: str = ""
     samples: tuple[int, ...] = ()
 
-    def __setstate__(self, state: list[Any]) -> None:
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         self.samples = ()  # a checkpoint may be older than they are
-        for attribute, value in zip(fields(self), state, strict=False):
-            setattr(self, attribute.name, value)
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
     @property
     def version(self) -> int:

@@ -187,8 +187,6 @@ def _add_remedies(
 
 
 def _add_notes(plan: Plan, cfg: TrainingRecipe) -> None:
-    if cfg.trainer.backend == "titan":
-        plan.notes.append("trainer.backend titan is planned as fsdp, with experts that are not divided")
     if cfg.trained > 1:
         plan.notes.append(f"{cfg.trained} policies are trained: this is the plan of the first")
     if "generation" in plan.seconds:

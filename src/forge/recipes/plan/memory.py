@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ...training.settings import OptimizerSettings, PassSettings
@@ -56,16 +57,18 @@ def trainer_memory(
     trained = [weight for weight in passes.weights.values() if weight.trains and learns]
     elements = sum(weight.elements for weight in passes.weights.values())
     learned = sum(weight.elements for weight in trained)
-    weights = elements * itemsize // parts
-    gradients = learned * itemsize // parts
-    state = sum(state_bytes(weight, settings, optimizer) for weight in trained) // parts
+    weights = _sharded(passes.weights.values()) * itemsize // parts
+    gradients = _sharded(trained) * itemsize // parts
+    state = sum(state_bytes(weight, settings, optimizer) * weight.spread for weight in trained) // parts
     update = max((update_bytes(weight, settings, optimizer, parts, tensor, copies) for weight in trained), default=0)
     # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
     size = passes.itemsize
     inner = sum(weight.elements for weight in passes.weights.values() if weight.is_inner)
+    stays = sum(weight.elements for weight in passes.weights.values() if not (weight.is_inner or weight.is_resharded))
     learned_inner = sum(weight.elements for weight in trained if weight.is_inner)
     learned_layer = learned_inner // passes.layers
+    sharded_layer = _sharded(weight for weight in trained if weight.is_inner) // passes.layers
     # The update of the weights is one of the moments; the passes have the others.
     moments = [TrainerMemory(weights, gradients, state, update, 0, "update of the weights")]
     for moment, (first, most) in passes.peaks.items():
@@ -77,15 +80,15 @@ def trainer_memory(
         # layer stays so, and gradients are whole until their layer is complete.
         complete_layers = moment.layers // (size * learned_layer) if learned_layer else 0
         current = moment.layers - complete_layers * size * learned_layer
-        reduced = gradients if micro_batches > 1 else complete_layers * learned_layer * itemsize // parts
-        gathered = size * (elements - inner) + 2 * size * (inner // passes.layers)
+        reduced = gradients if micro_batches > 1 else complete_layers * sharded_layer * itemsize // parts
+        gathered = size * stays + 2 * size * (inner // passes.layers)
         # FSDP2 keeps the buffer of one layer's gradients while the next layer's are computed.
         held = FLOAT * learned_layer if complete_layers else 0
         moments.append(
             TrainerMemory(weights, reduced + current + moment.root, state, most, gathered + held, _phase(sum(moment)))
         )
         if complete_layers and not current:
-            summed = FLOAT * learned_layer * (1 + gloo) + copied * learned_layer // parts
+            summed = FLOAT * learned_layer * (1 + gloo) + copied * sharded_layer // parts
             whole = size * learned_layer
             moments.append(
                 TrainerMemory(
@@ -103,6 +106,11 @@ def trainer_memory(
             TrainerMemory(weights, gradients + whole, state, last, gathered + summed, "sum of the last gradients")
         )
     return max(moments, key=lambda moment: moment.total)
+
+
+def _sharded(weights: Iterable[Weight]) -> int:
+    """Elements of these weights before any rank divides them but those of tensor parallelism."""
+    return sum(weight.elements * weight.spread for weight in weights)
 
 
 def state_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings) -> int:
@@ -127,11 +135,11 @@ def update_bytes(
     moments = 1 if orthogonalised else 2
     singles = FLOAT * ((settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * moments)
     if not orthogonalised:
-        return weight.elements * singles // parts
+        return weight.elements * weight.spread * singles // parts
     # Newton and Schulz: five matrices in bfloat16.
     iteration = 5 * 2
     if weight.is_stack or parts * tensor * copies == 1:
-        return weight.elements * (singles + FLOAT + iteration) // parts
+        return weight.elements * weight.spread * (singles + FLOAT + iteration) // parts
     # A round has a matrix for each rank: the parts of all of them are one matrix for each copy of the shards. Beside
     # the iteration's are the parts of its result, for each further copy.
     return weight.elements * tensor * (singles * copies + iteration + 2 * (copies - 1))

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from ...data.packing import split
 from ...system.devices import planning_for
+from ...training.build import Backend
 from ...training.distributed import Ranks, lay_out
 from ...training.experts import balance
 from ...training.lora import add_adapters
@@ -24,7 +25,9 @@ from ...training.policy import Head, Policy, ScalarModel
 from ...training.settings import LoraSettings, Parallelism, PassSettings
 from ...training.step import Loss, loss_inputs, micro_batch_loss
 from ...training.tensor_parallel import parallelize
+from ...training.titan_setup import check_model
 from ...types import Batch
+from .experts import divide_experts
 from .meter import Meter, Moment, metered
 
 META = torch.device("meta")
@@ -32,13 +35,20 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a rank, divided by tensor parallelism alone: its number of elements, and whether it trains."""
+    """One weight of a rank, before FSDP divides it: its number of elements, and whether it trains.
+
+    elements: those that are left by tensor and expert parallelism.
+    spread: ranks of expert parallelism that divide it; FSDP has so many times fewer ranks to divide it further.
+    is_resharded: it is in no layer, and yet gathered only while it computes.
+    """
 
     elements: int
     is_inner: bool  # of a decoder layer
     is_matrix: bool
     trains: bool
     is_stack: bool = False  # of matrices, those of experts
+    spread: int = 1
+    is_resharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,11 @@ class Passes:
     operators: int
     layers: int
 
+    @property
+    def elements(self) -> int:
+        """Elements of all weights, of which tensor parallelism alone has divided some."""
+        return sum(weight.elements * weight.spread for weight in self.weights.values())
+
 
 def run_passes(
     model: str | Path,
@@ -71,6 +86,7 @@ def run_passes(
     world_size: int = 1,
     device_type: str = "cpu",
     learns: bool = True,
+    backend: Backend = "fsdp",
 ) -> Passes:
     """Run the forward and backward passes of an update without memory.
 
@@ -79,6 +95,7 @@ def run_passes(
         batch: of all data ranks; the first pack of the first rank is run.
         device_type: "cpu", or that of a GPU.
         learns: whether there is a backward pass.
+        backend: with "titan" mixtures of experts compute as TorchTitan's do; the rest is taken to be alike.
 
     Raises:
         ValueError: a model or degrees that the trainer rejects.
@@ -86,6 +103,10 @@ def run_passes(
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
     with ranks_of(parallelism or Parallelism(), world_size) as ranks, planning_for(device_type):
         policy = _build(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
+        if backend == "titan":
+            check_model(policy.model.config)
+            (parallelism or Parallelism()).over(world_size).check_experts(policy.model.config)
+            divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
         policy.ranks = ranks
         policy.train()
         weights = dict(policy.named_parameters())
@@ -95,7 +116,7 @@ def run_passes(
             if not learns:
                 with torch.no_grad():
                     policy(pack, 1.0)
-                return _passes(policy, local, weights, meter, dtype)
+                return _passes(policy, local, weights, meter, dtype, ranks.experts, backend)
             output = policy(pack, 1.0)
             value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
             if policy.routers is not None:
@@ -103,7 +124,7 @@ def run_passes(
                 value = value + balance(load, load.detach().double(), policy.routers.k)
             value.backward()
             del output, value
-        return _passes(policy, local, weights, meter, dtype)
+        return _passes(policy, local, weights, meter, dtype, ranks.experts, backend)
 
 
 def _passes(
@@ -112,10 +133,21 @@ def _passes(
     weights: Mapping[str, nn.Parameter],
     meter: Meter,
     dtype: torch.dtype,
+    degree: int,
+    backend: Backend,
 ) -> Passes:
+    # TorchTitan divides an embedding that is not the head too by itself.
+    is_tied = not any(name.endswith("lm_head.weight") for name in weights)
+    resharded = () if backend != "titan" or is_tied else ("embed_tokens.weight",)
     described = {
         name: Weight(
-            tensor.numel(), ".layers." in name, tensor.dim() >= 2, weights[name].requires_grad, tensor.dim() > 2
+            tensor.numel(),
+            is_inner=".layers." in name,
+            is_matrix=tensor.dim() >= 2,
+            trains=weights[name].requires_grad,
+            is_stack=tensor.dim() > 2,
+            spread=degree if tensor.dim() > 2 else 1,
+            is_resharded=name.endswith(resharded),
         )
         for name, tensor in local.items()
     }

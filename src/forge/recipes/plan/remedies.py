@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 
 from ...engines.cache import BLOCK
 from ...engines.interface import check_length
-from ...models.architecture import longest
+from ...models.architecture import longest, sparse_layers
+from ...training.titan_setup import check_model
 from ..schema import RecipeConfig, TrainingRecipe
 from .devices import Machines
 from .generation import engine_memory
@@ -39,7 +40,7 @@ def trainer_remedy(
         most_ranks: that there are GPUs for.
         until: when to stop, by `time.process_time`.
     """
-    for words, candidate in _candidates(cfg, name, most_ranks):
+    for words, candidate in _candidates(cfg, name, most_ranks, _divides_experts(cfg, config)):
         if time.process_time() > until:
             return f"the {name} fits with none of the changes that were tried: forge plan tries more"
         plan = _try(candidate, config, folder, name, machines)
@@ -50,7 +51,7 @@ def trainer_remedy(
     )
 
 
-def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float) -> Iterator[Candidate]:
+def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float, divides_experts: bool) -> Iterator[Candidate]:
     prefix = ""
     if not cfg.training.gradient_checkpointing and name != "ref_model":
         # The cheapest remedy, and a part of the others where it is not enough.
@@ -65,12 +66,16 @@ def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float) -> Iterator[C
     # More ranks divide weights and state alone; these divide the activations of a sequence as well.
     for count in ranks:
         words = f"services.{name}.procs {count} and " if count != now else ""
-        for kind in ("context", "tensor"):
+        for kind in ("context", "tensor", "expert"):
             for degree in DEGREES:
                 if count % degree or degree <= getattr(cfg.parallelism, f"{kind}_parallel_degree"):
                     continue
                 divided = _changed(_with_ranks(cfg, name, count), "parallelism", **{f"{kind}_parallel_degree": degree})
-                yield f"{prefix}{words}parallelism.{kind}_parallel_degree {degree}", divided
+                changes = f"{prefix}{words}parallelism.{kind}_parallel_degree {degree}"
+                if kind != "expert":
+                    yield changes, divided
+                elif divides_experts and name == "trainer":
+                    yield f"{changes} and trainer.backend titan", _changed(divided, "trainer", backend="titan")
     # Shorter packs come last, as they bound answers.
     seq_len = cfg.training.seq_len // 2
     while seq_len >= SHORTEST:
@@ -126,6 +131,19 @@ def _try(
         return trainer_plan(cfg, config, folder, name, machines).plan
     except ValueError:
         return None
+
+
+def _divides_experts(cfg: TrainingRecipe, config: PreTrainedConfig) -> bool:
+    """Whether TorchTitan can train this model with these settings, and it has experts to divide."""
+    if not sparse_layers(config) or hasattr(cfg, "reward_model"):
+        return False
+    if cfg.lora is not None or cfg.training.weights_dtype != "float32":
+        return False
+    try:
+        check_model(config)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_ranks(cfg: TrainingRecipe, name: str, ranks: int) -> TrainingRecipe:

@@ -77,7 +77,7 @@ def trainer_plan(
     options: Options = cfg.services[name]
     passes, memory = _memory(cfg, config, folder, name, machines)
     divided = cfg.layout(name).over(options.procs)
-    elements = sum(weight.elements for weight in passes.weights.values()) * divided.tensor_parallel_degree
+    elements = passes.elements * divided.tensor_parallel_degree
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -125,6 +125,7 @@ def _memory(
         world_size=options.procs,
         device_type=device_type,
         learns=learns,
+        backend=cfg.trainer.backend if name == "trainer" else "fsdp",
     )
     shards = layout.data_parallel_shard_degree * layout.context_parallel_degree if has_mesh else None
     accumulates = cfg.training.batch_size * samples_of(cfg) * length > seq_len * data

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...observability.account import account_text, token_account
-from ...observability.alerts import alerts
+from ...observability.alerts import alerts, mismatch_alerts
 from ...observability.folder import MARK
 from ...observability.held_out import HELD_OUT, Answers
 from ...observability.lines import Lines, numbers
@@ -119,7 +119,7 @@ class RunView:
         settings = self.settings()
         return {
             "settings": settings,
-            "alerts": [alert._asdict() for alert in alerts(self.rows, settings)],
+            "alerts": [alert._asdict() for alert in (*mismatch_alerts(self.folder), *alerts(self.rows, settings))],
             "account": account_text(token_account(self.rows)),
             **self.summary(),
         }

@@ -1,0 +1,1 @@
+"""The cause of a difference between engine and trainer: one recorded batch, computed in several ways."""

@@ -1,0 +1,135 @@
+"""The schedule of a run: what is written is read again, and what no run can have written is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.observability.schedule import (
+    SCHEDULE,
+    BadSchedule,
+    GroupEntry,
+    SampleEntry,
+    StepEntry,
+    _sealed,
+    header,
+    published_line,
+    read_schedule,
+)
+from forge.types import Episode, Group
+
+
+def episode(versions: list[int], reward: float | None = 0.1) -> Episode:
+    """An episode of one turn, whose tokens these versions drew."""
+    count = len(versions)
+    return Episode(
+        prompt_ids=[1, 2], response_ids=[5] * count, logprobs=[-0.3] * count, versions=versions, reward=reward
+    )
+
+
+def entries() -> list[StepEntry]:
+    """Two steps; a sample of prompt 3 was unscored, and prompt 0 had no signal."""
+    kept = Group([episode([0, 0, 1]), episode([1])], 3, samples=(0, 2))
+    first = StepEntry(
+        1, (GroupEntry.of(Group([episode([0]), episode([0, 0], 1.0)], 1)),), (), {"train/loss": 0.1 + 0.2}
+    )
+    lost = GroupEntry.of(Group([episode([1], None)], 3, samples=(1,)), "unscored")
+    flat = GroupEntry.of(Group([episode([0])], 0), "no_signal")
+    return [first, StepEntry(2, (GroupEntry.of(kept),), (lost, flat), {"train/loss": -1e-300})]
+
+
+def written(folder: Path, lines: list[str]) -> Path:
+    """A folder with these lines as its schedule."""
+    (folder / SCHEDULE).write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    first, second = entries()
+    return [header("a:B", ()), published_line(0, "aa"), first.line(), published_line(1, "bb"), second.line()]
+
+
+def test_what_is_written_is_read_again(tmp_path: Path, lines: list[str]) -> None:
+    schedule = read_schedule(written(tmp_path, lines))
+    assert [*schedule.steps.values()] == entries()
+    assert schedule.published == {0: "aa", 1: "bb"}
+    assert schedule.recipe == "a:B"
+    # The samples of a group that trained and those of it that were dropped.
+    assert [*schedule.groups[3].samples] == [0, 2, 1]
+    assert schedule.groups[3].samples[0].spans == ((0, 2), (1, 1))
+    assert all(entry.difference(entry) is None for entry in schedule.steps.values())
+
+
+def test_a_digest_has_tokens_and_log_probabilities_of_all_branches() -> None:
+    plain = episode([0, 0])
+    other_token = episode([0, 0])
+    other_token.tokens[-1] = 6
+    other_number = episode([0, 0])
+    other_number.logprobs = [0.0, 0.0, -0.3, -0.30000000000000004]
+    branched = episode([0, 0])
+    branched.branches = (episode([0]),)
+    digests = {SampleEntry.of(each).digest for each in (plain, other_token, other_number, branched)}
+    assert len(digests) == 4
+    assert SampleEntry.of(branched).spans == ((0, 3),)
+    assert SampleEntry.of(episode([0, 0])) == SampleEntry.of(plain)
+
+
+def change(line: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Set what stands at a path within a line."""
+    for key in path[:-1]:
+        line = line[key]
+    line[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "value", "message"),
+    [
+        (4, ("groups", 0, 2, 0, 1, 1, 0), 2, r"line 5 \(step 2\): sample 0 of prompt 3 has tokens of version 2"),
+        (4, ("groups", 0, 2, 0, 1, 0, 1), 0, r"line 5 \(step 2\): sample 0 of prompt 3 has the spans"),
+        (4, ("groups", 0, 0), 1, r"line 5 \(step 2\): prompt 1 trained in step 1 already"),
+        (4, ("step",), 3, r"line 5 \(step 3\): step 3 comes after step 1"),
+        (4, ("groups",), 7, r"line 5 \(step 2\): not the entry of a step"),
+        (3, ("step",), 4, r"line 5 \(step 2\): sample 0 of prompt 3 has tokens of version 1"),
+        (0, ("format",), 9, "format 9"),
+    ],
+)
+def test_what_no_run_writes_is_named(
+    tmp_path: Path, lines: list[str], number: int, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    line = json.loads(lines[number])
+    change(line, path, value)
+    edited_lines = [*lines[:number], json.dumps(line), *lines[number + 1 :]]
+    with pytest.raises(BadSchedule, match=rf"line {number + 1} .*checksum differs"):
+        read_schedule(written(tmp_path, edited_lines))
+    # Even if its checksum fits.
+    del line["checksum"]
+    with pytest.raises(BadSchedule, match=message):
+        read_schedule(written(tmp_path, [*lines[:number], _sealed(line), *lines[number + 1 :]]))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '"x"'])
+def test_a_damaged_line_is_named(tmp_path: Path, lines: list[str], text: str) -> None:
+    with pytest.raises(BadSchedule, match=r"line 3.* is damaged"):
+        read_schedule(written(tmp_path, [*lines[:2], text, *lines[3:]]))
+
+
+def test_a_schedule_without_a_step_is_none(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(BadSchedule, match="has no step"):
+        read_schedule(written(tmp_path, lines[:2]))
+
+
+def test_a_difference_names_the_first_thing() -> None:
+    first, second = entries()
+    reward = StepEntry(1, (GroupEntry.of(Group([episode([0]), episode([0, 0], 0.5)], 1)),), (), first.numbers)
+    assert first.difference(reward) == "sample 1 of prompt 1 had the reward 1.0, and now 0.5 for the same tokens"
+    tokens = StepEntry(1, (GroupEntry.of(Group([episode([0, 0]), episode([0, 0], 1.0)], 1)),), (), first.numbers)
+    assert "sample 0 of prompt 1 has other tokens or log-probabilities (versions 0x1, now 0x2)" in str(
+        first.difference(tokens)
+    )
+    loss = StepEntry(2, second.groups, (), {"train/loss": 0.0})
+    assert second.difference(loss) == "train/loss was -1e-300, and is 0.0 for the same rollouts"
+    assert "trained on the prompts 1, and now on 3" in str(first.difference(second))

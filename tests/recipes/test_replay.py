@@ -1,0 +1,181 @@
+"""Replays of runs: the same bits, whatever the number of generators; and what differs is named with its step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forge.envs import Action, Environment, Step
+from forge.observability.schedule import _sealed, read_schedule
+from tests.recipes.test_recipes import CONFIG, ROOT, finish
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
+STEPS = 8
+ASYNCHRONOUS = CONFIG | {
+    "from_scratch": CONFIG["from_scratch"] | {"max_positions": 128},
+    "training": CONFIG["training"] | {"steps": STEPS, "learning_rate": 3e-3, "seq_len": 512},
+    "grpo": {"n_samples": 4, "max_tokens": 80},
+    "reward": {"functions": ["tests.recipes.test_replay:letters"], "accuracy": "ExactMatch"},
+    "async": {"max_policy_age": 4},
+    "checkpoint": {"every": 1, "keep": STEPS},
+    "eval": {"problems": 0},
+}
+
+
+def letters(response: str) -> float:
+    """Distinct letters: a reward that differs among the answers of almost every group."""
+    return len(set(response)) / 26
+
+
+class Echo(Environment):
+    """Repeats what the policy says, and pays its letters."""
+
+    async def reset(self, task: Any, *, seed: int) -> Step:
+        return Step(({"role": "user", "content": "abc"},))
+
+    async def step(self, action: Action) -> Step:
+        return Step(({"role": "user", "content": action.content[:8] or "a"},), reward=letters(action.content))
+
+
+def forge(*words: str) -> tuple[int, str]:
+    return finish(sys.executable, "-m", "forge", *words)
+
+
+def trained(root: Path, config: dict[str, Any], name: str = "test") -> Path:
+    """The folder of a run."""
+    path = root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config | {"run": {"name": name, "root": str(root / "runs")}}))
+    code, output = forge("train", str(path))
+    assert code == 0, output
+    return root / "runs" / name
+
+
+def states(folder: Path) -> dict[str, str]:
+    """The sha256 of weights and optimiser after each step."""
+    return {
+        path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("checkpoints/step_*/__0_0.distcp"))
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An asynchronous run, with gradients in every step."""
+    folder = trained(tmp_path_factory.mktemp("replayed"), ASYNCHRONOUS)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    assert min(row["train/grad_norm"] for row in rows) > 0
+    assert max(row["policy_age/max"] for row in rows) > 0
+    return folder
+
+
+def copied(run: Path, name: str) -> Path:
+    """A copy of what a replay reads of a run."""
+    folder = run.parent / name
+    folder.mkdir()
+    for file in ("config.yaml", "metrics.jsonl", "schedule.jsonl", "origin.json"):
+        shutil.copy2(run / file, folder)
+    shutil.copytree(run.parent / "test-initial", run.parent / f"{name}-initial")
+    return folder
+
+
+@pytest.mark.parametrize("replicas", ["1", "3"])
+def test_a_replay_has_the_bits_of_the_run(run: Path, replicas: str) -> None:
+    code, output = forge("replay", str(run), "--replicas", replicas, "--name", f"again{replicas}")
+    assert code == 0, output
+    assert f"steps 1 to {STEPS} are those of the run, bit for bit" in output
+    assert states(run.parent / f"again{replicas}") == states(run)
+    assert len(states(run)) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("step", "path", "value", "message"),
+    [
+        (3, ("groups", 1, 2, 0, 3), "0" * 16, "step 3: sample 0 of prompt"),
+        (5, ("groups", 1, 2, 0, 2), 0.25, "step 5: sample 0 of prompt"),
+        (6, ("numbers", "train/loss"), 0.25, "step 6: train/loss was 0.25"),
+    ],
+)
+def test_an_edited_entry_is_named_at_its_step(
+    run: Path, step: int, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    folder = copied(run, f"edited{step}")
+    lines = [json.loads(line) for line in (folder / "schedule.jsonl").read_text().splitlines()]
+    part = next(line for line in lines if line["step"] == step and "groups" in line)
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    (folder / "schedule.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    code, output = forge("replay", str(folder))
+    assert code == 1
+    assert f"(step {step}) is not what the run wrote: its checksum differs" in output
+    # Even if the checksum fits, the replay finds it.
+    sealed = [_sealed({key: part for key, part in line.items() if key != "checksum"}) for line in lines]
+    (folder / "schedule.jsonl").write_text("".join(f"{line}\n" for line in sealed))
+    code, output = forge("replay", str(folder))
+    assert code == 1
+    assert message in output
+
+
+def test_a_change_says_where_the_runs_part(run: Path) -> None:
+    name = "parted"
+    code, output = forge("replay", str(run), "--change", "training.weight_decay=0.5", "--until", "4", "--name", name)
+    assert code == 0, output
+    assert "with training.weight_decay=0.5 the runs part in step 1: the weights are" in output
+    assert max(read_schedule(run.parent / name).steps) == 4
+
+
+def test_a_checkpoint_is_a_start_where_nothing_was_in_flight(run: Path, tmp_path: Path) -> None:
+    lock_step = trained(tmp_path, ASYNCHRONOUS | {"async": {"max_policy_age": 0}})
+    code, output = forge("replay", str(lock_step), "--from", "5")
+    assert code == 0, output
+    assert f"steps 6 to {STEPS} are those of the run, bit for bit" in output
+    second_states = states(lock_step.parent / "test-replay")
+    assert second_states == {name: digest for name, digest in states(lock_step).items() if name in second_states}
+    code, output = forge("replay", str(run), "--from", "2", "--name", "late")
+    assert code == 1
+    assert "was in flight at step 2" in output
+
+
+def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
+    config = ASYNCHRONOUS | {
+        "environment": "tests.recipes.test_replay:Echo",
+        "episode": {"max_turns": 3, "max_tokens": 100, "template": "plain"},
+        "grpo": {"n_samples": 4, "max_tokens": 24},
+    }
+    folder = trained(tmp_path, {key: value for key, value in config.items() if key != "reward"})
+    code, output = forge("replay", str(folder), "--replicas", "1")
+    assert code == 0, output
+    assert states(tmp_path / "runs/test-replay") == states(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--until", "99"], "--until 99: the schedule has the steps 1 to 8"),
+        (["--from", "8"], "--from 8: there is no step to compute up to 8"),
+        (["--from", "0"], "--from 0: the run has no checkpoint of this step; it has 1, 2, 3, 4, 5, 6, 7, 8"),
+        (["--change", "training.batch_size=2"], "--change training.batch_size: the schedule lists what depends on it"),
+        (["--change", "seed=2"], "--change seed: the schedule lists what depends on it"),
+        (["--change", "training.nothing=2"], "training.nothing"),
+        (["--change", "novalue"], "--change novalue: write KEY=VALUE"),
+        (["--name", "test"], "--name test is the run itself"),
+        (["--change", "services.nothing=2"], "services.nothing"),
+        (["--replicas", "0"], "num_replicas"),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_line(run: Path, words: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "forge", "replay", str(run), *words], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
