@@ -161,20 +161,7 @@ class ReplayBuffer(ForgeActor):
             raise TypeError(
                 "sample needs a version and a batch_size; or curr_policy_version alone, of a buffer with a batch_size"
             )
-        if batch_size > self.capacity:
-            raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
-        async with self.changed:
-            self._expire(version)
-            with phase("wait_for_batch"):
-                await self.changed.wait_for(lambda: len(self.items) >= batch_size)
-            if self.order == "random":
-                self.random.shuffle(self.items)
-            batch = self.items[:batch_size]
-            self.items = self.items[batch_size:]
-            self.replaced = 0
-            self.changed.notify_all()
-        record_metric("buffer/size", len(self.items))
-        return batch
+        return await self._take(version, batch_size)
 
     @endpoint
     async def expire(self, version: int) -> int:
@@ -264,9 +251,26 @@ class ReplayBuffer(ForgeActor):
         await self.expire(version)
         if len(self.items) < needed:
             return None
-        batch = await self.sample(version, needed)
+        batch = await self._take(version, needed)
         parts = [batch[start : start + batch_size] for start in range(0, needed, batch_size)]
         return parts if self.collate is None else self.collate(parts)
+
+    async def _take(self, version: int, batch_size: int) -> list[Item]:
+        """Take items to train `version`, once there are so many."""
+        if batch_size > self.capacity:
+            raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
+        async with self.changed:
+            self._expire(version)
+            with phase("wait_for_batch"):
+                await self.changed.wait_for(lambda: len(self.items) >= batch_size)
+            if self.order == "random":
+                self.random.shuffle(self.items)
+            batch = self.items[:batch_size]
+            self.items = self.items[batch_size:]
+            self.replaced = 0
+            self.changed.notify_all()
+        record_metric("buffer/size", len(self.items))
+        return batch
 
     def _admits_rollout(self) -> bool:
         if self.batch_size is None:

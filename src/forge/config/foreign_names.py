@@ -323,7 +323,9 @@ def translated(names: Iterable[str], python: bool = False) -> str:
         return ""
     libraries = {known[0] for known in map(answer, names) if known is not None}
     guides = ", ".join(sorted({GUIDES[library] for library in libraries}))
-    return f"{'; '.join(lines)} ({guides})"
+    # Several at once are a file of theirs.
+    command = "; forge convert upstream FILE prints it with these keys" if "torchforge" in libraries else ""
+    return f"{'; '.join(lines)} ({guides}{command if len(lines) > 1 else ''})"
 
 
 def trap(name: str, value: object) -> str:

@@ -359,7 +359,7 @@ def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
     model = values.get("model", values.get("model_name"))
     if key.startswith(("policy.engine_args.", "policy.engine_config.")):
         return True
-    if key.startswith(("parallelism.", "trainer.parallelism.")) and value == 1:
+    if key.startswith(("parallelism.", "trainer.parallelism.")) and key.endswith("_degree") and value == 1:
         return True
     return value == model and key in ("dataset.model", "checkpoint.initial_load_path", "model.hf_assets_path")
 
