@@ -36,6 +36,7 @@ def requested_version(version: int | None, policy_version: int | None) -> int:
     Raises:
         TypeError: it has neither or both.
     """
+    # 0 is a version.
     if (version is None) == (policy_version is None):
         raise TypeError("update_weights needs a version, by one of its names: version or policy_version")
     number = policy_version if version is None else version

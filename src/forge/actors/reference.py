@@ -122,6 +122,7 @@ class ReferenceModel(ForgeActor):
         """
         import torch
 
+        # Logits of a batch would be gigabytes in a message.
         tokens = np.asarray(input_ids)
         if not return_logprobs:
             raise ValueError("forward gives no logits, which are [tokens, vocabulary]: set return_logprobs to True")

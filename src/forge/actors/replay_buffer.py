@@ -177,6 +177,7 @@ class ReplayBuffer(ForgeActor):
     @endpoint
     async def clear(self) -> None:
         """Drop all items; they count as forgotten."""
+        # Rollouts are admitted in their place, and callers of `add` that wait for room go ahead.
         async with self.changed:
             self._drop("forgotten", self.items)
             self.items = []

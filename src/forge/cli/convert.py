@@ -25,6 +25,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the YAML, with a comment for each key that has no equivalent; bad files end it with one line."""
+    # Here: other commands do without it.
     from ..config.upstream import convert, read_upstream
 
     try:

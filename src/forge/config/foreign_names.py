@@ -234,7 +234,7 @@ TORCHFORGE = {
     "provisioner": "cluster",
     "metric_logging": "metrics",
     "rollout_threads": "nothing to set, rollouts run ahead by async.max_policy_age",
-    "revision": "a local folder with that revision as dataset.path",
+    "revision": "dataset.subset",
     "lr_scheduler": "training.schedule",
     "dcp_path": "nothing to set, weights travel through shared memory",
     # Of each service.

@@ -82,8 +82,8 @@ KEYS = {
         for section in ("sampling_params", "sampling_config")
         for name in SAMPLING
     },
-    **{f"{prefix}{name}": here for name, here in TITAN.items() for prefix in ("", "trainer.")},
-    **{f"{name}.{option}": f"{here}.{option}" for name, here in SERVICES.items() for option in PLACEMENT},
+    **{f"{prefix}{name}": target for name, target in TITAN.items() for prefix in ("", "trainer.")},
+    **{f"{name}.{option}": f"{target}.{option}" for name, target in SERVICES.items() for option in PLACEMENT},
 }
 # Why a key has no equivalent; one that ends with a dot is for all keys of a section. The longest that fits counts.
 NOTES = {
@@ -196,6 +196,7 @@ def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping of keys to values, got {type(values).__name__}")
+    # First, as other keys may refer to them.
     for override in overrides:
         _override(values, override)
     return resolve_all(values)
@@ -204,6 +205,7 @@ def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
 def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
     """Resolve `${key}`, `${sum:a,b}` and `${oc.env:NAME,default}` everywhere in nested values."""
 
+    # Every value against the values as they were written: a name may come after its use.
     def resolved(value: Json) -> Json:
         if isinstance(value, dict):
             return {name: resolved(part) for name, part in value.items()}
@@ -224,9 +226,9 @@ def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
     for key, value in _leaves("", values):
-        here = _place(converted.recipe, key, value)
-        if here is not None:
-            converted.put(*here)
+        target = _place(converted.recipe, key, value)
+        if target is not None:
+            converted.put(*target)
         elif not _is_said(key, value, values):
             converted.notes.append((key, value, _note(key)))
     converted.put("run.name", name)
@@ -249,22 +251,22 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     torchforge = {name: settings[name] for name in sections if isinstance(settings.get(name), Mapping)}
     arguments = {name: value for name, value in settings.items() if name not in torchforge}
     optimizer = dict(arguments.pop("optimizer", None) or {})
-    named = {name: optimizer.pop(name) for name in ("name", "lr", "eps") if name in optimizer}
-    torchforge |= {"optimizer": named} if named else {}
+    renamed = {name: optimizer.pop(name) for name in ("name", "lr", "eps") if name in optimizer}
+    torchforge |= {"optimizer": renamed} if renamed else {}
     model = arguments["model"]
     if isinstance(model, Mapping):
         if "hf_assets_path" not in model:
             raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {', '.join(model)}")
         arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
     for key, value in _leaves("", torchforge):
-        here = _place("train", key, value)
-        if here is None and _note(key) == NOTES[""]:
+        target = _place("train", key, value)
+        if target is None and _note(key) == NOTES[""]:
             raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
-        if here is None or here[0].startswith("checkpoint."):
+        if target is None or target[0].startswith("checkpoint."):
             continue
-        name = here[0].rpartition(".")[2]
+        name = target[0].rpartition(".")[2]
         is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
-        (arguments if is_pass else optimizer)[name] = here[1]
+        (arguments if is_pass else optimizer)[name] = target[1]
     if isinstance(arguments.get("parallelism"), Mapping):
         degrees = arguments["parallelism"].items()
         arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}
@@ -311,6 +313,7 @@ def _value_of(expression: str, values: Mapping[str, Json]) -> Json:
         if variable not in os.environ and not default:
             raise ValueError(f"${{{expression}}}: the environment has no {variable}: set it, or write the value")
         return os.environ.get(variable, default.strip())
+    # The path of another key.
     value: Json = values
     for name in expression.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -329,6 +332,7 @@ def _leaves(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json
 
 def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     """The key here and its value; None if there is none, or it says what is the default."""
+    # Keys whose values have another form.
     titan = key.removeprefix("trainer.")
     if titan == "optimizer.name" and str(value).lower() == "adamw":
         return "training.optimizer", "adamw"
@@ -343,15 +347,16 @@ def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
         return None if placed else (f"generator.vllm.{engine[1]}", value)
     if key not in KEYS or value is None:
         return None
-    here = KEYS[key]
+    target = KEYS[key]
     # The default of every degree but one; a file of ours has only what differs.
-    if here.startswith("parallelism.") and value == 1:
+    if target.startswith("parallelism.") and value == 1:
         return None
-    if recipe == "sft" and here.startswith(("grpo.", "async.")):
+    # Sections of a file of RL, which a file of SFT may have beside its own.
+    if recipe == "sft" and target.startswith(("grpo.", "async.")):
         return None
-    if here == "training.dtype" or not isinstance(value, str):
-        return here, value
-    return here, value.removeprefix("hf://")
+    if target == "training.dtype" or not isinstance(value, str):
+        return target, value
+    return target, value.removeprefix("hf://")
 
 
 def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
@@ -382,13 +387,16 @@ def _at(values: Mapping[str, Json], path: str) -> Json:
 
 def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
     """The batch in prompts, the engine, and what torchforge's program has in its code."""
+    # By the names of its newer files, its older ones, and its buffer.
     size = values.get("local_batch_size") or values.get("batch_size") or _at(values, "replay_buffer.batch_size")
     if size:
         # A batch there counts answers on each rank, here prompts in all.
         episodes = size * (_at(values, "replay_buffer.dp_size") or 1)
         converted.put("training.batch_size", max(1, -(-episodes // values.get("group_size", 1))))
+    # Its engine is always vLLM.
     if _at(values, "policy.engine_args") or _at(values, "policy.engine_config"):
         converted.put("generator.engine", "vllm")
+    # Prompt and answer have the room in the engine that they have in the trainer.
     length = _at(converted.values, "training.seq_len")
     if length:
         converted.put("generator.max_seq_len", length)

@@ -42,6 +42,7 @@ ABSENT = {
 
 def current_name(name: str) -> str | None:
     """Return the current name of a module, if `name` is an older one."""
+    # A module may have another home than its package.
     fitting = [old for old in ALIASES if name == old or name.startswith(f"{old}.")]
     if not fitting:
         return None

@@ -55,6 +55,7 @@ class MetricLogger(ForgeActor):
     @endpoint
     async def flush(self, global_step: int) -> dict[str, float]:
         """Write the metrics since the last call as those of a step, and return them."""
+        # Exact for any split of the values over processes.
         values = (await drain_metrics()).values()
         if self.writes_console:
             lines = "".join(f"\n  {name}: {value:g}" for name, value in sorted(values.items()))

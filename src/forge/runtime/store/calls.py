@@ -104,6 +104,7 @@ async def get(
         MissingVersion: a KeyError; names the keys that exist.
         ValueError: the shapes do not fit, or a block is of a state dict.
     """
+    # The third argument is a version here, and a block there.
     target = into if inplace_tensor is None else inplace_tensor
     block = version if isinstance(version, TensorSlice) else tensor_slice_spec
     number = None if isinstance(version, TensorSlice) else version
@@ -130,6 +131,7 @@ async def get_batch(
     names = list(keys)
     if not names or len({*names}) < len(names):
         raise ValueError(f"get_batch needs keys, each once, got {names}")
+    # Looked for first, so that no tensor of the caller is filled if one key is absent.
     absent = [name for name in names if not await exists(name, store_name=store_name)]
     if absent:
         raise MissingVersion(f"the store has no {', '.join(map(repr, absent))}; nothing was read")
@@ -265,6 +267,7 @@ def _read_state_dict(key: str, target: dict[str, Any] | None, strict: bool) -> d
                 f"{key}: the tensors {differing[:3]} are in one of the state dicts alone: pass strict=False to read "
                 f"the others ({len(differing)} differ)"
             )
+        # In place, whatever the layouts of both are.
         common = {name: tensors[name] for name in tensors if name in names}
         if common:
             snapshot.fill(common)

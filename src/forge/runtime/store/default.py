@@ -57,6 +57,7 @@ def release() -> None:
     """Remove the store of the run if this process made it; another process's is only forgotten."""
     global _store
     store = _store
+    # The next use makes or finds another one.
     _store = None
     if store is None:
         return

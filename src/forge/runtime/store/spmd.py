@@ -73,26 +73,27 @@ async def initialize(
     Raises:
         RuntimeError: an environment variable is not set, or rank 0 is on another host.
     """
-    place = SPMDEnv.from_env() if env is None else env
-    if place.num_hosts > 1:
+    ranks = SPMDEnv.from_env() if env is None else env
+    if ranks.num_hosts > 1:
         raise RuntimeError(
-            f"initialize_spmd shares the memory of one host, and the job has {place.num_hosts}: run it on one, or "
+            f"initialize_spmd shares the memory of one host, and the job has {ranks.num_hosts}: run it on one, or "
             "start it with forge launch, where hosts transfer weights"
         )
-    if place.rank == 0:
+    # Before the others ask for its address.
+    if ranks.rank == 0:
         await initialize_here(strategy=strategy, store_name=store_name)
-    address = await asyncio.to_thread(_exchange, place, rendezvous_timeout)
+    address = await asyncio.to_thread(_exchange, ranks, rendezvous_timeout)
     # MASTER_ADDR may be reachable where rank 0's memory is not.
-    if place.rank:
+    if ranks.rank:
         store = VersionStore(address)
         if not store.is_local():
-            raise RuntimeError(f"rank 0's store {address} is not on the host of rank {place.rank}")
+            raise RuntimeError(f"rank 0's store {address} is not on the host of rank {ranks.rank}")
         default.use(store)
 
 
-def _exchange(place: SPMDEnv, timeout: timedelta) -> Path:
+def _exchange(ranks: SPMDEnv, timeout: timedelta) -> Path:
     """The folder of rank 0's store, in every rank."""
-    address = str(default.default_store().root) if place.rank == 0 else ""
+    address = str(default.default_store().root) if ranks.rank == 0 else ""
     if dist.is_initialized():
         addresses = [address]
         dist.broadcast_object_list(addresses, src=0)
@@ -100,20 +101,20 @@ def _exchange(place: SPMDEnv, timeout: timedelta) -> Path:
     # torchrun's agent holds the port already; without it rank 0 does.
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     meeting = dist.TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.world_size,
-        is_master=place.rank == 0 and not is_agents,
+        ranks.master_addr,
+        ranks.master_port,
+        ranks.world_size,
+        is_master=ranks.rank == 0 and not is_agents,
         timeout=timeout,
         multi_tenant=True,
     )
-    if place.rank == 0:
+    if ranks.rank == 0:
         meeting.set(RENDEZVOUS, address)
     address = meeting.get(RENDEZVOUS).decode()
     # Rank 0's port must stay until all have read.
     meeting.add(f"{RENDEZVOUS}/read", 1)
-    if place.rank == 0:
-        _wait_for_all(meeting, place.world_size, timeout)
+    if ranks.rank == 0:
+        _wait_for_all(meeting, ranks.world_size, timeout)
     return Path(address)
 
 
