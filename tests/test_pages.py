@@ -21,6 +21,7 @@ import yaml
 from forge.cli import (
     audit,
     clean,
+    convert,
     doctor,
     evaluate,
     launch,
@@ -46,7 +47,7 @@ LANGUAGES = {"python", "bash", "yaml", "text"}
 MARK = re.compile(r"<!-- not run: \S.* -->\s*\Z")
 COMMANDS = (
     *(recipes, serve, clean, worker, doctor, launch, plan, evaluate),
-    *(audit, mismatch, replay, table, runs, watch, simulate),
+    *(audit, mismatch, replay, table, runs, watch, simulate, convert),
 )
 # Words of the shell, and programs that come with every machine.
 SHELL = {"export", "source", "until", "do", "done", "cd", "[", "break"}

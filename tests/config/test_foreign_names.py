@@ -97,7 +97,7 @@ def test_a_file_of_another_library_is_answered_whole(tmp_path: Path):
     for name, here in (
         ("group_size", "grpo.n_samples"),
         ("off_by_n", "async.max_policy_age"),
-        ("revision", "dataset.path"),
+        ("revision", "dataset.subset"),
     ):
         assert name in message
         assert here in message

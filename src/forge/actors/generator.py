@@ -26,7 +26,7 @@ from ..runtime.store import Store, VersionStore
 from ..system.devices import accelerator
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, differing
-from .publication import publish_before_updates
+from .publication import publish_before_updates, requested_version
 from .staleness import StaleWeights
 from .store_ref import StoreRef, connect, controller_store
 from .streams import Streams
@@ -196,7 +196,7 @@ class Generator(ForgeActor):
         self.streams.close(stream)
 
     @endpoint(catch_up=True)
-    async def update_weights(self, version: int) -> int:
+    async def update_weights(self, version: int | None = None, *, policy_version: int | None = None) -> int:
         """Load a published version while decoding continues, swap it in between two steps; returns the version in use.
         A fanout of a version that has the number of the trainer's step, and was not published, publishes it first.
 
@@ -204,12 +204,17 @@ class Generator(ForgeActor):
 
         A generator that was away during a fanout of this loads that version before it serves.
 
+        Args:
+            policy_version: torchforge's name of `version`.
+
         Raises:
+            TypeError: it has neither a version nor a policy_version.
             MissingVersion: the store does not hold the version.
             CorruptWeights: a tensor is not what was published; names it. The old weights stay in use.
             ValueError: its tensors do not fit this model. The old weights stay in use.
             StaleWeights: the engine decodes with another version.
         """
+        version = requested_version(version, policy_version)
         if self.store is None:
             raise ValueError(
                 "this generator has no weight store to update from: start it with store=VersionStore.create()"
@@ -289,6 +294,11 @@ class Generator(ForgeActor):
     async def held(self) -> list[int]:
         """Seeds of the requests that wait for other weights by their schedules, while nothing else runs."""
         return self.engine.held()
+
+    @endpoint
+    async def get_version(self) -> int:
+        """The version of the weights that this replica decodes with now."""
+        return self.engine.version
 
     @endpoint
     async def stats(self) -> dict[str, Any]:

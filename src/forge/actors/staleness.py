@@ -33,8 +33,12 @@ class Staleness:
         return float("inf") if self.max_policy_age is None else served + self.max_policy_age + 1
 
     def fresh(self, item: Episode | Group, version: int) -> bool:
-        """Whether an item may train weights `version`, by its oldest token."""
-        return self.max_policy_age is None or item.version == -1 or item.version >= version - self.max_policy_age
+        """Whether an item may train weights `version`, by its oldest token, or by the `policy_version` that an item of
+        another class states."""
+        if self.max_policy_age is None:
+            return True
+        oldest = item.version if hasattr(item, "version") else getattr(item, "policy_version", None)
+        return oldest in (None, -1) or oldest >= version - self.max_policy_age
 
     def check(self, batch: Batch, version: int) -> None:
         """Check every trained token of a batch by the version that the token itself states.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..config.upstream import trainer_settings
 from ..data.packing import pack, pack_tensors
 from ..models.flops import forward_flops
 from ..observability import phase
@@ -378,6 +379,24 @@ class Trainer(ForgeActor):
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.outcome
         return pack(episodes, **shares)
+
+
+class TitanTrainer(Trainer):
+    """The trainer on TorchTitan's model, by torchforge's name and with its sections.
+
+    Args:
+        model: as of `Trainer`, or torchforge's mapping with `hf_assets_path`.
+        optimizer: as of `Trainer`, or with torchforge's `name`, `lr` and `eps`.
+        parallelism, **settings: as of `Trainer`. torchforge's sections `training`, `lr_scheduler`, `compile` and
+            `activation_checkpoint` are read as `forge convert upstream` reads them, `checkpoint` and `comm` do nothing.
+
+    Raises:
+        ValueError: a mapping without the path of a model.
+        TypeError: a section has a key without an equivalent; names it.
+    """
+
+    def __init__(self, model: str | Mapping[str, Any], **settings: Any) -> None:
+        super().__init__(**{"backend": "titan", **trainer_settings({"model": model, **settings})})
 
 
 def _work(batch: Batch) -> tuple[float, float, float]:

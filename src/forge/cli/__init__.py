@@ -15,6 +15,7 @@ from . import (
     audit,
     clean,
     completion,
+    convert,
     doctor,
     evaluate,
     launch,
@@ -79,6 +80,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     recipes.add_to(commands)
     plan.add_to(commands)
+    convert.add_to(commands)
     evaluate.add_to(commands)
     serve.add_to(commands)
     clean.add_to(commands)

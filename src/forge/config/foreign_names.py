@@ -234,9 +234,13 @@ TORCHFORGE = {
     "provisioner": "cluster",
     "metric_logging": "metrics",
     "rollout_threads": "nothing to set, rollouts run ahead by async.max_policy_age",
-    "revision": "a local folder with that revision as dataset.path",
+    "revision": "dataset.subset",
     "lr_scheduler": "training.schedule",
     "dcp_path": "nothing to set, weights travel through shared memory",
+    # Of each service.
+    "health_poll_rate": "ping_timeout of the service, in seconds",
+    "replica_max_concurrent_requests": "max_in_flight of the service",
+    "return_first_rank_result": "nothing to set, route returns the first rank's value and call a list of all",
 }
 TITANRL = {
     # The loop.
@@ -258,17 +262,17 @@ TITANRL = {
     "drop_zero_std_reward_groups": "nothing to set, they have no gradient and are left out",
     "batch_invariant": "nothing to set on a CPU; docs/explain/exact.md has what is exact",
 }
-# Endpoints and methods of torchforge's services.
+# Endpoints, methods and arguments of torchforge's services that have another name here.
 ENDPOINTS = {
-    "get_version": "the version of a completion: completion.version",
-    "forward": "logprobs.route(batch)",
-    "start_session": "async with service.session()",
-    "get_metrics": "service.status()",
-    "get_metrics_summary": "service.status()",
-    "choose": "route",
-    "call_all": "fanout",
-    "clear": "advance.route(version), which drops what is too old",
-    "evict": "advance.route(version), which drops what is too old",
+    "broadcast": "fanout, which is awaited",
+    "stream": "fanout, or the streams of Generator",
+    "cleanup": "service.shutdown()",
+    "max_buffer_size": "capacity, at which add waits",
+    "max_resample_count": "nothing to set, each item is taken once",
+    "eviction_policy": "max_policy_age",
+    "sample_policy": "order, fifo or random",
+    "engine_args": "model and settings of vLLM: model, engine='vllm', vllm={...}",
+    "sampling_params": "temperature, top_p, max_tokens; n is an argument of generate",
 }
 TABLES = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "torchforge": TORCHFORGE, "TitanRL": TITANRL}
 ADAMS_LARGEST = 1e-3  # a larger epsilon was meant for a clip
@@ -319,7 +323,9 @@ def translated(names: Iterable[str], python: bool = False) -> str:
         return ""
     libraries = {known[0] for known in map(answer, names) if known is not None}
     guides = ", ".join(sorted({GUIDES[library] for library in libraries}))
-    return f"{'; '.join(lines)} ({guides})"
+    # Several at once are a file of theirs.
+    command = "; forge convert upstream FILE prints it with these keys" if "torchforge" in libraries else ""
+    return f"{'; '.join(lines)} ({guides}{command if len(lines) > 1 else ''})"
 
 
 def trap(name: str, value: object) -> str:

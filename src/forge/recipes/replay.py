@@ -20,7 +20,7 @@ from ..observability.folder import CONFIG, LOGS, MARK, clear
 from ..observability.held_out import HELD_OUT
 from ..observability.rollouts import ROLLOUTS
 from ..observability.schedule import SCHEDULE, BadSchedule, GroupEntry, Schedule, StepEntry, read_schedule
-from ..runtime.controller import ForgeError, endpoint
+from ..runtime.controller import ForgeError
 from ..system.checksums import write_sealed
 from ..system.masking import without_secrets
 from ..types import Completion, Group, Sample, Seen, Spans
@@ -182,8 +182,7 @@ class ScheduledBuffer(ReplayBuffer):
         self.batches = batches
         self.reasons = reasons
 
-    @endpoint
-    async def sample(self, version: int, batch_size: int) -> list[Any]:
+    async def _take(self, version: int, batch_size: int) -> list[Any]:
         """The groups with which the run trained `version`, in its order."""
         indices = self.batches[version + 1]
         # Step n trains version n - 1.

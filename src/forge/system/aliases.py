@@ -10,7 +10,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 
-# An older name also holds for all modules in the package.
+# An older name also holds for all modules in the package. Of those that fit the longest counts. The second half are
+# names of Meta's torchforge.
 ALIASES = {
     "forge.api": "forge.recipes.api",
     "forge.cluster": "forge.runtime.cluster",
@@ -20,18 +21,20 @@ ALIASES = {
     "forge.store": "forge.runtime.store",
     "forge.verifiers": "forge.rewards",
     "forge.watch": "forge.serve.watch",
+    "forge.actors.reference_model": "forge.actors.reference",
+    "forge.data_models": "forge.types",
+    "forge.data_models.completion": "forge.types",
+    "forge.data_models.prompt": "forge.types",
+    "forge.losses.grpo_loss": "forge.losses",
+    "forge.observability.metric_actors": "forge.actors.upstream.metric_actors",
+    "forge.observability.perf_tracker": "forge.actors.upstream.perf_tracker",
+    "forge.util": "forge.actors.upstream",
 }
 
 # Modules of Meta's torchforge that are not here, and what has their contents.
 ABSENT = {
-    "forge.actors.reference_model": "forge.actors.ReferenceModel, whose endpoint is logprobs",
     "forge.actors.coder": "forge_sandbox",
-    "forge.losses.grpo_loss": "forge.losses.GRPOLoss",
     "forge.rl": "forge.types, forge.data.packing and forge.training.credit",
-    "forge.util": "forge.config for YAML files, Trainer.logprobs for log-probabilities",
-    "forge.observability.metric_actors": "forge.observability.record_metric, which needs no logger",
-    "forge.observability.perf_tracker": "forge.observability.phase",
-    "forge.data_models": "forge.types",
     "forge.data.datasets": "forge.data.load.load_data",
     "forge.env": "forge.envs",
 }
@@ -39,10 +42,12 @@ ABSENT = {
 
 def current_name(name: str) -> str | None:
     """Return the current name of a module, if `name` is an older one."""
-    for old, new in ALIASES.items():
-        if name == old or name.startswith(f"{old}."):
-            return new + name.removeprefix(old)
-    return None
+    # A module may have another home than its package.
+    fitting = [old for old in ALIASES if name == old or name.startswith(f"{old}.")]
+    if not fitting:
+        return None
+    longest = max(fitting, key=len)
+    return ALIASES[longest] + name.removeprefix(longest)
 
 
 class AliasFinder(MetaPathFinder, InspectLoader):

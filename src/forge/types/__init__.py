@@ -106,6 +106,16 @@ class Completion:
         """The oldest known policy version that contributed a token; -1 where none is known."""
         return oldest(self.versions)
 
+    @property
+    def generator_version(self) -> int:
+        """`version`, by torchforge's name."""
+        return self.version
+
+    @property
+    def stop_reason(self) -> str:
+        """`finish`, by torchforge's name."""
+        return self.finish
+
 
 class Origin(NamedTuple):
     """Origin of tokens: the policy version, the identity of its weights ("" where it is not stated) and the replica

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from ...config.foreign_names import ENDPOINTS
 from ._monarch import EndpointProperty
 from .context import ActorContext
 from .handle import Local
@@ -74,7 +75,9 @@ class Launcher:
         try:
             inspect.signature(self._cls).bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self._cls.__name__}.as_service: {error}") from None
+            names = [name for name in kwargs if name in ENDPOINTS]
+            hint = "".join(f"; torchforge's {name} is {ENDPOINTS[name]} here" for name in names)
+            raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
         options, kwargs = self._cls.place(self._options, kwargs)
 
         # The checks above run when the call is written, the start when the coroutine is awaited.
@@ -150,6 +153,11 @@ class ForgeActor:
     def as_actor(cls, *args: object, **kwargs: object) -> Pending[Service]:
         """Start one replica with default options, set up with these arguments."""
         return cls.options().as_actor(*args, **kwargs)
+
+    @classmethod
+    async def shutdown(cls, actor: Service) -> None:
+        """Stop a service or actor of this component, as `await actor.shutdown()` does."""
+        await actor.stop()
 
     @classmethod
     async def as_local(cls, *args: object, **kwargs: object) -> Local:

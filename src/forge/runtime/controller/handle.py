@@ -18,13 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from ...config.foreign_names import ENDPOINTS
 from ...config.plugin import nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
 from .request import Kwargs, Pending, Value, caller
+from .upstream import ENDPOINT_VERBS, VERBS
 
 _session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
 _session_ids = itertools.count()
@@ -59,11 +60,13 @@ class Handle(ABC):
     def _end_session(self, session: str) -> None:
         """Forget which replica a session belongs to."""
 
-    def __getattr__(self, name: str) -> Endpoint:
+    def __getattr__(self, name: str) -> Any:
         # Through __dict__: an attribute that is missing while a handle is unpickled must not lead back here.
         endpoints = self.__dict__.get("_endpoints", ())
         if name in endpoints:
             return Endpoint(self, name)
+        if name in VERBS:
+            return partial(VERBS[name], self)
         here = ENDPOINTS.get(name)
         hint = f": torchforge's {name} is {here} here" if here else nearest(name, sorted(endpoints))
         raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
@@ -103,7 +106,10 @@ class Endpoint:
         name = f"{self.service._name}.{self.name}"
         raise TypeError(f"{name} runs in another process: write `await {name}.route(...)`")
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Callable[..., Pending[Value]]:
+        if name in ENDPOINT_VERBS:
+            verb: Callable[..., Pending[Value]] = getattr(self, ENDPOINT_VERBS[name])
+            return verb
         here = ENDPOINTS.get(name)
         hint = f": torchforge's {name} is {here} here" if here else "; the verbs are route, fanout, call and call_one"
         raise AttributeError(f"an endpoint has no {name!r}{hint}")
@@ -125,11 +131,15 @@ class Endpoint:
     def route(self, *args: object, **kwargs: object) -> Pending[Value]:
         """Send to one replica and return its answer.
 
-        If the replica is lost meanwhile, another one gets the call: an endpoint may see a call twice.
+        If the replica is lost meanwhile, another one gets the call: an endpoint may see a call twice. `sess_id=`, the
+        id of a session, is not passed on: it is `options(session=...)` as torchforge writes it.
 
         Raises:
             what the endpoint raised; CallTimeout, PoisonRequest, or ReplicaDied once the retries are used up.
         """
+        sess_id = kwargs.pop("sess_id", None)
+        if sess_id is not None:
+            return replace(self, session=str(sess_id)).route(*args, **kwargs)
         return self._send("route", args, kwargs)
 
     def fanout(self, *args: object, **kwargs: object) -> Pending[list[Value]]:

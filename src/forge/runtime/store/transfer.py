@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...system.boxes import full_box, is_dtensor, local_boxes
+from ...system.boxes import Box, full_box, is_dtensor, local_boxes
 from ...system.files import write_atomic
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest, Shard, checksum, copy_and_hash
@@ -314,18 +314,42 @@ class OpenVersion:
             raise ValueError(f"{label} cannot be read into a tensor on the meta device: it has no memory")
         # Each block of the target is filled from all stored blocks that overlap it, whatever the two layouts.
         for box, values in local_boxes(target):
-            for shard in shards:
-                overlap = box.meet(shard.box)
-                if not overlap:
-                    continue
-                source = shard.view(self.memory[shard.segment])
-                into = values.detach()[overlap.within(box)]
-                # A block that is read as a whole is verified by the pass that copies it.
-                if overlap == shard.box and id(shard) not in self._verified:
-                    self._verify(shard, source, copy_and_hash(source, into, of_source=True))
-                else:
-                    self._verify(shard, source)
-                    into.copy_(source[overlap.within(shard.box)])
+            self._fill_box(shards, box, values.detach())
+
+    @torch.no_grad()
+    def read_box(self, box: Box, target: Tensor | None = None) -> Tensor:
+        """Return a block of a single tensor: `target`, filled, or a new tensor.
+
+        Raises:
+            ValueError: the version is a state dict, the block is not within the tensor, or the target has another
+                shape.
+            CorruptWeights: as of `read`.
+        """
+        if not self.manifest.single:
+            raise ValueError(f"{self.manifest.key} is a state dict: a block can be read of one tensor")
+        shards = self.manifest.by_name[""]
+        if box.meet(full_box(shards[0].shape)) != box:
+            raise ValueError(f"{self._label('')} has shape {shards[0].shape}: the block {box} is not within it")
+        values = torch.empty(box.size, dtype=getattr(torch, shards[0].dtype)) if target is None else target
+        if tuple(values.shape) != box.size or is_dtensor(values):
+            raise ValueError(f"the block {box} needs a plain tensor of shape {box.size}, got {tuple(values.shape)}")
+        self._fill_box(shards, box, values.detach())
+        return values
+
+    def _fill_box(self, shards: Sequence[Shard], box: Box, values: Tensor) -> None:
+        """Copy what the stored blocks have of a block into its values."""
+        for shard in shards:
+            overlap = box.meet(shard.box)
+            if not overlap:
+                continue
+            source = shard.view(self.memory[shard.segment])
+            into = values[overlap.within(box)]
+            # A block that is read as a whole is verified by the pass that copies it.
+            if overlap == shard.box and id(shard) not in self._verified:
+                self._verify(shard, source, copy_and_hash(source, into, of_source=True))
+            else:
+                self._verify(shard, source)
+                into.copy_(source[overlap.within(shard.box)])
 
     @property
     def _size(self) -> int:

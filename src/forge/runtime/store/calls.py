@@ -1,0 +1,274 @@
+"""The store of a run as functions, by the names and with the arguments of TorchStore: `import forge.store as ts`.
+
+    await ts.initialize()
+    await ts.put_state_dict(model.state_dict(), "v0")
+    await ts.get_state_dict("v0", user_state_dict=model.state_dict())
+
+Reads and writes run in a thread, so that the event loop stays free. A key that is put again has another version;
+readers of the last one keep what they have. `store_name` keeps keys apart; all names live in one store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import default
+from .errors import MissingVersion
+from .strategies import TorchStoreStrategy
+from .values import STRUCTURE, TensorSlice, are_tensors, decode, encode
+
+DEFAULT_NAME = "torchstore"
+# Before the name of a store and after it, in its keys: a character that is not on keyboards.
+SEPARATOR = "\x1f"
+
+
+async def initialize(
+    num_storage_volumes: int = 1,
+    strategy: TorchStoreStrategy | None = None,
+    store_name: str = DEFAULT_NAME,
+    mesh: object = None,
+) -> None:
+    """Make the store of the run. The first use does it as well; processes started before find it, too.
+
+    Args:
+        num_storage_volumes, strategy, mesh: accepted for programs of TorchStore: values are in the memory of the host
+            where they are put, so that there are no volumes to place.
+        store_name: of a part whose keys are apart.
+
+    Raises:
+        TypeError: the strategy is none of `forge.store`.
+        RuntimeError: this process was started by a controller that has no store.
+    """
+    if strategy is not None and not isinstance(strategy, TorchStoreStrategy):
+        raise TypeError(f"strategy must be one of forge.store, such as LocalRankStrategy(), got {strategy!r}")
+    default.default_store()
+
+
+async def shutdown(store_name: str = DEFAULT_NAME) -> None:
+    """Remove the store, if this process made it, or the keys of another `store_name`."""
+    if store_name == DEFAULT_NAME:
+        await asyncio.to_thread(default.release)
+    else:
+        await delete_batch(await keys(store_name=store_name), store_name=store_name)
+
+
+async def put(
+    key: str,
+    value: Tensor | Mapping[str, object] | Any,
+    version: int | None = None,
+    *,
+    store_name: str = DEFAULT_NAME,
+    dtype: torch.dtype | None = None,
+    timeout: float = 300.0,
+) -> int:
+    """Publish a tensor, DTensor or state dict, see `VersionStore.put`, or anything that pickle carries; return its
+    version."""
+    stored = value if are_tensors(value) else encode(value)
+    store = default.default_store()
+    return await asyncio.to_thread(store.put, _key(key, store_name), stored, version, dtype=dtype, timeout=timeout)
+
+
+async def put_batch(entries: Mapping[str, Any], store_name: str = DEFAULT_NAME) -> None:
+    """Put several values, one after the other. ValueError: there are none."""
+    if not entries:
+        raise ValueError("put_batch needs a mapping of at least one key to its value")
+    for key, value in entries.items():
+        await put(key, value, store_name=store_name)
+
+
+async def get(
+    key: str,
+    into: Any = None,
+    version: int | TensorSlice | None = None,
+    *,
+    inplace_tensor: Tensor | None = None,
+    tensor_slice_spec: TensorSlice | None = None,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> Any:
+    """Read a version, the newest by default, into any layout; see `Store.get`.
+
+    Args:
+        inplace_tensor: TorchStore's name of `into`.
+        tensor_slice_spec: a block, which is returned, or read into a plain tensor of its shape; may be third, as in
+            TorchStore.
+
+    Raises:
+        MissingVersion: a KeyError; names the keys that exist.
+        ValueError: the shapes do not fit, or a block is of a state dict.
+    """
+    # The third argument is a version here, and a block there.
+    target = into if inplace_tensor is None else inplace_tensor
+    block = version if isinstance(version, TensorSlice) else tensor_slice_spec
+    number = None if isinstance(version, TensorSlice) else version
+    store = default.default_store()
+    name = _key(key, store_name)
+    if block is not None:
+        return await asyncio.to_thread(_read_block, name, block, target, number)
+    value = await asyncio.to_thread(store.get, name, target, number, timeout=timeout)
+    return decode(value) if target is None and isinstance(value, dict) else value
+
+
+async def get_batch(
+    keys: Iterable[str] | Mapping[str, Tensor | None], store_name: str = DEFAULT_NAME
+) -> dict[str, Any]:
+    """Read several keys, all or none: into the tensors of a mapping where it has them, else into new ones.
+
+    Raises:
+        KeyError: a key does not exist; nothing is read.
+        ValueError: there are no keys, or one comes twice.
+        TypeError: a single string.
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"get_batch takes a list of keys, or a mapping, got the text {keys!r}")
+    names = list(keys)
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"get_batch needs keys, each once, got {names}")
+    # Looked for first, so that no tensor of the caller is filled if one key is absent.
+    absent = [name for name in names if not await exists(name, store_name=store_name)]
+    if absent:
+        raise MissingVersion(f"the store has no {', '.join(map(repr, absent))}; nothing was read")
+    targets = keys if isinstance(keys, Mapping) else {}
+    return {name: await get(name, targets.get(name), store_name=store_name) for name in names}
+
+
+async def put_state_dict(
+    state_dict: Mapping[str, Any] | None,
+    key: str,
+    store_name: str = DEFAULT_NAME,
+    direct_rdma: bool = False,
+    transfer_dtype: torch.dtype | None = None,
+) -> None:
+    """Publish a state dict, however nested, as one version: tensors, DTensors, and values beside them.
+
+    Args:
+        direct_rdma: accepted: there is one copy in any case, into memory that readers on the host map.
+        transfer_dtype: of floating-point tensors in the store.
+
+    Raises:
+        ValueError: the state dict is None, which TorchStore takes with direct_rdma.
+    """
+    if state_dict is None:
+        raise ValueError(f"put_state_dict of {key!r} needs the state dict each time: nothing is registered beforehand")
+    store = default.default_store()
+    tensors = encode(state_dict)
+    await asyncio.to_thread(store.put, _key(key, store_name), tensors, dtype=transfer_dtype)
+
+
+async def get_state_dict(
+    key: str,
+    user_state_dict: dict[str, Any] | None = None,
+    strict: bool = True,
+    store_name: str = DEFAULT_NAME,
+    direct_rdma: bool = False,
+) -> dict[str, Any]:
+    """Read the newest version of a state dict, into the tensors of another one of any layout, or into new ones.
+
+    Args:
+        user_state_dict: filled in place and returned; values that are no tensors stay as they are.
+        strict: its tensors must be those that were put; false: those that both have are read, and all are returned as
+            they were put.
+        direct_rdma: accepted, see `put_state_dict`; needs a user_state_dict.
+
+    Raises:
+        KeyError: the key does not exist.
+        ValueError: names or shapes differ; or direct_rdma without a user_state_dict.
+    """
+    if direct_rdma and user_state_dict is None:
+        raise ValueError("get_state_dict with direct_rdma needs a user_state_dict, whose tensors are filled")
+    return await asyncio.to_thread(_read_state_dict, _key(key, store_name), user_state_dict, strict)
+
+
+async def exists(key: str, version: int | None = None, *, store_name: str = DEFAULT_NAME) -> bool:
+    """Whether a key has this version, or any."""
+    return await asyncio.to_thread(default.default_store().exists, _key(key, store_name), version)
+
+
+async def delete(key: str, *, store_name: str = DEFAULT_NAME) -> None:
+    """Remove a key with all of its versions. MissingVersion: the key does not exist."""
+    await asyncio.to_thread(default.default_store().delete, _key(key, store_name))
+
+
+async def delete_batch(keys: Iterable[str], *, store_name: str = DEFAULT_NAME) -> None:
+    """Remove several keys; those that do not exist are passed over, so that it may be repeated."""
+    for key in keys:
+        try:
+            await delete(key, store_name=store_name)
+        except MissingVersion:
+            continue
+
+
+async def keys(prefix: str | None = None, *, store_name: str = DEFAULT_NAME) -> list[str]:
+    """Return the keys that have a version and begin with `prefix`, sorted."""
+    base = _key("", store_name)
+    names = await asyncio.to_thread(default.default_store().keys, base + (prefix or ""))
+    return [name.removeprefix(base) for name in names if SEPARATOR not in name.removeprefix(base)]
+
+
+async def wait(key: str, min_version: int = 0, *, store_name: str = DEFAULT_NAME, timeout: float = 300.0) -> int:
+    """Wait for a version of at least `min_version`; return the newest. TimeoutError: lists the existing ones."""
+    return await asyncio.to_thread(default.default_store().wait, _key(key, store_name), min_version, timeout=timeout)
+
+
+@dataclass(frozen=True)
+class Client:
+    """The functions of this module as methods, for one store name: `(await client()).put("a", tensor)`."""
+
+    store_name: str = DEFAULT_NAME
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CLIENT_CALLS:
+            raise AttributeError(f"a client has no {name!r}; it has {', '.join(CLIENT_CALLS)}")
+        return partial(CLIENT_CALLS[name], store_name=self.store_name)
+
+
+CLIENT_CALLS = {
+    call.__name__: call
+    for call in (put, put_batch, get, get_batch, put_state_dict, get_state_dict, exists, delete, delete_batch, keys)
+}
+
+
+async def client(store_name: str = DEFAULT_NAME) -> Client:
+    """The functions for one store name."""
+    default.default_store()
+    return Client(store_name)
+
+
+def reset_client(store_name: str = DEFAULT_NAME) -> None:
+    """Do nothing, for programs of TorchStore: clients keep no state."""
+
+
+def _key(key: str, store_name: str) -> str:
+    return key if store_name == DEFAULT_NAME else f"{SEPARATOR}{store_name}{SEPARATOR}{key}"
+
+
+def _read_block(key: str, block: TensorSlice, target: Tensor | None, version: int | None) -> Tensor:
+    with default.default_store().open(key, version) as snapshot:
+        return snapshot.read_box(block.box, target)
+
+
+def _read_state_dict(key: str, target: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
+    with default.default_store().open(key) as snapshot:
+        if target is None:
+            value: dict[str, Any] = decode(snapshot.fill())
+            return value
+        names = {*snapshot.manifest.by_name} - {STRUCTURE}
+        tensors = {name: tensor for name, tensor in encode(target).items() if name != STRUCTURE}
+        if strict and names != tensors.keys():
+            differing = sorted(names ^ tensors.keys())
+            raise ValueError(
+                f"{key}: the tensors {differing[:3]} are in one of the state dicts alone: pass strict=False to read "
+                f"the others ({len(differing)} differ)"
+            )
+        # In place, whatever the layouts of both are.
+        common = {name: tensors[name] for name in tensors if name in names}
+        if common:
+            snapshot.fill(common)
+        return target if strict else {**decode(snapshot.fill()), **target}

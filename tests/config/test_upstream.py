@@ -1,0 +1,260 @@
+"""Files of Meta's torchforge are printed with the keys of this library; each other key has a comment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forge.cli import main
+from forge.config import read
+from forge.config.foreign_names import leaves
+from forge.config.upstream import KEYS, NOTES, Settings, convert, read_upstream
+from forge.recipes.rl_config import RLConfig
+from forge.recipes.sft_config import SFTConfig
+from tests.config.test_foreign_names import has_key
+
+DEGREES = {
+    "data_parallel_replicate_degree": 1,
+    "data_parallel_shard_degree": 1,
+    "tensor_parallel_degree": 1,
+    "pipeline_parallel_degree": 1,
+    "context_parallel_degree": 1,
+    "expert_parallel_degree": 1,
+}
+CHECKPOINT = {"enable": True, "initial_load_path": "hf://${model}", "initial_load_in_hf": True}
+PLACED = {"procs": 1, "with_gpus": False}
+
+
+def grpo(model: str, group_size: int, batch: int, tensor_parallel: int, trainers: int) -> dict[str, Any]:
+    """Keys and values of apps/grpo/qwen3_1_7b.yaml and qwen3_32b.yaml."""
+    return {
+        "group_size": group_size,
+        "local_batch_size": batch,
+        "max_req_tokens": 1024,
+        "max_res_tokens": 1024,
+        "model": model,
+        "off_by_n": 1,
+        "rollout_threads": 1,
+        "metric_logging": {
+            "wandb": {"project": "grpo-training", "group": "grpo_exp_${oc.env:USER}", "logging_mode": "global_reduce"},
+            "console": {"logging_mode": "global_reduce"},
+        },
+        "dataset": {
+            "path": "openai/gsm8k",
+            "revision": "main",
+            "data_split": "train",
+            "streaming": True,
+            "model": "${model}",
+        },
+        "policy": {
+            "engine_args": {
+                "model": "${model}",
+                "tensor_parallel_size": tensor_parallel,
+                "pipeline_parallel_size": 1,
+                "enforce_eager": False,
+            },
+            "sampling_params": {
+                "n": "${group_size}",
+                "max_tokens": "${max_res_tokens}",
+                "temperature": 1.0,
+                "top_p": 1.0,
+            },
+        },
+        "trainer": {
+            "model": {"name": "qwen3", "flavor": "1.7B", "hf_assets_path": "hf://${model}"},
+            "optimizer": {"name": "AdamW", "lr": 1e-5, "eps": 1e-8},
+            "lr_scheduler": {"warmup_steps": 1},
+            "training": {
+                "local_batch_size": "${local_batch_size}",
+                "seq_len": "${sum:${max_req_tokens},${max_res_tokens}}",
+                "max_norm": 1.0,
+                "steps": 1000000,
+                "dtype": "bfloat16",
+                "gc_freq": 1,
+            },
+            "compile": {"enable": False},
+            "parallelism": DEGREES | {"tensor_parallel_degree": trainers, "disable_loss_parallel": True},
+            "checkpoint": CHECKPOINT
+            | {"folder": "./checkpoint", "last_save_in_hf": True, "interval": 500, "async_mode": "disabled"},
+            "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+        },
+        "replay_buffer": {
+            "batch_size": "${local_batch_size}",
+            "max_policy_age": "${off_by_n}",
+            "dp_size": "${trainer.parallelism.data_parallel_shard_degree}",
+        },
+        "ref_model": {
+            "model": {"name": "qwen3", "flavor": "1.7B", "hf_assets_path": "hf://${model}"},
+            "training": {"seq_len": "${trainer.training.seq_len}", "dtype": "bfloat16", "gc_freq": 1},
+            "compile": {"enable": False},
+            "parallelism": DEGREES,
+            "checkpoint": CHECKPOINT,
+        },
+        "services": {
+            "policy": {
+                "procs": "${policy.engine_args.tensor_parallel_size}",
+                "num_replicas": 1,
+                "mesh_name": "policy",
+                "with_gpus": True,
+            },
+            "ref_model": PLACED | {"num_replicas": 1, "mesh_name": "ref_model", "with_gpus": True},
+            "reward_actor": PLACED | {"num_replicas": 1, "mesh_name": "reward_actor"},
+        },
+        "actors": {
+            "dataset": PLACED | {"mesh_name": "dataset"},
+            "trainer": {"procs": trainers, "with_gpus": True, "mesh_name": "trainer"},
+            "replay_buffer": PLACED | {"mesh_name": "replay_buffer"},
+            "compute_advantages": PLACED | {"mesh_name": "compute_advantages"},
+        },
+    }
+
+
+# Keys and values of apps/sft/llama3_8b.yaml.
+SFT = {
+    "comm": {"trace_buf_size": 0},
+    "model_name": "meta-llama/Meta-Llama-3.1-8B-Instruct",
+    "model": {"name": "llama3", "flavor": "8B", "hf_assets_path": "hf://${model_name}"},
+    "processes": {"procs": 8, "with_gpus": True},
+    "optimizer": {"name": "AdamW", "lr": 1e-5, "eps": 1e-8},
+    "lr_scheduler": {"warmup_steps": 200},
+    "training": {
+        "local_batch_size": 1,
+        "seq_len": 2048,
+        "max_norm": 1.0,
+        "steps": 1000,
+        "compile": False,
+        "dataset": "c4",
+    },
+    "parallelism": DEGREES | {"data_parallel_shard_degree": -1, "disable_loss_parallel": False},
+    "checkpoint": {
+        "enable": True,
+        "folder": "./checkpoint",
+        "initial_load_path": "hf://${model_name}",
+        "interval": 500,
+        "async_mode": "async",
+    },
+    "activation_checkpoint": {"mode": "none"},
+    "metric_logging": {"wandb": {"project": "sft-training", "logging_mode": "global_reduce"}},
+}
+SMALL = grpo("Qwen/Qwen3-1.7B", 8, 16, 1, 1)
+LARGE = grpo("Qwen/Qwen3-32B", 16, 32, 4, 8) | {"provisioner": {"launcher": "slurm"}}
+
+
+@pytest.fixture(autouse=True)
+def user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "ada")
+
+
+def written(folder: Path, values: dict[str, Any], name: str = "qwen3.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_the_file_of_grpo_loads_with_all_that_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = written(tmp_path, SMALL)
+    main(["convert", "upstream", str(file)])
+    printed = capsys.readouterr().out
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(printed)
+    # vLLM is not installed here; the embedded engine takes the same keys.
+    config = read(RLConfig, ours, [("generator.engine", "embedded")])
+    assert config.model == "Qwen/Qwen3-1.7B"
+    assert (config.grpo.n_samples, config.grpo.max_tokens, config.grpo.settings()["beta"]) == (8, 1024, 0.1)
+    # 16 answers of groups of 8.
+    assert config.training.batch_size == 2
+    assert (config.training.learning_rate, config.training.seq_len, config.training.steps) == (1e-5, 2048, 1000000)
+    assert config.training.gradient_checkpointing
+    assert (config.dataset.path, config.dataset.subset, config.dataset.split) == ("openai/gsm8k", "main", "train")
+    assert config.async_.max_policy_age == 1
+    assert config.checkpoint.every == 500
+    assert config.metrics.wandb is not None
+    assert config.metrics.wandb.group == "grpo_exp_ada"
+    assert config.services.ref_model is not None
+    assert config.services.ref_model.with_gpus
+    assert config.run.name == "qwen3"
+    assert yaml.safe_load(printed)["generator"]["engine"] == "vllm"
+
+
+@pytest.mark.parametrize("values", [SMALL, LARGE, SFT], ids=["small", "large", "sft"])
+def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[str, Any]):
+    resolved = read_upstream(written(tmp_path, values))
+    converted = convert(resolved)
+    text = converted.text("qwen3.yaml")
+    for path in [leaf for name, part in converted.values.items() for leaf in leaves(name, part)]:
+        assert has_key(path) or path.startswith("services."), path
+    noted = {name for name, _, _ in converted.notes}
+    for key in [leaf for name, part in resolved.items() for leaf in leaves(name, part)]:
+        is_converted = key in KEYS or key.removeprefix("trainer.") in ("optimizer.name", "activation_checkpoint.mode")
+        # What another key says already, such as the model of the tokenizer.
+        is_said = key.startswith(("policy.engine_args.", "dataset.model")) or key.endswith(
+            ("initial_load_path", "async_mode")
+        )
+        assert is_converted or is_said or key in noted, key
+        if key in noted:
+            assert f"#   {key}: " in text
+    assert not any(note == NOTES[""] for _, _, note in converted.notes)
+
+
+def test_models_over_several_gpus(tmp_path: Path):
+    policy = {"engine_args": {"tensor_parallel_size": 4, "max_num_seqs": 64}}
+    values = convert(read_upstream(written(tmp_path, LARGE | {"policy": policy}))).values
+    assert values["parallelism"] == {"tensor_parallel_degree": 8}
+    assert values["services"]["trainer"] == {"procs": 8, "with_gpus": True}
+    assert values["generator"] == {"vllm": {"max_num_seqs": 64}, "engine": "vllm", **rest(values)}
+
+
+def rest(values: dict[str, Any]) -> dict[str, Any]:
+    """What follows from the trainer's section."""
+    return {name: values["generator"][name] for name in ("max_seq_len", "dtype")}
+
+
+def test_the_file_of_sft_loads(tmp_path: Path):
+    converted = convert(read_upstream(written(tmp_path, SFT)), "llama")
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(converted.text("llama3_8b.yaml"))
+    config = read(SFTConfig, ours)
+    assert config.training.batch_size == 8  # one row on each of 8 ranks
+    assert config.services.trainer.procs == 8
+    assert not config.training.gradient_checkpointing
+    assert config.checkpoint.async_write
+    assert config.parallelism.data_parallel_shard_degree == -1
+    assert config.dataset.path == "yahma/alpaca-cleaned"
+
+
+def test_a_key_that_the_table_does_not_have_is_said_to_have_no_equivalent():
+    converted = convert({"group_size": 2, "unheard": {"of": 3}})
+    assert converted.notes == [("unheard.of", 3, "no equivalent")]
+    assert "#   unheard.of: 3  # no equivalent" in converted.text("x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: ${b}", r"\$\{b\} names a key that the file does not have"),
+        ("a: ${b}\nb: ${a}", "refers to itself"),
+        ("a: ${oc.env:NEVER_SET_BY_ANY}", "the environment has no NEVER_SET_BY_ANY"),
+        ("[1, 2]", "must be a mapping of keys to values, got list"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_upstream(file)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        main(["convert", "upstream", str(file)])
+
+
+def test_interpolations_keep_types(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("n: 3\nflag: true\na: {b: '${n}', c: 'x${n}', d: ['${flag}'], e: '${oc.env:NEVER_SET, z}'}\n")
+    values = Settings(read_upstream(file))
+    assert values.a == {"b": 3, "c": "x3", "d": [True], "e": "z"}
+    with pytest.raises(AttributeError, match="has no key 'absent'; it has n, flag, a"):
+        values.absent  # noqa: B018

@@ -1,0 +1,248 @@
+"""TorchStore's functions on `forge.store`: every one of them, with real tensors on the real store."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import forge.store as ts
+import pytest
+import torch
+
+PROGRAMS = Path(__file__).parent / "programs.py"
+pytestmark = pytest.mark.processes  # a store has a shell that removes it
+
+
+@pytest.fixture
+def on_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Coroutine]], None]:
+    """Run a coroutine on a store of its own."""
+    monkeypatch.setenv("FORGE_STORE", "")
+    monkeypatch.delenv("FORGE_STORE")
+
+    def run(main: Callable[[], Coroutine]) -> None:
+        async def between() -> None:
+            await ts.initialize()
+            root = ts.default_store().root
+            try:
+                await main()
+            finally:
+                await ts.shutdown()
+            assert not root.exists()
+
+        asyncio.run(between())
+
+    return run
+
+
+def test_single_values(on_store):
+    async def main():
+        tensor = torch.randn(10, 10)
+        await ts.put("a", tensor)
+        assert torch.equal(await ts.get("a"), tensor)
+        memory = torch.empty(10, 10)
+        assert await ts.get("a", inplace_tensor=memory) is memory
+        assert torch.equal(memory, tensor)
+        other = torch.empty(10, 10)
+        assert await ts.get("a", other) is other
+        # Put again: readers get the newest.
+        await ts.put("a", tensor + 1)
+        assert torch.equal(await ts.get("a"), tensor + 1)
+        assert await ts.exists("a")
+        assert not await ts.exists("b")
+        with pytest.raises(KeyError, match="the store has no 'b'"):
+            await ts.get("b")
+        await ts.delete("a")
+        with pytest.raises(KeyError):
+            await ts.delete("a")
+
+    on_store(main)
+
+
+@pytest.mark.parametrize(
+    "value", [{"data": [1, 2, 3]}, "text", 7, None, (1, "a"), {"mixed": [torch.arange(3), {"x": 1.5}], 4: None}, []]
+)
+def test_objects_come_back_as_they_were(on_store, value):
+    def same(a: object, b: object) -> bool:
+        if isinstance(a, torch.Tensor):
+            return isinstance(b, torch.Tensor) and torch.equal(a, b)
+        if isinstance(a, dict):
+            return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        if isinstance(a, list | tuple):
+            return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return a == b
+
+    async def main():
+        await ts.put("object", value)
+        assert same(await ts.get("object"), value)
+        assert same((await ts.get_batch(["object"]))["object"], value)
+
+    on_store(main)
+
+
+def test_blocks_of_tensors(on_store):
+    async def main():
+        tensor = torch.arange(60.0).view(6, 10)
+        await ts.put("t", tensor)
+        block = ts.TensorSlice(offsets=(1, 2), coordinates=(), global_shape=(6, 10), local_shape=(3, 5), mesh_shape=())
+        assert torch.equal(await ts.get("t", tensor_slice_spec=block), tensor[1:4, 2:7])
+        buffer = torch.empty(3, 5)
+        assert await ts.get("t", buffer, block) is buffer  # by position, as TorchStore has it
+        assert torch.equal(buffer, tensor[1:4, 2:7])
+        with pytest.raises(ValueError, match=r"needs a plain tensor of shape \(3, 5\), got \(5, 3\)"):
+            await ts.get("t", torch.empty(5, 3), block)
+        outside = ts.TensorSlice(offsets=(5, 0), local_shape=(3, 5))
+        with pytest.raises(ValueError, match=r"has shape \(6, 10\): the block .* is not within it"):
+            await ts.get("t", tensor_slice_spec=outside)
+        await ts.put("state", {"a": tensor})
+        with pytest.raises(ValueError, match="state is a state dict: a block can be read of one tensor"):
+            await ts.get("state", tensor_slice_spec=block)
+
+    on_store(main)
+
+
+def test_batches(on_store):
+    async def main():
+        one, two = torch.randn(4), torch.randn(2, 2)
+        await ts.put_batch({"key1": one, "key2": two, "other": {"n": 1}})
+        got = await ts.get_batch(["key1", "other"])
+        assert torch.equal(got["key1"], one)
+        assert got["other"] == {"n": 1}
+        memory = torch.empty(4)
+        filled = await ts.get_batch({"key1": memory, "key2": None})
+        assert filled["key1"] is memory
+        assert torch.equal(memory, one)
+        assert torch.equal(filled["key2"], two)
+        memory.zero_()
+        with pytest.raises(KeyError, match="the store has no 'x', 'y'; nothing was read"):
+            await ts.get_batch({"key1": memory, "x": None, "y": None})
+        assert not memory.any()
+        for wrong, error in (([], ValueError), (["key1", "key1"], ValueError), ("key1", TypeError)):
+            with pytest.raises(error, match="get_batch"):
+                await ts.get_batch(wrong)
+        with pytest.raises(ValueError, match="put_batch needs"):
+            await ts.put_batch({})
+        assert await ts.keys("key") == ["key1", "key2"]
+        assert await ts.keys() == ["key1", "key2", "other"]
+        await ts.delete_batch(["key1", "never", "other"])
+        await ts.delete_batch(["key1"])
+        assert await ts.keys() == ["key2"]
+
+    on_store(main)
+
+
+def test_state_dicts(on_store):
+    async def main():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 4}
+        await ts.put_state_dict(state, "v0")
+        fresh = await ts.get_state_dict("v0")
+        assert fresh["step"] == 4
+        assert fresh["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+        other = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        other.load_state_dict(fresh["model"])
+        torch.optim.AdamW(other.parameters()).load_state_dict(fresh["optimizer"])
+        assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+
+        # Into the tensors of a model that serves.
+        await ts.put_state_dict(OrderedDict(model.state_dict()), key="policy")
+        served = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        target = served.state_dict()
+        assert await ts.get_state_dict("policy", user_state_dict=target, direct_rdma=True) is target
+        assert all(map(torch.equal, served.state_dict().values(), model.state_dict().values()))
+
+        part = {"0.weight": torch.zeros(3, 4), "new": torch.ones(2)}
+        with pytest.raises(ValueError, match=r"policy: the tensors \['0.bias', .* pass strict=False"):
+            await ts.get_state_dict("policy", part)
+        assert not part["0.weight"].any()
+        merged = await ts.get_state_dict("policy", part, strict=False)
+        assert torch.equal(part["0.weight"], model[0].weight)
+        assert torch.equal(merged["0.bias"], model[0].bias)
+
+        await ts.put_state_dict(model.state_dict(), "half", transfer_dtype=torch.bfloat16)
+        half = await ts.get_state_dict("half")
+        assert half["0.weight"].dtype == torch.bfloat16
+        assert half["1.num_batches_tracked"].dtype == torch.int64
+        assert torch.equal(half["0.weight"], model[0].weight.bfloat16())
+        with pytest.raises(KeyError):
+            await ts.get_state_dict("absent")
+        with pytest.raises(ValueError, match="needs the state dict each time"):
+            await ts.put_state_dict(None, "policy", direct_rdma=True)
+        with pytest.raises(ValueError, match="needs a user_state_dict"):
+            await ts.get_state_dict("policy", direct_rdma=True)
+        with pytest.raises(ValueError, match=r"two tensors have the name 'a\.b'"):
+            await ts.put_state_dict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}, "n": 1}, "twice")
+
+    on_store(main)
+
+
+def test_stores_by_name_and_clients(on_store):
+    async def main():
+        await ts.initialize(store_name="mine")
+        await ts.put("a", torch.zeros(1))
+        await ts.put("a", torch.ones(1), store_name="mine")
+        mine = await ts.client("mine")
+        await mine.put("b", torch.ones(2))
+        ts.reset_client("mine")
+        assert await mine.keys() == await ts.keys(store_name="mine") == ["a", "b"]
+        assert await mine.keys("b") == ["b"]
+        assert await ts.keys() == ["a"]
+        assert (await mine.get("a")).item() == 1
+        assert (await ts.get("a")).item() == 0
+        with pytest.raises(AttributeError, match="a client has no 'putt'; it has put, put_batch"):
+            mine.putt  # noqa: B018
+        await ts.shutdown("mine")
+        assert await ts.keys(store_name="mine") == []
+        assert await ts.exists("a")
+
+    on_store(main)
+
+
+def test_strategies_are_accepted_and_others_are_not(on_store):
+    async def main():
+        for strategy in (ts.LocalRankStrategy, ts.HostStrategy, ts.ControllerStorageVolumes):
+            await ts.initialize(num_storage_volumes=4, strategy=strategy(), mesh=None)
+        with pytest.raises(TypeError, match=r"strategy must be one of forge\.store"):
+            await ts.initialize(strategy="LocalRankStrategy")
+        with pytest.raises(ValueError, match="default_transport_type gloo does nothing"):
+            ts.HostStrategy(default_transport_type="gloo")
+
+    on_store(main)
+
+
+def test_ranks_need_torchruns_variables(monkeypatch: pytest.MonkeyPatch):
+    place = {"LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeError, match="needs the environment variable RANK: start the ranks with torchrun"):
+        ts.spmd.SPMDEnv.from_env()
+    monkeypatch.setenv("RANK", "3")
+    assert ts.spmd.SPMDEnv.from_env() == ts.spmd.SPMDEnv(3, 1, 4, 2, "a", 7)
+    with pytest.raises(RuntimeError, match="shares the memory of one host, and the job has 2"):
+        asyncio.run(ts.initialize_spmd())
+
+
+def run_program(command: list[str], task: str) -> str:
+    ended = subprocess.run([*command, str(PROGRAMS), task], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("task", ["neighbours", "weights", pytest.param("resharding", marks=pytest.mark.full)])
+def test_programs_of_monarchs_actors(task: str):
+    """A tensor of each rank; weights to a process that is older than the store; rows to columns over two ranks."""
+    assert run_program([sys.executable], task).endswith("done\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["spmd", "spmd-group"])
+def test_programs_of_torchrun(task: str):
+    output = run_program([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], task)
+    assert {"rank 0: 123", "rank 1: 123", "done"} <= {*output.splitlines()}
