@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,8 +47,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
 
-def strike(run: subprocess.Popen[bytes], seed: int) -> list[str]:
-    """Kill or stop a process of a run every 5 to 10 seconds until it has ended; what was done."""
+def strike(run: subprocess.Popen[bytes], metrics: Path, seed: int) -> list[str]:
+    """Kill or stop a process of a run every 5 to 10 seconds from its next step to its end; what was done."""
+    lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 1
+    while run.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") <= lines):
+        time.sleep(0.1)
     rng = random.Random(seed)
     faults: list[str] = []
     while True:
@@ -110,7 +114,7 @@ def main() -> None:
                         [*command, *resume], env=environment(), stdout=file, stderr=file, start_new_session=True
                     )
                     if number % 2:
-                        faults += strike(run, 100 * number + attempt)
+                        faults += strike(run, folder / "metrics.jsonl", 100 * number + attempt)
                 if run.wait() == 0:
                     break
                 # A trainer that dies twice as it starts ends the run: it is resumed, as a scheduler would.
