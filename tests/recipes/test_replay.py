@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import yaml
 
+from forge.config import ConfigError
 from forge.envs import Action, Environment, Step
 from forge.observability.schedule import _sealed, read_schedule
-from forge.recipes.replay import Plan, ReplayDiffers, first_versions
+from forge.recipes.replay import Plan, ReplayDiffers, first_versions, replay
 from forge.types import Seen
-from tests.recipes.test_recipes import CONFIG, ROOT, finish, start
+from tests.recipes.test_recipes import CONFIG, finish, start
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -208,24 +209,30 @@ def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("settings", "message"),
     [
-        (["--until", "99"], "--until 99: the schedule has the steps 1 to 8"),
-        (["--from", "8"], "--from 8: there is no step to compute up to 8"),
-        (["--from", "0"], "--from 0: the run has no checkpoint of this step; it has 1, 2, 3, 4, 5, 6, 7, 8"),
-        (["--change", "training.batch_size=2"], "--change training.batch_size: the schedule lists what depends on it"),
-        (["--change", "seed=2"], "--change seed: the schedule lists what depends on it"),
-        (["--change", "training.nothing=2"], "training.nothing"),
-        (["--change", "novalue"], "--change novalue: write KEY=VALUE"),
-        (["--name", "test"], "--name test is the run itself"),
-        (["--change", "services.nothing=2"], "services.nothing"),
-        (["--replicas", "0"], "num_replicas"),
+        ({"until": 99}, "--until 99: the schedule has the steps 1 to 8"),
+        ({"start": 8}, "--from 8: there is no step to compute up to 8"),
+        ({"start": 0}, "--from 0: the run has no checkpoint of this step; it has 1, 2, 3, 4, 5, 6, 7, 8"),
+        ({"changes": [("training.batch_size", "2")]}, "--change training.batch_size: the schedule lists what depends"),
+        ({"changes": [("seed", "2")]}, "--change seed: the schedule lists what depends on it"),
+        ({"changes": [("training.nothing", "2")]}, "training.nothing"),
+        ({"name": "test"}, "--name test is the run itself"),
+        ({"replicas": 0}, "num_replicas"),
     ],
 )
-def test_what_cannot_be_replayed_is_one_line(run: Path, words: list[str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "forge", "replay", str(run), *words], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_what_cannot_be_replayed_is_named_before_anything_starts(
+    run: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        replay(run, **settings)
+
+
+def test_a_run_without_a_schedule_is_one_line(tmp_path: Path) -> None:
+    code, output = forge("replay", str(tmp_path))
+    assert code == 1
+    assert len(output.strip().splitlines()) == 1
+    assert "has no schedule.jsonl: it is not a run of RL, or of an earlier version" in output
+    code, output = forge("replay", str(tmp_path), "--change", "novalue")
+    assert code == 1
+    assert "error: --change novalue: write KEY=VALUE" in output
