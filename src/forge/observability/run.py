@@ -263,6 +263,11 @@ class Run:
         if not (self.folder / SCHEDULE).stat().st_size:
             self._write(SCHEDULE, f"{header(recipe, by_hand)}\n".encode())
 
+    def schedule_entry(self, step: int, groups: Sequence[Group]) -> StepEntry:
+        """The entry of a step for `log_schedule`: before penalties change the rewards of its groups."""
+        with phase("log_rollouts"):
+            return StepEntry(step, tuple(map(GroupEntry.of, groups)))
+
     def log_published(self, version: int, identity: str) -> None:
         """Write that generators get these weights."""
         self._write(SCHEDULE, f"{published_line(version, identity)}\n".encode())

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from ..observability.metrics import phase
+from ..observability.schedule import StepEntry
 from ..runtime.controller import first_to_end
-from .components import Job, RLComponents
+from ..types import Group
+from .components import Job, MakeEnv, RLComponents
+from .models_config import POLICY
 from .rl_config import RLConfig
+
+
+def begin_schedule(job: Job, loop: type[Frame], make_env: MakeEnv | None) -> None:
+    """Begin the schedule of a run, with what a replay needs and no file has."""
+    passed = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
+    by_hand = [name for name, value in passed.items() if value is not None]
+    job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)
 
 
 class Frame(ABC):
@@ -43,6 +54,12 @@ class Frame(ABC):
         await self.parts.policy.update_weights.fanout(version)
         await self.parts.advance(version)
         self.published_version = version
+        with phase("log_rollouts"):
+            self.record.log_published(version, self.job.store.manifest(POLICY, version).digest)
+
+    def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
+        """Write what a step trained on to the run's schedule."""
+        self.record.log_schedule(entry, dropped, metrics)
 
     async def evaluate(self) -> dict[str, float]:
         """The metrics of the held-out problems that are due."""

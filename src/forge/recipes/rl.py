@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import asyncio
 
-from ..observability.schedule import GroupEntry, StepEntry
 from ..rewards.rules import overlong_penalty
 from ..training import credit
 from ..types import Batch, Group, Sample
 from .components import Job, MakeEnv, start_rl
-from .loop import Frame
-from .models_config import POLICY
+from .loop import Frame, begin_schedule
 from .rl_config import RLConfig
 from .schema import sample_seed
 
@@ -57,7 +55,7 @@ class Loop(Frame):
 
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
         """Train one step on groups; returns its metrics."""
-        entry = StepEntry(version + 1, tuple(map(GroupEntry.of, groups)))  # before penalties change the rewards
+        entry = self.record.schedule_entry(version + 1, groups)
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         recorded_groups = self.record.pick(groups)
         batch = await self.make_batch(groups, version, recorded_groups)
@@ -70,15 +68,6 @@ class Loop(Frame):
             numbers = await self.parts.trainer.recorded.route()
             self.record.log_rollouts(version + 1, recorded_groups, batch, numbers, dropped)
         return metrics
-
-    def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
-        """Write what a step trained on to the run's schedule."""
-        self.record.log_schedule(entry, dropped, metrics)
-
-    async def publish(self, version: int) -> None:
-        """Hand the trainer's weights to the generators."""
-        await super().publish(version)
-        self.record.log_published(version, self.job.store.manifest(POLICY, version).digest)
 
     async def make_batch(self, groups: list[Group], version: int, recorded_groups: list[Group]) -> Batch:
         """Compute advantages, pack, and add what a reference and a critic say."""
@@ -99,8 +88,5 @@ class Loop(Frame):
 
 async def train(cfg: RLConfig, job: Job, make_env: MakeEnv | None = None, loop: type[Loop] = Loop) -> None:
     """Train `job.model` as configured. `make_env` makes the environment in place of what the configuration names."""
-    passed = {"an environment": make_env, "on_step": job.hooks.on_step, "on_rollouts": job.hooks.on_rollouts}
-    # No file has them: a replay says so.
-    by_hand = [name for name, value in passed.items() if value is not None]
-    job.record.begin_schedule(f"{loop.__module__}:{loop.__qualname__}", by_hand)
+    begin_schedule(job, loop, make_env)
     await loop(cfg, job, await start_rl(cfg, job, cfg.load_algorithm(), make_env)).run()
