@@ -90,17 +90,19 @@ def test_a_sample_that_is_computed_again_keeps_its_experts_of_the_last_layer(mix
         np.testing.assert_array_equal(one.experts, two.experts)
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "noise"])
-def test_replay_closes_the_gap_that_routing_opens(tmp_path: Path, how: str):
+@pytest.mark.parametrize("inexactness", ["rounding", "noise"])
+def test_replay_closes_the_gap_that_routing_opens(tmp_path: Path, inexactness: str):
     """To that of a dense model of the same size, whose engine is as inexact."""
     mixture = write_model(tmp_path / "mixture", "qwen3_moe", num_hidden_layers=4, **MANY)
     dense = write_model(tmp_path / "dense", "qwen3", num_hidden_layers=4)
 
     def inexact(folder: Path, **settings: Any) -> Batch:
-        if how == "bfloat16":
-            return batch_of(drawn(folder, dtype="bfloat16", **settings))
         random = torch.Generator().manual_seed(1)
         weights = weights_of(make_trainer(folder))
+        if inexactness == "rounding":
+            # Of weights: not all CPUs have arithmetic in bfloat16, and the engine computes in float32 there.
+            rounded = {name: weight.bfloat16().float() for name, weight in weights.items()}
+            return batch_of(drawn(folder, rounded.items(), **settings))
         noisy = {n: w * (1 + 4e-3 * torch.randn(w.shape, generator=random)) for n, w in weights.items()}
         return batch_of(drawn(folder, noisy.items(), **settings))
 
