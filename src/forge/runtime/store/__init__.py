@@ -11,7 +11,7 @@ A controller's first use creates the store.
 
 from __future__ import annotations
 
-from . import spmd
+from . import spmd as spmd
 from .calls import (
     client,
     delete,
@@ -69,7 +69,6 @@ __all__ = [
     "put_state_dict",
     "reset_client",
     "shutdown",
-    "spmd",
     "use",
     "wait",
 ]
