@@ -218,14 +218,19 @@ def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
         ({"changes": [("seed", "2")]}, "--change seed: the schedule lists what depends on it"),
         ({"changes": [("training.nothing", "2")]}, "training.nothing"),
         ({"name": "test"}, "--name test is the run itself"),
+        ({"name": "other"}, "holds an earlier run, choose another name"),
         ({"replicas": 0}, "num_replicas"),
     ],
 )
 def test_what_cannot_be_replayed_is_named_before_anything_starts(
     run: Path, settings: dict[str, Any], message: str
 ) -> None:
+    other = run.parent / "other"
+    other.mkdir(exist_ok=True)
+    shutil.copy2(run / "metrics.jsonl", other)
     with pytest.raises(ConfigError, match=re.escape(message)):
         replay(run, **settings)
+    assert (other / "metrics.jsonl").exists()
 
 
 def test_a_run_without_a_schedule_is_one_line(tmp_path: Path) -> None:

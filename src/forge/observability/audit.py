@@ -112,9 +112,9 @@ def scheduled_rows(path: Path) -> list[dict[str, Any]]:
         for index, reason, samples in (*line.get("groups", ()), *line.get("dropped", ())):
             for number, spans, reward, _ in samples:
                 versions = [version for version, _ in spans]
-                place = {"step": line["step"], "group": index, "sample": number, "branch": 0}
+                identity = {"step": line["step"], "group": index, "sample": number, "branch": 0}
                 tokens = {"length": sum(count for _, count in spans), "versions": versions}
-                rows.append({**place, **tokens, "reward": reward, "dropped": reason or None, **EMPTY})
+                rows.append({**identity, **tokens, "reward": reward, "dropped": reason or None, **EMPTY})
     return rows
 
 

@@ -103,20 +103,24 @@ def replay(
     # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
-    if (Path(cfg.run.root) / cfg.run.name).resolve() == folder.resolve():
+    target = Path(cfg.run.root) / cfg.run.name
+    if target.resolve() == folder.resolve():
         raise ConfigError(f"--name {cfg.run.name} is the run itself: choose another one")
+    # An earlier replay is replaced, but nothing that a user has named.
+    if name is not None and (target / MARK).exists():
+        raise ConfigError(f"--name {name}: {target} holds an earlier run, choose another name")
     check(cfg, schedule)
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
     if start is not None:
-        copy_checkpoint(folder, cfg, start)
+        copy_checkpoint(folder, target, cfg, start)
     plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
     recipe = update_wrapper(partial(train, plan=plan), train)
-    return execute(recipe, cfg, resume=None if start is None else str(Path(cfg.run.root) / cfg.run.name))
+    return execute(recipe, cfg, resume=None if start is None else str(target))
 
 
-def copy_checkpoint(folder: Path, cfg: RLConfig, step: int) -> None:
+def copy_checkpoint(folder: Path, target: Path, cfg: RLConfig, step: int) -> None:
     """Make the new run's folder one that ended at this step, so that it can be resumed.
 
     Raises:
@@ -130,7 +134,6 @@ def copy_checkpoint(folder: Path, cfg: RLConfig, step: int) -> None:
         raise ConfigError(
             f"--from {step}: the run has no checkpoint of this step; it has {steps} (see checkpoint.keep)"
         )
-    target = Path(cfg.run.root) / cfg.run.name
     if (target / MARK).exists():
         clear(target)
     target.mkdir(exist_ok=True)
@@ -184,8 +187,8 @@ class ScheduledBuffer(ReplayBuffer):
 
     async def _take(self, version: int, batch_size: int) -> list[Any]:
         """The groups with which the run trained `version`, in its order."""
-        indices = self.batches[version + 1]
         # Step n trains version n - 1.
+        indices = self.batches[version + 1]
         async with self.changed:
             await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.groups})
             groups = {group.index: group for group in self.groups}
@@ -284,12 +287,13 @@ class Replay(Loop):
     async def rollouts(self) -> None:
         """Start the rollout of each prompt that the schedule has, once its first weights are there."""
         waiting = {*self.unfinished}
+        last = max(waiting, default=-1)
         async with asyncio.TaskGroup() as tasks:
             while waiting:
                 sample = await self.parts.dataset.sample.route()
                 index = sample.prompt.index
-                if index > max(waiting):
-                    raise ReplayDiffers(f"the data has no prompt {max(waiting)}, which the schedule has")
+                if index > last:
+                    raise ReplayDiffers(f"the data has no prompt {min(waiting)}, which the schedule has")
                 if index in waiting:
                     waiting.discard(index)
                     tasks.create_task(self.rollout(sample))

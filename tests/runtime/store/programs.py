@@ -32,8 +32,8 @@ class Neighbour(Actor):
         return int(await ts.get(f"{(self.rank + 1) % RANKS}_tensor"))
 
 
-class Learner(Actor):
-    """Publishes the weights of a linear layer."""
+class Layer(Actor):
+    """A linear layer in a process."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(4, 4, bias=False)
@@ -41,6 +41,10 @@ class Learner(Actor):
     @endpoint
     async def pid(self) -> int:
         return os.getpid()
+
+
+class Learner(Layer):
+    """Publishes the weights of its layer."""
 
     @endpoint
     async def step(self) -> torch.Tensor:
@@ -50,15 +54,8 @@ class Learner(Actor):
         return self.model.weight.detach()
 
 
-class Server(Actor):
+class Server(Layer):
     """Loads the weights that were published."""
-
-    def __init__(self) -> None:
-        self.model = torch.nn.Linear(4, 4, bias=False)
-
-    @endpoint
-    async def pid(self) -> int:
-        return os.getpid()
 
     @endpoint
     async def update_weights(self) -> torch.Tensor:

@@ -54,8 +54,8 @@ class Store:
     def others(self, number: int) -> list[Version]:
         """The versions that may stand in place of one: the nearest, and the start; earlier ones first."""
         numbers = sorted({*self.run.versions} - {number}, key=lambda other: (abs(other - number), other))
-        chosen = {*numbers[:NEAREST], *numbers[-1:]} | ({0} - {number})
-        return [self.version(other) for other in sorted(chosen, key=lambda other: (other > number, -other))]
+        nearest_numbers = {*numbers[:NEAREST], *numbers[-1:]} | ({0} - {number})
+        return [self.version(other) for other in sorted(nearest_numbers, key=lambda other: (other > number, -other))]
 
 
 @torch.no_grad()
