@@ -28,8 +28,19 @@ from typing import NamedTuple
 
 import torch
 from gpu_exact import FAMILIES, correctness, gradients, moves, repeat, shapes, waits
+from gpu_planned import planned_peaks
 from gpu_setup import SIZES, Row, Setup, build_model
-from gpu_speed import colocated, device, device_name, generation, long_samples, published, training, weight_sync
+from gpu_speed import (
+    colocated,
+    device,
+    device_name,
+    generation,
+    lengths,
+    long_samples,
+    published,
+    training,
+    weight_sync,
+)
 from sides import as_a_component
 
 
@@ -54,7 +65,9 @@ PARTS = {
     "training_compiled": Part(partial(training, True), 180),
     "published": Part(partial(published, False), 240),
     "published_lora": Part(partial(published, True), 180),
+    "planned": Part(planned_peaks, 240),
     "generation": Part(generation, 180),
+    "lengths": Part(lengths, 120),
     "long_samples": Part(long_samples, 120),
     "weight_sync": Part(weight_sync, 120),
 }

@@ -102,6 +102,32 @@ def long_samples(setup: Setup) -> Iterator[Row]:
     yield Row(f"{slots} samples of {prompt + tokens} tokens", f"{seconds:.1f} s{most}", "all", whole == slots)
 
 
+def lengths(setup: Setup) -> Iterator[Row]:
+    """What a cache of rows costs beside one of pages: attention reads as many positions of every row as the longest has.
+
+    A decode step of rows of 512 tokens, and of as many tokens of which one row has 4,096; pages would read the same.
+    """
+    slots, mean, longest = (8, 32, 128) if setup.quick else (64, 512, 4096)
+    short, tokens, vocab = (8, 24, setup.shape["vocab_size"]) if setup.quick else (16, 144, setup.shape["vocab_size"])
+    rest = (slots * mean - longest) // (slots - 1)
+    contexts = {
+        "equal": prompts(slots, mean, vocab),
+        "one long": [*prompts(1, longest, vocab), *prompts(slots - 1, rest, vocab)],
+    }
+    for name, kind, settings in engine_cases(setup):
+        steps = {}
+        engine = load_engine(kind, setup.model, slots=slots, max_seq_len=longest + 512, dtype=setup.dtype, **settings)
+        try:
+            for case, rows in contexts.items():
+                few = repeated(lambda: generated(engine, rows, short), setup, times=2)  # noqa: B023
+                many = repeated(lambda: generated(engine, rows, tokens), setup, times=2)  # noqa: B023
+                steps[case] = 1e3 * (many - few) / (tokens - short)
+        finally:
+            engine.close()
+        figure = ", ".join(f"{case} {milliseconds:.1f} ms" for case, milliseconds in steps.items())
+        yield Row(f"{name}, {slots} rows of {mean} tokens on average: a step", figure)
+
+
 def rows_of(length: int, count: int, vocab: int) -> Batch:
     """Sequences of random tokens, of which all but 16 are trained."""
     return pack(
