@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from gpu_attention import attention
 from gpu_exact import FAMILIES, correctness, gradients, moves, repeat, shapes, waits
 from gpu_planned import planned_peaks
 from gpu_setup import SIZES, Row, Setup, build_model
@@ -65,6 +66,7 @@ PARTS = {
     "training_compiled": Part(partial(training, True), 180),
     "published": Part(partial(published, False), 240),
     "published_lora": Part(partial(published, True), 180),
+    "attention": Part(attention, 120),
     "planned": Part(planned_peaks, 240),
     "generation": Part(generation, 180),
     "lengths": Part(lengths, 120),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -291,6 +292,7 @@ def moves(setup: Setup) -> Iterator[Row]:
     seconds = f"{middle - start:.1f} s, {time.perf_counter() - loading:.1f} s"
     yield Row("checkpoint: write, read", seconds, "the same bits", equal(before, state(other)))
     del other
+    gc.collect()  # FSDP's hooks and its modules refer to each other
     start = time.perf_counter()
     policy.offload()
     middle = time.perf_counter()
@@ -302,7 +304,7 @@ def moves(setup: Setup) -> Iterator[Row]:
     # Workspaces of cuBLAS, 32 MiB on Hopper for each thread that multiplied, are no tensors of the trainer.
     yield Row.at_most("trainer: memory that offload leaves", left, 128, ".0f", " MiB")
     policy.offload()
-    weights = [(name, tensor.clone()) for name, tensor in policy.export_weights()]
+    weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in policy.export_weights()]
     engine = load_engine("embedded", setup.model, slots=8, max_seq_len=256, dtype=setup.dtype)
     contexts = prompts(8, 32, setup.shape["vocab_size"])
     try:

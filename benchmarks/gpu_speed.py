@@ -80,10 +80,15 @@ def generation(setup: Setup) -> Iterator[Row]:
             contexts = prompts(batch, 32, setup.shape["vocab_size"])
             try:
                 seconds = repeated(lambda: generated(engine, contexts, tokens), setup, times=2)  # noqa: B023
+                rate = batch * tokens / seconds
+                yield Row(f"{name}, batch {batch}: tokens/s, step", f"{rate:,.0f}, {1e3 * seconds / tokens:.1f} ms")
+                if setup.device.type == "cuda" and batch > 8:
+                    what = f"{name}, batch {batch}: kernels of a step, their time over the step's"
+                    few = tokens // 16
+                    kernels, busy = kernels_of(lambda: generated(engine, contexts, few), setup)  # noqa: B023
+                    yield Row(what, f"{kernels / few:,.0f}, {16 * busy / seconds:.0%}")
             finally:
                 engine.close()
-            rate = batch * tokens / seconds
-            yield Row(f"{name}, batch {batch}: tokens/s, step", f"{rate:,.0f}, {1e3 * seconds / tokens:.1f} ms")
 
 
 def long_samples(setup: Setup) -> Iterator[Row]:
@@ -169,17 +174,22 @@ def training(compiled: bool, setup: Setup) -> Iterator[Row]:
     if setup.device.type != "cuda":
         return
     yield Row(f"{who}: most memory", f"{torch.accelerator.max_memory_allocated() / 2**30:.1f} GiB")
+    kernels, busy = kernels_of(lambda: policy.train_step(batch, loss), setup)
+    yield Row(f"{who}: kernels of a step, their time over the step's", f"{kernels:,}, {busy / seconds:.0%}")
+
+
+def kernels_of(act: Callable[[], Any], setup: Setup) -> tuple[int, float]:
+    """The number of kernels and their seconds; the longest of them are printed, all calls of one together."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        policy.train_step(batch, loss)
+        act()
         synchronize(setup)
     kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    busy = sum(event.device_time for event in kernels) / 1e6
-    yield Row(f"{who}: kernels of a step, their time over the step's", f"{len(kernels):,}, {busy / seconds:.0%}")
     totals: dict[str, float] = {}
     for event in kernels:
         totals[event.name] = totals.get(event.name, 0.0) + event.device_time / 1e3
     for name, spent in sorted(totals.items(), key=lambda item: -item[1])[:12]:
         print(f"    {spent:8.1f} ms  {name[:110]}", file=sys.stderr)
+    return len(kernels), sum(totals.values()) / 1e3
 
 
 def published(lora: bool, setup: Setup) -> Iterator[Row]:

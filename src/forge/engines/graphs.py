@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,15 +73,17 @@ class StepGraphs:
 
 def cuda_capture() -> Capture:
     """A way to capture steps on CUDA; their graphs share memory, as one runs at a time."""
-    pools: list[Any] = []
+    living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(step: Step) -> Step:
-        if not pools:
-            pools.append(torch.cuda.graph_pool_handle())
+        # The pool of a graph that lives: once all of a pool's graphs are dropped, it takes no other, and torch asserts.
+        shared = next((graph.pool() for graph in living), None)
+        pool = torch.cuda.graph_pool_handle() if shared is None else shared
         graph = torch.cuda.CUDAGraph()
         # Another thread may read the next weights to the device meanwhile.
-        with torch.cuda.graph(graph, pool=pools[0], capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             drawn = step()
+        living.add(graph)
 
         def replay() -> Drawn:
             graph.replay()

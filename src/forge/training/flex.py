@@ -2,18 +2,22 @@
 
 One kernel computes the whole pack, without the padding and the copies of the rectangles in `attention.py`, and skips
 blocks of keys that no query of a block sees. On an H100 gradients are transformers' (`benchmarks/gpu.py`). On a CPU,
-FlexAttention has no backward pass: tests compare its forward pass with the rectangles.
+FlexAttention has no backward pass: tests compare its forward pass with the rectangles. Long sequences that share
+nothing need no mask: the library's causal kernels are faster there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .transfer import to_device
@@ -21,6 +25,9 @@ from .transfer import to_device
 # Packs are padded to a multiple of BLOCK, and to at least MIN_TOKENS: for shorter ones kernels are compiled again.
 BLOCK = 128
 MIN_TOKENS = 256
+# Sequences of at least so many tokens are computed one by one, if a pack has no others.
+LONG = 4096
+CAUSAL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 class Runs(NamedTuple):
@@ -71,6 +78,18 @@ class Runs(NamedTuple):
         position = np.arange(self.lengths.sum()) + (self.before - starts).repeat(self.lengths)
         arrays = {"first": self.first.repeat(self.lengths), "end": self.end.repeat(self.lengths), "position": position}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def long_sequences(self) -> list[int]:
+        """Lengths of the sequences that lie one after the other; none if some continue the same run, or are short. Those
+        of one token, such as padding, may be at the end."""
+        begins = self.before == 0
+        if (self.before[1:] != (self.before + self.lengths)[:-1])[~begins[1:]].any():
+            return []
+        lengths = np.add.reduceat(self.lengths, begins.nonzero()[0])
+        longer = lengths > 1
+        count = int(longer.sum())
+        is_long = longer[:count].all() and (lengths[:count] >= LONG).all()
+        return lengths.tolist() if count and is_long else []
 
     def blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Which blocks of keys the queries of a block see: some pairs of tokens, and all of them; bool [blocks, blocks]
@@ -172,10 +191,38 @@ def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Query [1, heads, tokens, head_dim], key and value [1, key heads, ...] -> [tokens, heads, head_dim]."""
+    # The causal kernels compute in half precision, with heads of at most 128.
+    if window is None and query.device.type == "cuda" and query.dtype != torch.float32 and query.shape[-1] <= 128:
+        lengths = mask.runs.long_sequences()
+        if lengths:
+            return causal_attention(query, key, value, lengths, scale)
+    return masked_attention(query, key, value, mask.blocks(window), scale)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float | None) -> Tensor:
+    """`tree_attention` by FlexAttention."""
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled_attention()
     grouped = query.shape[1] != key.shape[1]
-    out = attend(query, key, value, block_mask=mask.blocks(window), scale=scale, enable_gqa=grouped)
+    out = attend(query, key, value, block_mask=blocks, scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+    """`tree_attention` of sequences of these lengths, one after the other; those of one token come last."""
+    group = query.shape[1] // key.shape[1]
+    longer = [length for length in lengths if length > 1]
+    parts = []
+    start = 0
+    with sdpa_kernel(CAUSAL, set_priority=True) if query.device.type == "cuda" else nullcontext():
+        for length in longer:
+            q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
+            parts.append(out[0].transpose(0, 1))
+            start += length
+    if len(longer) < len(lengths):
+        # One key: the result is its value.
+        parts.append(value[0, :, start:].repeat_interleave(group, 0).transpose(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @lru_cache
