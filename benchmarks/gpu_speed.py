@@ -108,7 +108,7 @@ def long_samples(setup: Setup) -> Iterator[Row]:
 
 
 def lengths(setup: Setup) -> Iterator[Row]:
-    """What a cache of rows costs beside one of pages: attention reads as many positions of every row as the longest has.
+    """What a cache of rows costs beside one of pages: attention reads as many positions of a row as the longest has.
 
     A decode step of rows of 512 tokens, and of as many tokens of which one row has 4,096; pages would read the same.
     """

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,6 +41,49 @@ def test_captured_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[st
     """Requests of all kinds, a growing cache, updates, a release: what a graph could not hold would fail the engine."""
     expected = decode(folders[family], device="cpu")
     assert_equal(decode(folders[family], cuda_graphs=True), expected)
+
+
+class CardGraph:
+    """A graph as CUDA's allocator sees it: a pool of which all graphs are dropped takes no other."""
+
+    users: ClassVar = Counter[int]()
+    pools: ClassVar = count(1)
+
+    def __init__(self) -> None:
+        self._pool = 0
+
+    def pool(self) -> int:
+        return self._pool
+
+    def replay(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self.users[self._pool] -= 1
+
+    @classmethod
+    @contextmanager
+    def capture(cls, graph: CardGraph, pool: int, capture_error_mode: str) -> Iterator[None]:
+        assert cls.users.get(pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
+        cls.users[pool] += 1
+        graph._pool = pool
+        yield
+
+
+def test_graphs_that_replace_dropped_ones_have_another_pool(monkeypatch: pytest.MonkeyPatch):
+    """Found on an H100: new weights drop all graphs, and the pool with them."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CardGraph)
+    monkeypatch.setattr(torch.cuda, "graph", CardGraph.capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(CardGraph.pools))
+    drawn = step_of(torch.zeros(1))
+    steps = graphs.StepGraphs(graphs.cuda_capture())
+    for _ in range(3):
+        weights = object.__new__(type("Weights", (), {}))
+        for key in (1, 2, 1, 2, 1):
+            assert steps.run(key, [weights], lambda: drawn) is drawn
+        gc.collect()
+    assert steps.replayed == 9
+    assert sorted(CardGraph.users.values()) == [0, 0, 2]  # two graphs share the pool of the last weights
 
 
 def steps(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from benchmarks.planned_memory import CASES, EXPERT, RECOMPUTED, SEQ_LEN, TITAN, Case, measure, plan, write_model
 from forge.cli import main
 from forge.cli.plan import planned
+from forge.engines.settings import EngineSettings
 from forge.recipes.plan.components import make_plan
 from forge.recipes.plan.devices import DEVICES, Device, Machines, parse_machines
 from forge.recipes.plan.generation import engine_memory
@@ -21,7 +22,7 @@ from forge.recipes.plan.memory import trainer_memory
 from forge.recipes.plan.passes import run_passes
 from forge.recipes.plan.shapes import PUBLIC, shape_folder
 from forge.recipes.plan.text import plan_lines
-from forge.recipes.plan.times import Work, generation_seconds, training_seconds
+from forge.recipes.plan.times import DecodingCost, Work, decoding_cost, generation_seconds, training_seconds
 from forge.recipes.plan.trainers import MARGIN, full_batch, weighted_scores
 from forge.system.devices import type_of
 from forge.training.settings import OptimizerSettings, Parallelism, PassSettings
@@ -252,9 +253,23 @@ def test_seconds_follow_the_roofline(tmp_path: Path):
     # 6 * parameters * tokens without the head of prompts, and attention on top.
     assert one == pytest.approx(6 * 7.5e9 * 256 * 1280 / (989e12 * 0.33), rel=0.1)
     assert training_seconds(config, work, device, 4, True) == pytest.approx(one / 3, rel=1e-6)
-    settings = {"slots": 64, "weights": 16.4e9, "token_bytes": 147456.0, "launches": False}
+    settings = {"slots": 64, "weights": 16.4e9, "token_bytes": 147456.0, "decoding": DecodingCost(0.0, 2e12)}
     alone = generation_seconds(config, work, device, replicas=1, **settings)
     assert generation_seconds(config, work, device, replicas=4, **settings) == pytest.approx(alone / 4, rel=0.01)
+
+
+def test_decode_steps_of_the_embedded_engine_are_those_of_a_card(tmp_path: Path):
+    """Measured on an H100: Qwen3-0.6B's shape, 8 and 256 rows of 160 tokens; 3.2 and 9.5 ms, 14.8 without graphs."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(shape_folder("Qwen/Qwen3-0.6B", tmp_path))
+    weights, row = 1.2e9, 160 * 114_688
+    captured, launched = (
+        decoding_cost(config, EngineSettings(cuda_graphs=graphs), DEVICES["H100"]) for graphs in (None, False)
+    )
+    assert captured.seconds(weights + 8 * row) == pytest.approx(3.2e-3, rel=0.05)
+    assert captured.seconds(weights + 256 * row) == pytest.approx(9.5e-3, rel=0.05)
+    assert launched.seconds(weights + 8 * row) == pytest.approx(14e-3, rel=0.1)
 
 
 def test_a_mixture_of_a_folder_is_planned(tmp_path: Path):

@@ -54,6 +54,12 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     ),
     (
         SFTConfig,
+        {"training": {"deterministic": True}},
+        "training.deterministic does nothing: services.trainer has no GPUs (with_gpus), and a CPU repeats its bits: "
+        "omit it",
+    ),
+    (
+        SFTConfig,
         {"services": {"dataset": {"procs": 2}}},
         "services.dataset.procs must be 1: scale it with num_replicas",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from forge.data.packing import pack
+from forge.training import flex
 from forge.training.attention import PackedLayout, packed_attention
 from forge.training.distributed import join, leave
 from forge.training.flex import Runs, TreeMask
@@ -63,6 +66,44 @@ def test_flex_attention_is_the_rectangles(window, key_heads, runs):
             for layout in (rectangles, flex)
         )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@given(RUNS, st.sampled_from([4, 2, 1]), st.integers(0, 3))
+def test_causal_kernels_compute_long_sequences_that_share_nothing(runs, key_heads, padding):
+    """As the rectangles do; padding, sequences of one token, comes last."""
+    lengths, parents = tree_of(runs)
+    lengths, parents = lengths + [1] * padding, parents + [-1] * padding
+    with mock.patch.object(flex, "LONG", 2):
+        sequences = Runs.of(lengths, parents).long_sequences()
+    continued = [run - 1 == parent for run, parent in enumerate(parents) if parent >= 0]
+    paths = len(parents) - sum(parent >= 0 for parent in parents)
+    if not all(continued):
+        assert sequences == []
+    if not sequences:
+        return
+    assert len(sequences) == paths
+    torch.manual_seed(len(lengths))
+    query, key, value = (torch.randn(1, heads, sum(lengths), 16) for heads in (4, key_heads, key_heads))
+    rectangles = PackedLayout.of(lengths, parents=parents)
+    expected = packed_attention(None, query, key, value, layout=rectangles)[0][0]
+    torch.testing.assert_close(flex.causal_attention(query, key, value, sequences, None), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "sequences"),
+    [
+        ([4096], [-1], [4096]),
+        ([100, 5000], [-1, 0], [5100]),
+        ([100, 5000, 6000, 1, 1], [-1, 0, -1, -1, -1], [5100, 6000, 1, 1]),
+        ([4095], [-1], []),
+        ([5000, 200], [-1, -1], []),
+        ([1, 5000], [-1, -1], []),
+        ([5000, 10, 10], [-1, 0, 0], []),
+        ([1, 1], [-1, -1], []),
+    ],
+)
+def test_long_sequences(lengths, parents, sequences):
+    assert Runs.of(lengths, parents).long_sequences() == sequences
 
 
 def test_layouts_of_an_accelerator_have_the_mask():

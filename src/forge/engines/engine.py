@@ -85,7 +85,7 @@ class EmbeddedEngine:
         self._words = Words(folder)
         self.on_update = options.on_update
         options.check(config)
-        graphs = graphs_on(self.device) if options.cuda_graphs else None
+        graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         rows = rounded(options.slots, WIDTH)
         # After the weights, which take their part of the memory.
@@ -251,6 +251,8 @@ class EmbeddedEngine:
             # Of the next weights, which are filled while these decode, of logits and their copies, and of a prefill.
             weights = sum(torch.Size(p.shape).numel() for parts in layout(self.config).values() for p in parts)
             logits = 4 * settings.slots * self.config.vocab_size * 4
+            if settings.captures(self.config, self.device.type):
+                logits *= 2  # those of graphs are beside those of other steps
             reserved = weights * self.dtype.itemsize + logits + int(settings.prefix_cache_mb * 1e6) + MARGIN
             limit = free - reserved
             source = f"this device has {free / 1e9:.1f} GB left, and the engine"

@@ -36,9 +36,10 @@ class EngineSettings(Section):
     """Memory for keys and values of running sequences, in GB (`embedded`): a request whose longest possible answer has
     no room beside those that run waits. Null: the free memory of a GPU beside two versions of the weights; on a CPU as
     much as `slots` sequences need. vLLM has `gpu_memory_utilization`."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     """Capture decode steps as CUDA graphs: one launch a step instead of hundreds (`embedded`, on a GPU, no mixture of
-    experts). Requests with a grammar or `top_logprobs` decode without them ([engines.md](engines.md))."""
+    experts). Null: where that is possible. Requests with a grammar or `top_logprobs` decode without them
+    ([engines.md](engines.md))."""
     router_replay: bool = False
     """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""
@@ -57,8 +58,11 @@ class EngineSettings(Section):
             raise ValueError(
                 "generator.cache_gb is of the embedded engine: set generator.vllm: {gpu_memory_utilization: ...}"
             )
-        if self.engine == "vllm" and self.cuda_graphs:
-            raise ValueError("generator.cuda_graphs is of the embedded engine: vLLM has its own, omit it")
+        if self.engine == "vllm" and self.cuda_graphs is not None:
+            raise ValueError(
+                "generator.cuda_graphs is of the embedded engine: vLLM has its own, omit it "
+                "(generator.vllm: {enforce_eager: true} is without)"
+            )
         if self.vllm and self.engine != "vllm":
             raise ValueError(
                 f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
@@ -72,6 +76,12 @@ class EngineSettings(Section):
             raise ValueError(
                 f"generator.cuda_graphs does not support mixtures of experts, this is {config.model_type}: omit it"
             )
+
+    def captures(self, config: PreTrainedConfig, device: str) -> bool:
+        """Whether the embedded engine captures decode steps of this model on a device of this type."""
+        if self.cuda_graphs is not None:
+            return self.cuda_graphs
+        return device == "cuda" and not sparse_layers(config)
 
     def over(self, procs: int) -> EngineSettings:
         """The settings for one model over `procs` processes: vLLM's tensor parallelism.

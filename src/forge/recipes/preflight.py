@@ -65,6 +65,11 @@ RECIPE_RULES: list[ConfigRule[TrainingRecipe]] = [
         "set checkpoint.every",
     ),
     ConfigRule(
+        lambda cfg: cfg.training.deterministic and not cfg.services.trainer.with_gpus,
+        "training.deterministic does nothing: services.trainer has no GPUs (with_gpus), and a CPU repeats its bits",
+        "omit it",
+    ),
+    ConfigRule(
         lambda cfg: (
             cfg.trainer.backend == "titan" and (cfg.lora is not None or cfg.training.weights_dtype != "float32")
         ),

@@ -63,3 +63,13 @@ def accelerator() -> torch.device | None:
             "with_gpus to false"
         )
     return device
+
+
+def repeat_bits() -> None:
+    """Have this process compute the same bits each time, on a GPU too."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling what `torch.empty` returns is for finding faults, and takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -110,6 +110,9 @@ class PassSettings(Section):
     model's authors' is `router_aux_loss_coef` in its config.json."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory; layers come to the GPU to compute. Needs a GPU."""
+    deterministic: bool = False
+    """The same bits each time, on a GPU as well: long sequences then use slower attention (1.9 times as long at 65,536
+    tokens). On a CPU they always are."""
     compile: bool = False
     """torch.compile decoder layers but for attention; with `gradient_checkpointing` their norms and feed-forward."""
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from ..data.packing import split
 from ..models.tokenizer import open_tokenizer
 from ..models.weight_layouts import adapters, merge_adapters
+from ..system.devices import repeat_bits
 from ..types import Batch
 from .build import Backend, build, precision, resolve_dtype
 from .distributed import Ranks
@@ -73,6 +74,8 @@ class PolicyTrainer:
         self.passes = passes = PassSettings(**settings)
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be finite and above 0, got {temperature}")
+        if passes.deterministic:
+            repeat_bits()
         # The device decides about the dtype, the head about the settings that apply.
         self.dtype = resolve_dtype(passes.dtype, ranks.device)
         self.head = head

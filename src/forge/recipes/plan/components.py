@@ -15,7 +15,15 @@ from ..schema import RecipeConfig, TrainingRecipe
 from .devices import Machines
 from .generation import EngineMemory, engine_memory
 from .remedies import engine_remedy, longer_packs, trainer_remedy
-from .times import Work, generation_seconds, scoring_seconds, training_seconds, update_seconds
+from .times import (
+    DecodingCost,
+    Work,
+    decoding_cost,
+    generation_seconds,
+    scoring_seconds,
+    training_seconds,
+    update_seconds,
+)
 from .trainers import ComponentPlan, TrainerPlan, samples_of, trainer_plan
 
 PROMPT = 0.5  # of the longest prompt and the longest completion: their means, where no run has measured them
@@ -28,6 +36,7 @@ class Plan:
 
     seconds: of a step's phases by name; empty without GPUs. notes: what to know, or to change. work: of a step.
     sequences: that an engine runs at once. decode_weights, token_bytes: what a decode step reads, and of each token.
+    decoding: what such a step costs; None without seconds.
     devices: GPUs that the configuration asks for, those of judges and verifiers included.
     """
 
@@ -42,6 +51,7 @@ class Plan:
     sequences: int = 0
     decode_weights: float = 0.0
     token_bytes: float = 0.0
+    decoding: DecodingCost | None = None
     devices: int = 0
 
     @property
@@ -136,6 +146,7 @@ def _add_seconds(
         return
     itemsize = 2 if cfg.generator.dtype == "bfloat16" else 4
     plan.sequences = engine.sequences
+    plan.decoding = decoding_cost(config, cfg.generator, device)
     plan.decode_weights = active_elements(config, plan.elements) * itemsize / generator.procs
     plan.token_bytes = engine.token_bytes
     plan.seconds["generation"] = generation_seconds(
@@ -146,7 +157,7 @@ def _add_seconds(
         slots=max(1, engine.sequences),
         weights=plan.decode_weights,
         token_bytes=plan.token_bytes,
-        launches=cfg.generator.engine == "embedded",
+        decoding=plan.decoding,
     )
     hosts = -(-plan.devices // DEVICES_PER_HOST)
     plan.seconds["weights"] = update_seconds(plan.elements * itemsize, device, hosts)

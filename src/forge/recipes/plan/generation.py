@@ -58,6 +58,8 @@ def engine_memory(
         most = cache // (length * per_token)
         return EngineMemory(weights, 0, cache, MARGIN, min(settings.slots, most), per_token, most)
     logits = 4 * settings.slots * config.vocab_size * 4
+    if settings.captures(config, device.type):
+        logits *= 2
     others = logits + int(settings.prefix_cache_mb * 1e6)
     # One more row, in which prompts are computed.
     rows = rounded(settings.slots, WIDTH) + 1

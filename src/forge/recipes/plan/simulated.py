@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..rl_config import RLConfig
 from ..simulate import SimulatedRun, SimulationSettings, simulate
 from .components import Plan
-from .times import DECODING, LAUNCHES
 
 AGES = (0, 1, 2, 4)
 STEPS = 40  # of which the first fill the pipeline
@@ -20,13 +19,9 @@ def simulation_of(plan: Plan, cfg: RLConfig) -> SimulationSettings:
         ValueError: the plan has no seconds of generation and training.
     """
     work = plan.work
-    if work is None or "generation" not in plan.seconds:
+    decoding = plan.decoding
+    if work is None or decoding is None:
         raise ValueError("--simulate needs a recipe that generates and trains on GPUs: see services in the file")
-    device = plan.machines.device
-    rate = device.bandwidth * 1e9 * DECODING
-    # A decode step reads the weights once, and the keys and values of each row.
-    step = plan.decode_weights / rate
-    embedded = cfg.generator.engine == "embedded"
     trained = work.samples * (work.prompt + work.completion)
     learning = plan.seconds["training"] + plan.seconds.get("reference", 0.0)
     return SimulationSettings(
@@ -47,8 +42,9 @@ def simulation_of(plan: Plan, cfg: RLConfig) -> SimulationSettings:
             "gpus": cfg.services.generator.procs,
             "slots": max(1, plan.sequences),
             "on_update": cfg.generator.on_update,
-            "step_seconds": max(step, LAUNCHES) if embedded else step,
-            "row_seconds": (work.prompt + work.completion / 2) * plan.token_bytes / rate,
+            # A decode step reads the weights once, and the keys and values of each row.
+            "step_seconds": decoding.seconds(plan.decode_weights),
+            "row_seconds": (work.prompt + work.completion / 2) * plan.token_bytes / decoding.rate,
             "load_seconds": plan.seconds["weights"] / 2,
         },
         trainer={

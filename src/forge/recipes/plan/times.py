@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
+from ...engines.settings import EngineSettings
 from ...models.flops import causal, forward_flops
 from .devices import Device
 
@@ -14,8 +16,10 @@ from .devices import Device
 TRAINING = 0.33
 PREFILL = 0.4
 DECODING = 0.6
-# A step of the embedded engine, on an H100, whatever the batch: it is bound by launches (docs/benchmarks.md).
-LAUNCHES = 0.0107
+# The embedded engine on an H100 (docs/benchmarks.md): a layer's kernels take 47 microseconds whatever the batch, and
+# half a millisecond where each is launched by itself; weights and keys are read at .22 of the bandwidth.
+LAYER, LAUNCHED_LAYER = 47e-6, 0.5e-3
+EMBEDDED = 0.22
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,28 @@ class Work:
     samples: int
     prompt: float
     completion: float
+
+
+class DecodingCost(NamedTuple):
+    """The seconds of a decode step: `kernels` and bytes over `rate` (a second) together, and `least` in any case."""
+
+    kernels: float
+    rate: float
+    least: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """The seconds of a step that reads so many bytes."""
+        return max(self.kernels + size / self.rate, self.least)
+
+
+def decoding_cost(config: PreTrainedConfig, settings: EngineSettings, device: Device) -> DecodingCost:
+    """The cost of an engine's steps on a device."""
+    bandwidth = device.bandwidth * 1e9
+    if settings.engine != "embedded":
+        return DecodingCost(0.0, bandwidth * DECODING)
+    layers = config.num_hidden_layers
+    least = 0.0 if settings.captures(config, device.type) else LAUNCHED_LAYER * layers
+    return DecodingCost(LAYER * layers, bandwidth * EMBEDDED, least)
 
 
 def training_seconds(config: PreTrainedConfig, work: Work, device: Device, ranks: int, recompute: bool) -> float:
@@ -53,13 +79,12 @@ def generation_seconds(
     slots: int,
     weights: float,
     token_bytes: float,
-    launches: bool,
+    decoding: DecodingCost,
 ) -> float:
     """Seconds until all samples of a step are complete, with `slots` at once on each replica.
 
     Args:
         weights: bytes that a decode step reads; token_bytes: of keys and values of a token.
-        launches: the engine is bound by launches, as the embedded one is.
     """
     share = work.samples / replicas
     # More samples than slots take turns; the last round is counted as a part of one.
@@ -69,8 +94,7 @@ def generation_seconds(
     # A decode step reads all weights once, whatever the batch, and the keys and values of every running sequence.
     read = weights + running * context * token_bytes
     flops = forward_flops(config, running, running * context, running)
-    step = max(read / (device.bandwidth * 1e9 * DECODING), flops / (device.tflops * 1e12 * PREFILL))
-    step = max(step, LAUNCHES) if launches else step
+    step = max(decoding.seconds(read), flops / (device.tflops * 1e12 * PREFILL))
     prefill = forward_flops(config, share * work.prompt, share * causal(work.prompt), 0)
     return rounds * work.completion * step + prefill / (device.tflops * 1e12 * PREFILL)
 
