@@ -238,6 +238,23 @@ class OpenEnvClient:
         """Return the JSON schemas of `action`, `observation` and `state`."""
         return await self._http("GET", "/schema")
 
+    async def environments(self) -> list[str]:
+        """Return the names of its environments, for the methods below."""
+        return [str(name) for name in await self._http("GET", "/list_environments", kind=list)]
+
+    async def splits(self, environment: str) -> list[dict[str, Json]]:
+        """Return `name` and `type` of each set of tasks. OpenEnvError: it has none, or no such environment."""
+        return list(await self._http("GET", f"/{environment}/splits", kind=list))
+
+    async def num_tasks(self, environment: str, split: str) -> int:
+        """Return the number of tasks of a split."""
+        return int((await self._http("POST", f"/{environment}/num_tasks", {"split": split}))["num_tasks"])
+
+    async def tasks(self, environment: str, split: str, start: int = 0, stop: int | None = None) -> list[Json]:
+        """Return tasks of a split. A reset with `split` and `index` plays one."""
+        body = {"split": split, "start": start, "stop": stop}
+        return list((await self._http("POST", f"/{environment}/task_range", body))["tasks"])
+
     async def reset(self, **parameters: Json) -> Reply:
         """Reset over HTTP. OpenEnv's servers make an environment per request: play episodes in a session."""
         return Reply.read(await self._http("POST", "/reset", parameters))
@@ -353,7 +370,7 @@ class OpenEnvClient:
             raise InfrastructureError(f"no session with {self.url}: {reason}") from error
         return Session(socket, self.url, self._timeout)
 
-    async def _http(self, method: str, path: str, body: Json = None) -> dict[str, Json]:
+    async def _http(self, method: str, path: str, body: Json = None, kind: type = dict) -> Any:
         http = self._connect().http
         limit = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout)
         try:
@@ -374,7 +391,7 @@ class OpenEnvClient:
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
         if status in (502, 503, 504):  # from a proxy, or a full server
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
-        if not isinstance(document, dict):
+        if not isinstance(document, kind):
             raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")
         return document
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from forge.envs.environment import CUT, Action, Environment, Message, Step
 from forge.envs.schemas import parameters_of
@@ -23,6 +23,14 @@ ToMessages = Callable[[Reply], list[Message]]
 ToReset = Callable[[Task, int], Mapping[str, Json]]
 
 
+class PackageClient(Protocol):
+    """A client of the `openenv` package, such as `await EchoEnv.from_docker_image(...)`, which has a server."""
+
+    @property
+    def base_url(self) -> str | None:
+        """URL of the server; None: it has not started."""
+
+
 class OpenEnvEnvironment(Environment):
     """Episodes on an OpenEnv server, each in a session.
 
@@ -34,7 +42,8 @@ class OpenEnvEnvironment(Environment):
     a call ends the episode, unless `to_action` is given.
 
     Args:
-        server: a client, whose sessions are shared with other environments; or a url, for a separate client.
+        server: a client, whose sessions are shared with other environments; a url, for a separate client; or a client
+            of the `openenv` package, for a separate one of its server: close both.
         to_action: JSON of an action. By default the turn's text is the only required (or only) field of the server's
             schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
             Thoughts are not part of it, and a turn that was cut at its limit of tokens is not an action.
@@ -47,7 +56,7 @@ class OpenEnvEnvironment(Environment):
 
     def __init__(
         self,
-        server: OpenEnvClient | str,
+        server: OpenEnvClient | PackageClient | str,
         *,
         to_action: ToAction | None = None,
         to_messages: ToMessages | None = None,
@@ -55,8 +64,9 @@ class OpenEnvEnvironment(Environment):
         mcp: bool = False,
         max_chars: int = 8192,
     ) -> None:
-        self._client = OpenEnvClient(server, sessions=1) if isinstance(server, str) else server
-        self._owns_client = isinstance(server, str)
+        url = server if isinstance(server, str) else _address(server)
+        self._client = server if isinstance(server, OpenEnvClient) else OpenEnvClient(url, sessions=1)
+        self._owns_client = not isinstance(server, OpenEnvClient)
         self._to_action = to_action
         self._to_messages = to_messages
         self._to_reset = to_reset or _reset_parameters
@@ -210,6 +220,17 @@ class OpenEnvEnvironment(Environment):
         self._session = None
         if session is not None:
             self._client.release(session)
+
+
+def _address(server: OpenEnvClient | PackageClient) -> str:
+    """URL of a client's server. ValueError: it has none yet."""
+    if isinstance(server, OpenEnvClient):
+        return server.url
+    url = server.base_url
+    if not url:
+        raise ValueError(f"{type(server).__name__} has no server yet: await its connect() first")
+    # The package's clients write their URL for WebSockets.
+    return url.replace("ws://", "http://", 1).replace("wss://", "https://", 1)
 
 
 def _user_message(text: str) -> Message:

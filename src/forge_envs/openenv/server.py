@@ -17,6 +17,7 @@ from forge.envs.environment import Environment, InfrastructureError, Step
 from forge.system.web import bind, guard, listen, required_key
 
 from ..content import Json
+from .tasks import TaskLists, TaskSets
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_json
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,10 @@ class ServedError(Exception):
 class ServedSession:
     """An environment and the state of its episode. Calls are serialised."""
 
-    def __init__(self, environment: Environment, task: TaskOfSeed, timeout: float) -> None:
+    def __init__(self, environment: Environment, task: TaskOfSeed, lists: TaskLists, timeout: float) -> None:
         self.environment = environment
         self._task = task
+        self._lists = lists
         self._timeout = timeout
         self._first: Step | None = None
         self._running = False
@@ -92,7 +94,7 @@ class ServedSession:
         seed = secrets.randbits(31) if seed is None else seed
         if not isinstance(seed, int):
             raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
-        task = parameters.get("task", parameters) if parameters else self._task(seed)
+        task = self._task_of(parameters) if parameters else self._task(seed)
         # Until the reset has succeeded there is no episode: a step would act in the former one.
         self._running = False
         step = await self._limited(self.environment.reset(task, seed=seed), "reset")
@@ -102,6 +104,14 @@ class ServedSession:
         self._episode = str(episode or secrets.token_hex(16))
         with _json_errors():
             return reply_to_json(step)
+
+    def _task_of(self, parameters: Data) -> Json:
+        if not self._lists.has(parameters):
+            return parameters.get("task", parameters)
+        try:
+            return self._lists.task(parameters)
+        except ValueError as error:
+            raise ServedError("VALIDATION_ERROR", str(error)) from None
 
     async def _step(self, data: Data) -> Data:
         try:
@@ -184,6 +194,7 @@ class OpenEnvServer:
         self,
         make: Callable[[], Environment],
         task: TaskOfSeed,
+        lists: TaskLists,
         metadata: Data,
         max_sessions: int,
         idle: float,
@@ -191,6 +202,7 @@ class OpenEnvServer:
     ) -> None:
         self._make = make
         self._task = task
+        self._lists = lists
         self._metadata = metadata
         self._max_sessions = max_sessions
         self._idle = idle
@@ -217,6 +229,7 @@ class OpenEnvServer:
             web.post("/reset", self._over_http),
             web.post("/step", self._over_http),
             web.post("/mcp", self._mcp),
+            *self._lists.routes(),
         ]
         # `openenv validate` reads the paths from here; what they take and return is at /schema.
         paths = {route.path: {route.method.lower(): _OPERATION} for route in routes}
@@ -240,7 +253,7 @@ class OpenEnvServer:
                 "CAPACITY_REACHED", message, last=True, active_sessions=active, max_sessions=self._max_sessions
             )
         try:
-            session = ServedSession(self._make(), self._task, self._timeout)
+            session = ServedSession(self._make(), self._task, self._lists, self._timeout)
         except Exception as error:
             log.exception("making an environment failed")
             raise ServedError("FACTORY_ERROR", f"{type(error).__name__}: {error}", last=True) from error
@@ -393,6 +406,7 @@ def web_app(
     make: Callable[[], Environment],
     *,
     task: TaskOfSeed = lambda seed: None,
+    tasks: TaskSets | None = None,
     name: str = "",
     description: str = "",
     version: str | None = None,
@@ -404,12 +418,14 @@ def web_app(
 ) -> web.Application:
     """Make an aiohttp application that speaks OpenEnv's wire format.
 
-    The task of an episode is the reset's `task`, or else its parameters without `seed` and `episode_id`. A step takes
+    The task of an episode is the reset's `task`, or that of its `split` and `index` in `tasks`, or else its parameters
+    without `seed` and `episode_id`. A step takes
     {"text": ...} as in the schema, or {"type": "call_tool", "tool_name": ..., "arguments": ...}.
 
     Args:
         make: an environment, called for each session.
         task: from the seed, the task of a reset without one.
+        tasks: by split, as JSON, which clients can list.
         name, description, version: for /metadata; the name defaults to that of `make`.
         host, key: where it will be served, and what clients must send as their API key; see `forge.system.web`.
         max_sessions: more are rejected with CAPACITY_REACHED.
@@ -427,7 +443,8 @@ def web_app(
         "description": description or (make.__doc__ or environment_name).strip(),
         "version": version,
     }
-    server = OpenEnvServer(make, task, metadata, max_sessions, idle, timeout)
+    lists = TaskLists(environment_name, tasks)
+    server = OpenEnvServer(make, task, lists, metadata, max_sessions, idle, timeout)
     app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard(host, key)])
     app.add_routes(server.routes())
     app.on_shutdown.append(server.close)
