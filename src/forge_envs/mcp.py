@@ -4,7 +4,7 @@
     await tools.open()
     toolbox = Toolbox(servers=[tools])
 
-Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'mcp<2'.
+Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'mcp>=1.24,<3'.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from datetime import timedelta
 from typing import Any, Self
 
 from forge.envs.environment import InfrastructureError
 from forge.envs.tools import ToolError
+from forge.system.bounded_http import bounded_transport
 
 from .content import Json, function_schema, text_of
+from .mcp_sdk import (
+    CONNECTION_CLOSED,
+    STREAM_OPTIONS,
+    TIMED_OUT,
+    ClientSession,
+    McpError,
+    PaginatedRequestParams,
+    SessionMessage,
+    anyio,
+    failed,
+    http,
+    next_cursor,
+    read_message,
+    streamable_http_client,
+    timeout_of,
+)
 from .process import Program, copy_command
-
-try:
-    import anyio
-    import httpx
-    from mcp import ClientSession, McpError
-    from mcp.client.streamable_http import streamable_http_client
-    from mcp.shared.message import SessionMessage
-    from mcp.types import CONNECTION_CLOSED, JSONRPCMessage, PaginatedRequestParams
-
-    from forge.system.bounded_http import bounded_transport
-except ImportError as error:
-    raise ImportError("MCP tools need the mcp package: pip install 'mcp<2'") from error
 
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
 MAX_LINE = 64 << 20  # bytes of one line
 MAX_TOOLS = 10_000  # of one server
 PING_TIMEOUT = 5.0  # seconds
-_TIMED_OUT = 408  # the SDK's error code of a timeout
 _FAILED = -32099  # our error code of an HTTP response that is not MCP
 
 Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
@@ -124,10 +127,10 @@ class MCPTools(ABC):
             session = self._session
             assert session is not None
         try:
-            result = await session.call_tool(name, dict(arguments), timedelta(seconds=self._timeout))
+            result = await session.call_tool(name, dict(arguments), timeout_of(self._timeout))
             text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
         except McpError as error:
-            if error.error.code == _TIMED_OUT:
+            if error.error.code == TIMED_OUT:
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
             if error.error.code == _FAILED:
                 # Another call may have reconnected meanwhile.
@@ -143,7 +146,7 @@ class MCPTools(ABC):
             raise ToolError(str(error)) from None
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
             raise InfrastructureError(f"{self.name} answered {name} with what is not MCP: {error}"[:500]) from error
-        if result.isError:
+        if failed(result):
             raise ToolError(text)
         return text
 
@@ -172,12 +175,13 @@ class MCPTools(ABC):
                 page = await session.list_tools()
                 while True:
                     tools += [function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in page.tools]
-                    if not page.nextCursor:
+                    cursor = next_cursor(page)
+                    if not cursor:
                         break
-                    if len(tools) > MAX_TOOLS or page.nextCursor in seen:
+                    if len(tools) > MAX_TOOLS or cursor in seen:
                         raise InfrastructureError(f"its list of tools has no end: {len(tools)} so far")
-                    seen.add(page.nextCursor)
-                    page = await session.list_tools(params=PaginatedRequestParams(cursor=page.nextCursor))
+                    seen.add(cursor)
+                    page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
                 self._schemas = tuple(tools)
                 self._session = session
                 ready.set_result(None)
@@ -303,7 +307,7 @@ class StdioTools(MCPTools):
             async with to_session:
                 while line := await stdout.readline():
                     try:
-                        message = JSONRPCMessage.model_validate_json(line)
+                        message = read_message(line)
                     except ValueError:
                         continue  # the server prints to stdout
                     await to_session.send(SessionMessage(message))
@@ -369,23 +373,23 @@ class HTTPTools(MCPTools):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Streams]:
-        limits = httpx.Timeout(self._start_timeout, read=None)
+        limits = http.Timeout(self._start_timeout, read=None)
         transport = _Isolated(self.name)
         async with (
-            httpx.AsyncClient(headers=self._headers, timeout=limits, transport=transport) as client,
-            streamable_http_client(self.name, http_client=client) as (read, write, _),
+            http.AsyncClient(headers=self._headers, timeout=limits, transport=transport) as client,
+            streamable_http_client(self.name, http_client=client, **STREAM_OPTIONS) as (read, write, *_),
         ):
             yield read, write
 
 
-class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
+class _Isolated(bounded_transport(http)):  # type: ignore[misc]
     """Turns invalid responses into errors of their own request; the SDK would end the whole session."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: Any) -> Any:
         # GET opens a stream of notifications, whose failure is not a call's.
         if request.method != "POST":
             return await super().handle_async_request(request)
@@ -396,7 +400,7 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
             if response.status_code < 300 and (number is None or kind.startswith("text/event-stream")):
                 return response
             text = (await response.aread()).decode(errors="replace")
-        except httpx.TransportError as error:
+        except http.TransportError as error:
             return self._failed(number, f"{self._name}: {error or type(error).__name__}", lost=True)
         try:
             document = json.loads(text)
@@ -405,7 +409,7 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         # A server may also report an error of the protocol with an HTTP error status.
         if isinstance(document, dict) and (response.status_code < 300 or document.get("id") == number):
             headers = {n: v for n, v in response.headers.items() if n.lower() == "mcp-session-id"}
-            return httpx.Response(200, json=document, headers=headers, request=request)
+            return http.Response(200, json=document, headers=headers, request=request)
         if 300 <= response.status_code < 400:  # following it would carry the headers to another server
             text = f"it redirects to {response.headers.get('Location', 'elsewhere')}: use that url"
         if response.status_code < 300:
@@ -415,9 +419,9 @@ class _Isolated(bounded_transport(httpx)):  # type: ignore[misc]
         lost = status == 404 or (status == 400 and "session" in text.lower())
         return self._failed(number, f"{self._name} answered with status {status}: {text[:500]}", lost)
 
-    def _failed(self, number: Json, message: str, lost: bool) -> httpx.Response:
+    def _failed(self, number: Json, message: str, lost: bool) -> Any:
         # A notification has no answer.
         if number is None:
-            return httpx.Response(202)
+            return http.Response(202)
         error = {"code": _FAILED, "message": message, "data": lost}
-        return httpx.Response(200, json={"jsonrpc": "2.0", "id": number, "error": error})
+        return http.Response(200, json={"jsonrpc": "2.0", "id": number, "error": error})

@@ -3,9 +3,16 @@
 import asyncio
 import sys
 
-from mcp.server.fastmcp import FastMCP, Image
+try:
+    from mcp.server.fastmcp import FastMCP as Server
+    from mcp.server.fastmcp import Image
+except ModuleNotFoundError:  # version 2
+    from mcp.server.mcpserver import Image
+    from mcp.server.mcpserver import MCPServer as Server
 
-server = FastMCP("tools", port=int(sys.argv[2]) if len(sys.argv) > 2 else 8000)
+PORT = {"port": int(sys.argv[2])} if len(sys.argv) > 2 else {}
+IS_FIRST = Server.__name__ == "FastMCP"
+server = Server("tools", **(PORT if IS_FIRST else {}))
 
 
 @server.tool()
@@ -30,4 +37,4 @@ async def wait(seconds: float) -> str:
     return "waited"
 
 
-server.run(transport=sys.argv[1])
+server.run(transport=sys.argv[1], **({} if IS_FIRST else PORT))

@@ -38,7 +38,9 @@ class Server:
         if "id" not in message or method is None:
             return web.Response(status=202)
         if method == "tools/list":
-            return await self.say(request, message["id"], {"tools": [{"name": "add", "inputSchema": {}}]})
+            return await self.say(
+                request, message["id"], {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}
+            )
         arguments = message["params"]["arguments"]
         if "sleep" in arguments:
             await asyncio.sleep(arguments["sleep"])

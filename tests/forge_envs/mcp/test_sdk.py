@@ -46,7 +46,7 @@ async def _use(tools):
         calls = [tools.call("add", {"a": n, "b": 1}) for n in range(20)]
         assert await asyncio.gather(*calls) == [str(n + 1) for n in range(20)]
         assert await tools.call("picture", {}) == "here\n[image, image/png, not shown]"
-        with pytest.raises(ToolError, match="no luck"):
+        with pytest.raises(ToolError, match=r"no luck|Error executing tool fail"):
             await tools.call("fail", {})
         with pytest.raises(ToolError, match="validation error"):
             await tools.call("add", {"a": "x"})
