@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +155,47 @@ def test_torchrun_starts_it(machines_missing, tmp_path):
         started = [machine.start(command, str(ROOT), env=environment()) for machine in lab]
         assert [process.wait(300) for process in started] == [0, 0]
         assert (tmp_path / "tiny" / "finished").exists()
+
+
+TORCHX = shutil.which("torchx", path=f"{Path(sys.prefix) / 'bin'}:{os.environ.get('PATH', '')}")
+
+
+def torchx(tmp_path: Path, scheduler: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a tiny configuration on two of a scheduler's nodes."""
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("0" * 64)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(TORCHX), "run", "-s", scheduler, *options, "dist.ddp", "-j", "2x1", "--rdzv_port", str(port)]
+    command += ["--env", f"FORGE_SECRET={secret}", "-m", "forge.cluster.torchrun", "--", "train", CONFIG]
+    command += ["--run.root", str(tmp_path), "--training.steps", "3"]
+    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"  # of torchrun
+    return subprocess.run(
+        command, cwd=ROOT, env=environment() | {"PATH": path}, capture_output=True, text=True, check=False, timeout=600
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.skipif(TORCHX is None, reason="torchx is not installed")
+def test_torchx_starts_it(tmp_path):
+    done = torchx(tmp_path, "local_cwd", "--wait", "-cfg", f"log_dir={tmp_path / 'logs'}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "tiny" / "finished").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(TORCHX is None, reason="torchx is not installed")
+def test_torchx_writes_a_script_for_slurm(tmp_path):
+    done = torchx(tmp_path, "slurm", "--dryrun")
+    assert done.returncode == 0, done.stderr[-2000:]
+    script = done.stdout[done.stdout.index("#!/bin/bash") :]
+    assert f"-m forge.cluster.torchrun train {CONFIG}" in script
+    assert "--nnodes 2 --nproc_per_node 1" in script
+    assert "0" * 64 not in script  # the secret's path, not the secret
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 @pytest.mark.processes
