@@ -62,6 +62,7 @@ class Source:
     grown: asyncio.Event = field(default_factory=asyncio.Event)
     error: str | None = None
     digest: str = ""  # of a patch
+    version: tuple[str, int] | None = None  # the key and the number, of what came from another host
     idle_timer: asyncio.TimerHandle | None = None
 
     def announce(self, chunks: int) -> None:
@@ -200,27 +201,30 @@ class WeightCache(ForgeActor):
         return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
 
     @endpoint
-    async def chunk(self, segment: str, index: int, size: int) -> Window:
-        """A window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
+    async def chunk(self, name: str, index: int, size: int) -> Window:
+        """A window to a chunk, of `size` bytes, of a segment or patch that is on this host or arrives here.
+
+        Args:
+            name: from `whole_name` or `patch`.
 
         Raises:
             MissingVersion: it is neither.
         """
         deadline = time.monotonic() + CHUNK_TIMEOUT
-        while segment not in self._sources:
-            if host_of(segment) == self.host:
+        while name not in self._sources:
+            if host_of(name) == self.host:
                 resources = ExitStack()
-                memory = await asyncio.to_thread(self._open, segment, resources)
+                memory = await asyncio.to_thread(self._open, name, resources)
                 opened = Source(memory, -(-len(memory) // CHUNK), resources)
-                if self._sources.setdefault(segment, opened) is not opened:  # another request was quicker
+                if self._sources.setdefault(name, opened) is not opened:  # another request was quicker
                     resources.close()
             elif not self._fetching or time.monotonic() > deadline:
-                raise MissingVersion(f"{segment} is not on {self.host}")
+                raise MissingVersion(f"{name} is not on {self.host}")
             else:
                 # The chain may ask for a segment before the transfer to this host has begun.
                 await asyncio.sleep(0.01)
-        source = self._sources[segment]
-        self._restart_idle_timer(segment, source)
+        source = self._sources[name]
+        self._restart_idle_timer(name, source)
         while source.ready <= index:
             if source.error is not None:
                 raise MissingVersion(source.error)
@@ -242,10 +246,11 @@ class WeightCache(ForgeActor):
         """
         manifest = Manifest.from_json(wanted)
         (segment,) = manifest.segments
-        name = f"{segment}/{base}"
+        whole = whole_name(manifest)
+        name = f"{whole}-{base}"
         deadline = time.monotonic() + CHUNK_TIMEOUT
         # A host of the chain may ask before the transfer to this one has begun.
-        while self._fetching and host_of(segment) != self.host and not {segment, name} & self._sources.keys():
+        while self._fetching and host_of(segment) != self.host and not {whole, name} & self._sources.keys():
             if time.monotonic() > deadline:
                 return None
             await asyncio.sleep(0.01)
@@ -291,19 +296,25 @@ class WeightCache(ForgeActor):
                     copied = manifest.renamed(names)
                     await asyncio.to_thread(self.store.keep_part, copied, COPY)
                 for segment in foreign:  # their memory is not reused while others read it
-                    if segment in self._sources:
-                        resources = self._sources[segment].resources
+                    whole = whole_name(manifest.within(segment))
+                    if whole in self._sources:
+                        resources = self._sources[whole].resources
                         lock = self.store.segments.reading([names[segment]])
                         await asyncio.to_thread(resources.enter_context, lock)
+                # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
+                for name, source in [*self._sources.items()]:
+                    if source.version is not None and source.version[0] == key and source.version[1] < version - 1:
+                        await self._release(name, source)
                 if foreign:
                     self._pace.add(not traffic.whole, time.monotonic() - traffic.began, traffic.size)
                     traffic.record()
                 return copied.to_json()
             except (KeyError, RuntimeError, TimeoutError) as error:  # the version, a cache, or a host is lost
                 # The memory of what did arrive is not kept.
-                for name, arrived in [*self._sources.items()]:
-                    if name.partition("/")[0] in foreign:
-                        await self._release(name, arrived)
+                for segment in foreign:
+                    whole = whole_name(manifest.within(segment))
+                    for name in [name for name in self._sources if f"{name}-".startswith(f"{whole}-")]:
+                        await self._release(name, self._sources[name])
                 writers = ", ".join(sorted({host_of(segment) for segment in foreign}))
                 if parent is None and time.monotonic() > deadline - RETRY_DELAY:
                     raise MissingVersion(
@@ -318,52 +329,54 @@ class WeightCache(ForgeActor):
     async def _copy(self, wanted: Manifest, parent: str | None, writing: ExitStack, traffic: Traffic) -> str:
         """Copy a segment from another host into this host's store; returns its name here."""
         (segment,) = wanted.segments
+        whole = whole_name(wanted)
         size = wanted.extent(segment)
         name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
         cache = self.home.named(cache_name(parent or host_of(segment)))
-        source = Source(memory, 0, ExitStack())
+        assert wanted.version is not None
+        source = Source(memory, 0, ExitStack(), version=(wanted.key, wanted.version))
         traffic.size += size
         try:
             if not await self._copy_patch(wanted, source, cache, traffic):
                 traffic.whole = True
                 traffic.received += size
-                self._sources[segment] = source
-                await self._receive(segment, source, cache)
+                self._sources[whole] = source
+                await self._receive(whole, source, cache)
         except BaseException as error:
-            self._fail(segment, source, error)
+            self._fail(whole, source, error)
             raise
-        self._restart_idle_timer(segment, source)
+        self._restart_idle_timer(whole, source)
         return name
 
     async def _copy_patch(self, wanted: Manifest, source: Source, cache: RemoteService, traffic: Traffic) -> bool:
         """Fill a segment by a patch to the newest earlier version that is here; returns whether that was possible."""
-        (segment,) = wanted.segments
         assert wanted.version is not None
         copies = await asyncio.to_thread(self.store.parts, wanted.key, COPY)
         base = max((copy for copy in copies if copy < wanted.version), default=None)
         if base is None or not self._pace.prefers_patch():
             return False
-        arriving = None
         try:
             patch = await cache.patch.options(timeout=2 * CHUNK_TIMEOUT).route(wanted.to_json(), base)
             if patch is None:
                 return False
             name, size, digest = patch
-            arriving = Source(torch.empty(size, dtype=torch.uint8), 0, ExitStack(), digest=digest)
+            memory = torch.empty(size, dtype=torch.uint8)
+            arriving = Source(memory, 0, ExitStack(), digest=digest, version=source.version)
             # Both at once: the next host of the chain may want either.
-            self._sources |= {name: arriving, segment: source}
-            await self._receive(name, arriving, cache)
+            self._sources |= {name: arriving, whole_name(wanted): source}
+            try:
+                await self._receive(name, arriving, cache)
+            except BaseException as error:
+                self._fail(name, arriving, error)
+                raise
+            # Others may have another base, to which it can be applied: it stays even if that fails here.
+            self._restart_idle_timer(name, arriving)
             traffic.received += size
             await asyncio.to_thread(self._apply, arriving, wanted, base, source.memory)
-        except BaseException as error:
-            if arriving is not None:
-                self._fail(name, arriving, error)
-            if not isinstance(error, KeyError | RuntimeError | TimeoutError):
-                raise
+        except (KeyError, RuntimeError, TimeoutError) as error:
             log.warning("%s version %d is fetched whole: %s", wanted.key, wanted.version, error)
             traffic.fallbacks += 1
             return False
-        self._restart_idle_timer(name, arriving)
         source.announce(-(-len(source.memory) // CHUNK))
         return True
 
@@ -437,9 +450,15 @@ def cache_name(host: str) -> str:
     return "weights_" + re.sub(r"\W", "_", host)
 
 
+def whole_name(part: Manifest) -> str:
+    """What caches call the bytes of a segment in a version: a later one may have the same segment."""
+    (segment,) = part.segments
+    return f"{segment}/{part.version}"
+
+
 def host_of(segment: str) -> str:
-    """The host in a segment's full name, NAME@HOST."""
-    return segment.partition("@")[2]
+    """The host in a segment's full name, NAME@HOST, or in that of what caches send of it."""
+    return segment.partition("@")[2].partition("/")[0]
 
 
 def local_name(segment: str) -> str:
