@@ -42,36 +42,24 @@ def test_versions_come_whole_where_patches_are_off(lab: Machines):
 
 
 @pytest.mark.parametrize("lab", [4], indirect=True)
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_sender_that_is_lost_within_a_patch_costs_no_bit(lab: Machines, lost: int):
-    """The host in the chain, and the one that wrote the version, which is then written again by another process."""
+def test_a_sender_that_is_lost_within_a_patch_costs_no_bit(lab: Machines):
+    """A host that passes the patch on is killed: the next one in the chain takes it from the host that wrote it."""
     controller = Controller(lab[0], "weights", "m2:7070", "always", hosts="m2,m3,m4")
     controller.read("ready")
     size = 20_000_000
     controller.ask("step", version=1, size=size, share=1.0)
     controller.ask("get", version=1)
-    controller.ask("metrics")
     for machine in lab:
         machine.slow("100mbit")
     controller.ask("step", version=2, size=size, share=1.0)
     controller.send("get", version=2)
-    reader = lab[2] if lost == 2 else lab[3]
     # Memory of the second version beside the first one: the patch, about 40 MB, takes three seconds from then on.
     two = 2 * size * 4 // 1024 - 1000
-    wait_until(lambda: reader.run(["sh", "-c", f"test $(du -s /dev/shm | cut -f1) -gt {two}"]).returncode == 0, 60, "")
+    full = f"test $(du -s /dev/shm | cut -f1) -gt {two}"
+    wait_until(lambda: lab[2].run(["sh", "-c", full]).returncode == 0, 60, "the patch is on its way")
     time.sleep(1.0)
-    lab[lost].kill()
-    if lost == 1:
-        answer = controller.read("answer")
-        assert "error" in answer or len({digest for _, _, digest in answer["value"]}) == 1
-        wait_until(lambda: "error" not in again(controller, size), 60, "another host writes it")
-    else:
-        answer = controller.read("answer")
-        assert len({digest for _, _, digest in answer["value"]}) == 1
-        assert len(answer["value"]) == 3
+    lab[2].kill()
+    answer = controller.read("answer")
+    assert len(answer["value"]) == 3
+    assert len({digest for _, _, digest in answer["value"]}) == 1
     controller.end()
-
-
-def again(controller: Controller, size: int) -> dict:
-    controller.send("step", version=2, size=size, share=1.0)
-    return controller.read("answer")
