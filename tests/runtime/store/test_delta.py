@@ -16,6 +16,7 @@ from forge.runtime.store import CorruptWeights, VersionStore
 from forge.runtime.store.delta import PIECE, decode, encode
 from forge.runtime.store.manifest import Manifest
 from forge.runtime.store.patches import apply_patch, make_patch
+from forge.system.boxes import Box
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -171,6 +172,46 @@ def test_a_version_by_its_patch_is_the_version(hosts, versions):
             got = shard.view(memory[shard.segment]) if shard.segment else after[shard.name]
             assert_same(got, after[shard.name])
     receiver.put("policy", after, first + 1)
+
+
+def test_blocks_of_another_layout_are_sent_as_they_are(hosts):
+    """A trainer that was divided otherwise when it wrote the base: an expert, a shard, or a whole tensor."""
+    sender, receiver = hosts
+    first = (sender.versions("policy") or [0])[-1] + 1
+    before = {"a": torch.randn(40, 30), "b": torch.randn(64)}
+    for store in hosts:
+        store.put("policy", before, first)
+    sender.put("policy", {name: values + 0.01 for name, values in before.items()}, first + 1)
+    manifest = sender.manifest("policy", first + 1)
+    (segment,) = manifest.segments
+    sizes = []
+    for is_divided in (False, True):
+        held, kept = (store.held("policy", first) for store in hosts)
+        if is_divided:
+            held, kept = (
+                replace(part, shards=tuple(replace(s, box=Box((0, 0), (20, 30))) for s in part.by_name["a"]))
+                for part in (held, kept)
+            )
+        with sender.segments.reading({segment, *held.segments}) as memory:
+            patch = make_patch(manifest.shards, memory[segment], held, memory)
+        sizes.append(len(patch))
+        writing = receiver.segments.writing(manifest.extent(segment))
+        with receiver.segments.reading(kept.segments) as memory, writing as (_, written):
+            apply_patch(patch, manifest.shards, written, kept, memory)
+            for shard in manifest.shards:
+                assert torch.equal(shard.view(written), before[shard.name] + 0.01)
+    assert sizes[1] > sizes[0]
+
+
+def test_a_change_of_high_bytes_alone_is_a_change():
+    """Signs, and powers of two: the lowest byte stays what it was."""
+    base = torch.randn(4096).bfloat16()
+    values = base.clone()
+    values[::7] *= -1
+    values[3::50] *= 4
+    decoded = torch.empty_like(values)
+    decode(encode(values, base), base, decoded)
+    assert_same(decoded, values)
 
 
 @pytest.mark.parametrize("damage", ["base", "patch", "another base"])
