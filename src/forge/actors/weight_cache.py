@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import time
@@ -242,7 +243,8 @@ class WeightCache(ForgeActor):
             base: the version that the caller has.
 
         Returns:
-            what `chunk` calls the patch, its bytes and its checksum; None if there is none, or it is not worth while.
+            what `chunk` calls the patch, its bytes and its checksum; 0 bytes if it is not worth while, None if there is
+            none.
         """
         manifest = Manifest.from_json(wanted)
         (segment,) = manifest.segments
@@ -257,14 +259,15 @@ class WeightCache(ForgeActor):
         async with self._patching:  # several hosts may ask for the same one
             if name not in self._sources:
                 patch = await asyncio.to_thread(self._make_patch, manifest, base)
-                if patch is None:
-                    return None
+                if patch is None or not len(patch):
+                    return None if patch is None else (name, 0, "")
                 self._sources[name] = Source(patch, -(-len(patch) // CHUNK), ExitStack(), digest=checksum(patch))
         source = self._sources[name]
         self._restart_idle_timer(name, source)
         return name, len(source.memory), source.digest
 
     def _make_patch(self, manifest: Manifest, base: int) -> Tensor | None:
+        """The patch of a segment; None if this host does not have both versions, empty if it is not worth while."""
         assert manifest.version is not None
         (segment,) = manifest.segments
         held = self.store.held(manifest.key, base)
@@ -279,7 +282,7 @@ class WeightCache(ForgeActor):
                 patch = make_patch(manifest.shards, memory[names.pop()], held, memory)  # type: ignore[index]
         except FileNotFoundError:  # a version that is no longer kept
             return None
-        return patch if len(patch) < WORTH * manifest.extent(segment) else None
+        return patch if len(patch) < WORTH * manifest.extent(segment) else patch[:0]
 
     async def _fetch(self, key: str, version: int, deadline: float) -> str:
         avoid: list[str] = []
@@ -360,6 +363,9 @@ class WeightCache(ForgeActor):
             if patch is None:
                 return False
             name, size, digest = patch
+            if not size:
+                self._pace.seconds_per_byte[True] = math.inf
+                return False
             memory = torch.empty(size, dtype=torch.uint8)
             arriving = Source(memory, 0, ExitStack(), digest=digest, version=source.version)
             # Both at once: the next host of the chain may want either.
