@@ -64,8 +64,9 @@ def recorded(folder: Path) -> list[Path]:
     return files
 
 
-def read(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+def read(file: Path, dtype: torch.dtype, copies: int = 1) -> dict[str, Tensor]:
+    """The weights of a file, each several times in one tensor for a model of that many times its size."""
+    return {name: torch.cat([tensor.to(dtype)] * copies) for name, tensor in load_file(file).items()}
 
 
 def row(name: str, values: list[float]) -> str:
@@ -136,28 +137,28 @@ class Reader(ForgeActor):
         self.store = connect(self.store_ref)  # type: ignore[arg-type]
 
     @endpoint
-    def fetch(self, version: int, file: str, dtype: str) -> float:
+    def fetch(self, version: int, file: str, dtype: str, copies: int) -> float:
         """Seconds until a version is on this host; it has to be that of the file, bit for bit."""
         assert self.store is not None
         began = time.perf_counter()
         with self.store.open(KEY, version):
             took = time.perf_counter() - began
         weights = self.store.get(KEY, version=version)
-        for name, values in read(Path(file), DTYPES[dtype]).items():
+        for name, values in read(Path(file), DTYPES[dtype], copies).items():
             assert torch.equal(weights[name].view(torch.uint8), values.view(torch.uint8)), name
         return took
 
 
-async def transfers(deltas: str, dtype: str, folder: str) -> None:
+async def transfers(deltas: str, dtype: str, folder: str, copies: int, steps: int) -> None:
     """The controller: publishes each version, which a host then fetches."""
     store = VersionStore.create()
     reader = await Reader.options(hosts=1).as_actor(await share(store, deltas))  # type: ignore[arg-type]
     seconds: list[float] = []
     fractions: list[float] = []
     sent = 0.0
-    for version, file in enumerate(recorded(Path(folder)), 1):
-        store.put(KEY, read(file, DTYPES[dtype]), version)
-        took = await reader.fetch.call_one(version, str(file), dtype)
+    for version, file in enumerate(recorded(Path(folder))[: steps + 1], 1):
+        store.put(KEY, read(file, DTYPES[dtype], copies), version)
+        took = await reader.fetch.call_one(version, str(file), dtype, copies)
         metrics = (await runtime().drain_metrics({})).values()
         assert metrics["weight_sync/fallbacks"] == 0
         if version > 1:  # the first is whole
@@ -170,7 +171,7 @@ async def transfers(deltas: str, dtype: str, folder: str) -> None:
     store.close()
 
 
-def hosts(folder: Path, rates: list[str]) -> None:
+def hosts(folder: Path, rates: list[str], copies: int, steps: int) -> None:
     """Each way, dtype and rate over two machines made of namespaces."""
     from tests.runtime.cluster.machines import Machines, environment, listens, wait_until
 
@@ -186,6 +187,7 @@ def hosts(folder: Path, rates: list[str]) -> None:
                             machine.slow(rate)
                         command = [sys.executable, __file__, "transfers", "--folder", str(folder)]
                         command += ["--deltas", deltas, "--dtype", dtype]
+                        command += ["--copies", str(copies), "--steps", str(steps)]
                         print(f"| {rate}, {dtype}, {deltas} | ", end="", flush=True)
                         log = (Path(scratch) / "log").open("w+")
                         own = environment(FORGE_HOSTS="m2")
@@ -201,6 +203,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/delta-sync")
     parser.add_argument("--rate", nargs="+", default=["100mbit", "1gbit"])
+    parser.add_argument("--copies", type=int, default=1, help="of the model, side by side: a larger one")
     parser.add_argument("--deltas", default="always", help="of one transfer, which `hosts` starts")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     arguments = parser.parse_args()
@@ -210,9 +213,12 @@ def main() -> None:
     elif arguments.part == "sizes":
         sizes(folder)
     elif arguments.part == "hosts":
-        hosts(folder, arguments.rate)
+        hosts(folder, arguments.rate, arguments.copies, arguments.steps)
     else:
-        run(transfers(arguments.deltas, arguments.dtype, str(folder)), wait_for_hosts=60.0)
+        run(
+            transfers(arguments.deltas, arguments.dtype, str(folder), arguments.copies, arguments.steps),
+            wait_for_hosts=60.0,
+        )
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     quantization = settings.get("generator.quantization")
     if quantization is not None:
         raise ValueError(
-            f"{folder} sampled with generator.quantization {quantization}, which is a difference by itself: compare a run "
-            "without it"
+            f"{folder} sampled with generator.quantization {quantization}, which is a difference by itself: compare a "
+            "run without it"
         )
     saved = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
     start = _start_model(folder, settings)
