@@ -87,7 +87,7 @@ class Traffic:
         """Record its metrics."""
         record_metric("weight_sync/sent_fraction", self.received / self.size, Reduce.MEAN)
         record_metric("weight_sync/bytes", self.received, Reduce.SUM)
-        record_metric("weight_sync/seconds", time.monotonic() - self.began, Reduce.MAX)
+        record_metric("weight_sync/seconds", time.monotonic() - self.began, Reduce.MEAN)
         record_metric("weight_sync/fallbacks", self.fallbacks, Reduce.SUM)
 
 

@@ -25,7 +25,7 @@ Words = NDArray[np.unsignedinteger]
 # Elements that are coded at a time: what they need, 3 MB in float32, stays in a core's cache.
 PIECE = 1 << 18
 GAPS = 16  # the form of gaps; those of codes are their bits
-ESCAPE = 255  # a gap that goes on in the next byte
+ESCAPE = 255  # a gap that continues in the next byte
 _PLANE = struct.Struct("<BII")  # the form, and the bytes of its two parts
 
 
