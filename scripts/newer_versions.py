@@ -40,7 +40,8 @@ def requirements() -> Iterator[Requirement]:
 
 def newest(name: str) -> str:
     """The newest version of a package for this Python; empty where the index has none."""
-    done = subprocess.run([*PIP, "index", "versions", name], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "index", "versions", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     first = re.match(rf"{re.escape(name)} \((\S+)\)", done.stdout)  # a line such as "numpy (2.4.6)"
     return first.group(1) if first else ""
 

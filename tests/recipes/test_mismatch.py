@@ -90,10 +90,14 @@ def test_the_command_says_so_and_leaves_it_for_the_page(clean, tmp_path, capsys)
             lambda folder: (folder / "config.yaml").write_text("model: /nowhere\n"),
             "model folder /nowhere does not exist",
         ),
+        (
+            lambda folder: (folder / "config.yaml").write_text("model: x\ngenerator: {quantization: fp8}\n"),
+            "sampled with generator.quantization fp8, which is a difference by itself",
+        ),
         (lambda folder: (folder / "config.yaml").write_text("a: [1"), "is not valid YAML"),
         (lambda folder: next((folder / "checkpoints/step_000002").glob("__0_0*")).write_bytes(b"x"), "cannot be read"),
     ],
-    ids=["not_a_run", "no_rollouts", "no_model", "no_yaml", "damaged_checkpoint"],
+    ids=["not_a_run", "no_rollouts", "no_model", "quantised", "no_yaml", "damaged_checkpoint"],
 )
 def test_bad_input_is_one_line_and_exit_code_2(change, reason, clean, tmp_path, capsys):
     folder = shutil.copytree(clean, tmp_path / "run")

@@ -243,6 +243,22 @@ def test_the_cache_takes_what_two_versions_of_the_weights_leave(tmp_path: Path):
     assert engine_memory(config, 8_190_735_360, settings, 1, DEVICES["L4"]).sequences == 0
 
 
+def test_quantised_weights_are_smaller(tmp_path: Path):
+    from transformers import AutoConfig
+
+    from forge.engines.settings import EngineSettings
+
+    config = AutoConfig.from_pretrained(shape_folder("Qwen/Qwen3-8B", tmp_path))
+    settings = EngineSettings(dtype="bfloat16", slots=256, max_seq_len=1024)
+    plain = engine_memory(config, 8_190_735_360, settings, 1, DEVICES["L4"])
+    small = engine_memory(config, 8_190_735_360, settings.model_copy(update={"quantization": "int8"}), 1, DEVICES["L4"])
+    # Embeddings and head stay: 151,936 tokens of 4,096 each.
+    rest = 2 * 151_936 * 4096
+    assert small.weights == small.update == pytest.approx(8_190_735_360 - rest + 2 * rest, rel=0.002)
+    assert plain.sequences == 0
+    assert small.sequences > 0
+
+
 def test_seconds_follow_the_roofline(tmp_path: Path):
     from transformers import AutoConfig
 

@@ -21,7 +21,7 @@ from ..runtime.controller.remote_service import RemoteService
 from ..runtime.store import MissingVersion, Store, VersionStore
 from ..runtime.store.manifest import Manifest
 from ..runtime.store.transfer import OpenVersion, RankPart
-from .weight_cache import COPY, HOME, WeightCache, cache_name, host_of, local_store
+from .weight_cache import COPY, HOME, Deltas, WeightCache, cache_name, host_of, local_store
 
 T = TypeVar("T")
 GRACE = 15.0  # seconds that a call may take beyond the limit of what it asks for
@@ -45,21 +45,25 @@ class StoreRef:
         return HostStore(host, local, self._home, self._home.named(cache_name(host)))
 
 
-async def share(store: VersionStore) -> VersionStore | StoreRef:
-    """Let a store reach all hosts of this controller, also those that join later; without hosts it stays as it is."""
+async def share(store: VersionStore, deltas: Deltas = "auto") -> VersionStore | StoreRef:
+    """Let a store reach all hosts of this controller, also those that join later; without hosts it stays as it is.
+
+    Args:
+        deltas: see `WeightCache`; of the first call in a run.
+    """
     running = runtime()
     pool = running.placement.pool
     if pool is None:
         return store
 
     async def start() -> StoreRef:
-        home = await WeightCache.options(mesh_name=cache_name(HOME)).as_actor(store)
+        home = await WeightCache.options(mesh_name=cache_name(HOME)).as_actor(store, deltas=deltas)
         await home.link.call_one(home)
 
         async def start_cache(host: str) -> None:
             cache = running.services.get(cache_name(host))
             if cache is None:
-                await WeightCache.options(mesh_name=cache_name(host), host=host).as_actor(store, home)
+                await WeightCache.options(mesh_name=cache_name(host), host=host).as_actor(store, home, deltas)
             else:  # the host came back: the cache waits for it, or was given up
                 await cache.scale(1)
 

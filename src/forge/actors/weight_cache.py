@@ -4,12 +4,16 @@ A version stays in the memory of the hosts that wrote it; the home store, on the
 process that reads a version has its host's cache copy it once for all processes there. Caches form a chain: each reads
 from the one that asked before it, chunk by chunk as they arrive there, through RDMA windows (InfiniBand where it is,
 TCP otherwise). So a version leaves its writer once, and reaches n hosts in the time of one transfer and n chunks.
+
+A host that has an earlier version takes a patch to it, which its source makes once, or passes on as it arrives; if that
+fails, or is the slower way, it takes the whole version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import time
@@ -17,16 +21,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from ..observability import Reduce, record_metric
 from ..runtime.cluster import HOST, STORE
 from ..runtime.controller import ForgeActor, endpoint
 from ..runtime.controller.rdma import Window
 from ..runtime.controller.remote_service import RemoteService
-from ..runtime.store import MissingVersion, VersionStore
-from ..runtime.store.manifest import Manifest
+from ..runtime.store import CorruptWeights, MissingVersion, VersionStore
+from ..runtime.store.manifest import Manifest, checksum
+from ..runtime.store.patches import apply_patch, make_patch
 from ..runtime.store.transfer import Ranks
 
 log = logging.getLogger(__name__)
@@ -37,9 +44,12 @@ CHUNK_TIMEOUT = 60.0  # seconds for one of them
 RETRY_DELAY = 2.0  # seconds between attempts to read a version whose writers are lost
 PUBLISHERS = 1024  # threads of the home cache: each waits for the other ranks of a put
 IDLE = 60.0  # seconds after which a cache closes memory that no other one has asked for
+WORTH = 0.9  # of a segment: a patch that is longer gains less than it takes to make and to apply
+REMEASURED = 20  # versions after which the slower way is taken once, as what is quicker changes with the training
 KEPT_CHAINS = 8  # versions back for which the home cache knows who reads from whom
 HOME = "home"  # the host of the controller
 COPY = "copy"  # what a host's store calls a version that was copied to it
+Deltas = Literal["auto", "always", "never"]
 
 
 @dataclass
@@ -52,6 +62,8 @@ class Source:
     windows: dict[int, Window] = field(default_factory=dict)
     grown: asyncio.Event = field(default_factory=asyncio.Event)
     error: str | None = None
+    digest: str = ""  # of a patch
+    version: tuple[str, int] | None = None  # the key and the number, of what came from another host
     idle_timer: asyncio.TimerHandle | None = None
 
     def announce(self, chunks: int) -> None:
@@ -61,19 +73,60 @@ class Source:
         self.grown = asyncio.Event()
 
 
+@dataclass
+class Traffic:
+    """What one version took to reach this host. `size` and `received` are bytes."""
+
+    began: float = field(default_factory=time.monotonic)
+    size: int = 0
+    received: int = 0
+    whole: bool = False  # whether any segment came whole
+    fallbacks: int = 0  # patches that failed
+
+    def record(self) -> None:
+        """Record its metrics."""
+        record_metric("weight_sync/sent_fraction", self.received / self.size, Reduce.MEAN)
+        record_metric("weight_sync/bytes", self.received, Reduce.SUM)
+        record_metric("weight_sync/seconds", time.monotonic() - self.began, Reduce.MEAN)
+        record_metric("weight_sync/fallbacks", self.fallbacks, Reduce.SUM)
+
+
+@dataclass
+class Pace:
+    """How versions reach a host: as patches or whole, by what has taken less time."""
+
+    deltas: Deltas
+    seconds_per_byte: dict[bool, float] = field(default_factory=dict)  # of patches, and of whole versions
+    versions: int = 0  # received
+
+    def prefers_patch(self) -> bool:
+        """Whether the next version should come as a patch."""
+        if self.deltas != "auto" or len(self.seconds_per_byte) < 2:
+            return self.deltas != "never"
+        patches_are_quicker = self.seconds_per_byte[True] <= self.seconds_per_byte[False]
+        return patches_are_quicker != (self.versions % REMEASURED == 0)
+
+    def add(self, is_patch: bool, seconds: float, size: int) -> None:
+        """Count a version of this many bytes that arrived in this time."""
+        self.versions += 1
+        self.seconds_per_byte[is_patch] = seconds / size
+
+
 class WeightCache(ForgeActor):
     """Weight cache of one host. The home cache tracks where every version is; a run survives the loss of any other.
 
     Args:
         store: the store of the home host.
         home: a handle to the home cache; None: this is the home cache, and `link` gives it a handle to itself.
+        deltas: whether versions come as patches: if that is quicker, whenever there is a base, or never.
     """
 
     vital = False
 
-    def __init__(self, store: VersionStore, home: RemoteService | None = None) -> None:
+    def __init__(self, store: VersionStore, home: RemoteService | None = None, deltas: Deltas = "auto") -> None:
         self.home_store = store
         self._home = home
+        self._pace = Pace(deltas)
 
     def setup(self) -> None:
         """Open the store of this host. ValueError: it is on another host."""
@@ -83,6 +136,7 @@ class WeightCache(ForgeActor):
         self._sources: dict[str, Source] = {}
         self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
         self._chains: dict[tuple[str, int], list[str]] = {}
+        self._patching = asyncio.Lock()
         self._publishing = ThreadPoolExecutor(PUBLISHERS, thread_name_prefix="forge-publish")
 
     @property
@@ -148,27 +202,30 @@ class WeightCache(ForgeActor):
         return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
 
     @endpoint
-    async def chunk(self, segment: str, index: int, size: int) -> Window:
-        """A window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
+    async def chunk(self, name: str, index: int, size: int) -> Window:
+        """A window to a chunk, of `size` bytes, of a segment or patch that is on this host or arrives here.
+
+        Args:
+            name: from `whole_name` or `patch`.
 
         Raises:
             MissingVersion: it is neither.
         """
         deadline = time.monotonic() + CHUNK_TIMEOUT
-        while segment not in self._sources:
-            if host_of(segment) == self.host:
+        while name not in self._sources:
+            if host_of(name) == self.host:
                 resources = ExitStack()
-                memory = await asyncio.to_thread(self._open, segment, resources)
+                memory = await asyncio.to_thread(self._open, name, resources)
                 opened = Source(memory, -(-len(memory) // CHUNK), resources)
-                if self._sources.setdefault(segment, opened) is not opened:  # another request was quicker
+                if self._sources.setdefault(name, opened) is not opened:  # another request was quicker
                     resources.close()
             elif not self._fetching or time.monotonic() > deadline:
-                raise MissingVersion(f"{segment} is not on {self.host}")
+                raise MissingVersion(f"{name} is not on {self.host}")
             else:
                 # The chain may ask for a segment before the transfer to this host has begun.
                 await asyncio.sleep(0.01)
-        source = self._sources[segment]
-        self._restart_idle_timer(segment, source)
+        source = self._sources[name]
+        self._restart_idle_timer(name, source)
         while source.ready <= index:
             if source.error is not None:
                 raise MissingVersion(source.error)
@@ -177,6 +234,56 @@ class WeightCache(ForgeActor):
             source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
         return source.windows[index]
 
+    @endpoint
+    async def patch(self, wanted: str, base: int) -> tuple[str, int, str] | None:
+        """Make a patch of a segment that is on this host, or that arrives here as this patch.
+
+        Args:
+            wanted: the manifest of the version, as JSON, of this segment alone.
+            base: the version that the caller has.
+
+        Returns:
+            what `chunk` calls the patch, its bytes and its checksum; 0 bytes if it is not worth while, None if there is
+            none.
+        """
+        manifest = Manifest.from_json(wanted)
+        (segment,) = manifest.segments
+        whole = whole_name(manifest)
+        name = f"{whole}-{base}"
+        deadline = time.monotonic() + CHUNK_TIMEOUT
+        # A host of the chain may ask before the transfer to this one has begun.
+        while self._fetching and host_of(segment) != self.host and not {whole, name} & self._sources.keys():
+            if time.monotonic() > deadline:
+                return None
+            await asyncio.sleep(0.01)
+        async with self._patching:  # several hosts may ask for the same one
+            if name not in self._sources:
+                patch = await asyncio.to_thread(self._make_patch, manifest, base)
+                if patch is None or not len(patch):
+                    return None if patch is None else (name, 0, "")
+                self._sources[name] = Source(patch, -(-len(patch) // CHUNK), ExitStack(), digest=checksum(patch))
+        source = self._sources[name]
+        self._restart_idle_timer(name, source)
+        return name, len(source.memory), source.digest
+
+    def _make_patch(self, manifest: Manifest, base: int) -> Tensor | None:
+        """The patch of a segment; None if this host does not have both versions, empty if it is not worth while."""
+        assert manifest.version is not None
+        (segment,) = manifest.segments
+        held = self.store.held(manifest.key, base)
+        target = self.store.held(manifest.key, manifest.version)
+        # By its blocks: a copy of the segment has another name here.
+        blocks = {(shard.name, shard.box, shard.checksum): shard.segment for shard in target.shards}
+        names = {blocks.get((shard.name, shard.box, shard.checksum)) for shard in manifest.shards}
+        if not held.shards or len(names) != 1 or None in names:
+            return None
+        try:
+            with self.store.segments.reading({*held.segments, *names}) as memory:  # type: ignore[arg-type]
+                patch = make_patch(manifest.shards, memory[names.pop()], held, memory)  # type: ignore[index]
+        except FileNotFoundError:  # a version that is no longer kept
+            return None
+        return patch if len(patch) < WORTH * manifest.extent(segment) else patch[:0]
+
     async def _fetch(self, key: str, version: int, deadline: float) -> str:
         avoid: list[str] = []
         while True:
@@ -184,23 +291,33 @@ class WeightCache(ForgeActor):
             manifest = Manifest.from_json(text)
             foreign = sorted(segment for segment in manifest.segments if host_of(segment) != self.host)
             names = {segment: local_name(segment) for segment in manifest.segments}
+            traffic = Traffic()
             try:
                 with ExitStack() as writing:
                     for segment in foreign:
-                        names[segment] = await self._copy(segment, manifest.extent(segment), parent, writing)
+                        names[segment] = await self._copy(manifest.within(segment), parent, writing, traffic)
                     copied = manifest.renamed(names)
                     await asyncio.to_thread(self.store.keep_part, copied, COPY)
                 for segment in foreign:  # their memory is not reused while others read it
-                    if segment in self._sources:
-                        resources = self._sources[segment].resources
+                    whole = whole_name(manifest.within(segment))
+                    if whole in self._sources:
+                        resources = self._sources[whole].resources
                         lock = self.store.segments.reading([names[segment]])
                         await asyncio.to_thread(resources.enter_context, lock)
+                # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
+                for name, source in [*self._sources.items()]:
+                    if source.version is not None and source.version[0] == key and source.version[1] < version - 1:
+                        await self._release(name, source)
+                if foreign:
+                    self._pace.add(not traffic.whole, time.monotonic() - traffic.began, traffic.size)
+                    traffic.record()
                 return copied.to_json()
             except (KeyError, RuntimeError, TimeoutError) as error:  # the version, a cache, or a host is lost
-                for segment in foreign:  # the memory of what did arrive is not kept
-                    arrived = self._sources.get(segment)
-                    if arrived is not None:
-                        await self._release(segment, arrived)
+                # The memory of what did arrive is not kept.
+                for segment in foreign:
+                    whole = whole_name(manifest.within(segment))
+                    for name in [name for name in self._sources if f"{name}-".startswith(f"{whole}-")]:
+                        await self._release(name, self._sources[name])
                 writers = ", ".join(sorted({host_of(segment) for segment in foreign}))
                 if parent is None and time.monotonic() > deadline - RETRY_DELAY:
                     raise MissingVersion(
@@ -212,29 +329,93 @@ class WeightCache(ForgeActor):
                 else:  # its trainer is replaced, and publishes it again
                     await asyncio.sleep(RETRY_DELAY)
 
-    async def _copy(self, segment: str, size: int, parent: str | None, writing: ExitStack) -> str:
+    async def _copy(self, wanted: Manifest, parent: str | None, writing: ExitStack, traffic: Traffic) -> str:
         """Copy a segment from another host into this host's store; returns its name here."""
+        (segment,) = wanted.segments
+        whole = whole_name(wanted)
+        size = wanted.extent(segment)
         name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
-        chunk = self.home.named(cache_name(parent or host_of(segment))).chunk.options(timeout=CHUNK_TIMEOUT)
-        source = self._sources[segment] = Source(memory, 0, ExitStack())
-        parts = memory.split(CHUNK)
+        cache = self.home.named(cache_name(parent or host_of(segment)))
+        assert wanted.version is not None
+        source = Source(memory, 0, ExitStack(), version=(wanted.key, wanted.version))
+        traffic.size += size
         try:
-            window: Window = await chunk.route(segment, 0, len(parts[0]))
-            for number, part in enumerate(parts, 1):
-                read = window.read_into(part, CHUNK_TIMEOUT)
-                if number < len(parts):  # ask for the next one meanwhile
-                    window, _ = await asyncio.gather(chunk.route(segment, number, len(parts[number])), read)
-                else:
-                    await read
-                source.announce(number)
+            if not await self._copy_patch(wanted, source, cache, traffic):
+                traffic.whole = True
+                traffic.received += size
+                self._sources[whole] = source
+                await self._receive(whole, source, cache)
         except BaseException as error:
-            # Those who read from here must not wait for chunks that never come.
-            source.error = f"{segment} did not arrive on {self.host}: {error}"
-            source.grown.set()
-            self._sources.pop(segment, None)
+            self._fail(whole, source, error)
             raise
-        self._restart_idle_timer(segment, source)
+        self._restart_idle_timer(whole, source)
         return name
+
+    async def _copy_patch(self, wanted: Manifest, source: Source, cache: RemoteService, traffic: Traffic) -> bool:
+        """Fill a segment by a patch to the newest earlier version that is here; returns whether that was possible."""
+        assert wanted.version is not None
+        copies = await asyncio.to_thread(self.store.parts, wanted.key, COPY)
+        base = max((copy for copy in copies if copy < wanted.version), default=None)
+        if base is None or not self._pace.prefers_patch():
+            return False
+        try:
+            patch = await cache.patch.options(timeout=2 * CHUNK_TIMEOUT).route(wanted.to_json(), base)
+            if patch is None:
+                return False
+            name, size, digest = patch
+            if not size:
+                self._pace.seconds_per_byte[True] = math.inf
+                return False
+            memory = torch.empty(size, dtype=torch.uint8)
+            arriving = Source(memory, 0, ExitStack(), digest=digest, version=source.version)
+            # Both at once: the next host of the chain may want either.
+            self._sources |= {name: arriving, whole_name(wanted): source}
+            try:
+                await self._receive(name, arriving, cache)
+            except BaseException as error:
+                self._fail(name, arriving, error)
+                raise
+            # Others may have another base, to which it can be applied: it stays even if that fails here.
+            self._restart_idle_timer(name, arriving)
+            traffic.received += size
+            await asyncio.to_thread(self._apply, arriving, wanted, base, source.memory)
+        except (KeyError, RuntimeError, TimeoutError) as error:
+            log.warning("%s version %d is fetched whole: %s", wanted.key, wanted.version, error)
+            traffic.fallbacks += 1
+            return False
+        source.announce(-(-len(source.memory) // CHUNK))
+        return True
+
+    def _apply(self, arrived: Source, wanted: Manifest, base: int, memory: Tensor) -> None:
+        """Apply a patch to an earlier version. CorruptWeights: one of them is damaged, or the latter is lost."""
+        if checksum(arrived.memory) != arrived.digest:
+            raise CorruptWeights("the patch is not what was sent")
+        held = self.store.held(wanted.key, base)
+        try:
+            with self.store.segments.reading(held.segments) as base_memory:
+                apply_patch(arrived.memory, wanted.shards, memory, held, base_memory)
+        except FileNotFoundError:
+            raise CorruptWeights(f"version {base}, to which it is a patch, is no longer on {self.host}") from None
+
+    async def _receive(self, name: str, source: Source, cache: RemoteService) -> None:
+        """Read a segment or patch from another cache, chunk by chunk."""
+        chunk = cache.chunk.options(timeout=CHUNK_TIMEOUT)
+        parts = source.memory.split(CHUNK)
+        window: Window = await chunk.route(name, 0, len(parts[0]))
+        for number, part in enumerate(parts, 1):
+            read = window.read_into(part, CHUNK_TIMEOUT)
+            if number < len(parts):  # ask for the next one meanwhile
+                window, _ = await asyncio.gather(chunk.route(name, number, len(parts[number])), read)
+            else:
+                await read
+            source.announce(number)
+
+    def _fail(self, name: str, source: Source, error: BaseException) -> None:
+        """Let those who read from here not wait for chunks that never come."""
+        source.error = f"{name} did not arrive on {self.host}: {error}"
+        source.grown.set()
+        if self._sources.get(name) is source:
+            del self._sources[name]
 
     def _open(self, segment: str, resources: ExitStack) -> Tensor:
         """The memory of a segment that was written on this host."""
@@ -275,9 +456,15 @@ def cache_name(host: str) -> str:
     return "weights_" + re.sub(r"\W", "_", host)
 
 
+def whole_name(part: Manifest) -> str:
+    """What caches call the bytes of a segment in a version: a later one may have the same segment."""
+    (segment,) = part.segments
+    return f"{segment}/{part.version}"
+
+
 def host_of(segment: str) -> str:
-    """The host in a segment's full name, NAME@HOST."""
-    return segment.partition("@")[2]
+    """The host in a segment's full name, NAME@HOST, or in that of what caches send of it."""
+    return segment.partition("@")[2].partition("/")[0]
 
 
 def local_name(segment: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..models.weight_layouts import layout
 from ..system.devices import accelerator
 from ..types import Completion, Sampling
 from .batch import RunningBatch
@@ -29,7 +28,7 @@ from .linear import has_bfloat16
 from .requests import EngineRequest, fail_passed_over
 from .restrictions import Words
 from .settings import EngineSettings
-from .weights import Weights, load_config, load_eos, read_checkpoint
+from .weights import Weights, load_config, load_eos, read_checkpoint, weight_bytes
 
 log = logging.getLogger(__name__)
 # Bytes that a GPU keeps for a prefill, libraries and gaps between allocations: a generous estimate, not a measurement.
@@ -85,8 +84,11 @@ class EmbeddedEngine:
         self._words = Words(folder)
         self.on_update = options.on_update
         options.check(config)
+        self.quantization = options.quantization
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
-        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
+        weights = Weights(
+            config, read_checkpoint(folder), self.dtype, self.device, version, quantization=options.quantization
+        )
         rows = rounded(options.slots, WIDTH)
         # After the weights, which take their part of the memory.
         limit = self._cache_limit(options)
@@ -163,7 +165,7 @@ class EmbeddedEngine:
             with self._wake:
                 self._check_alive()
             # Read without the lock, which takes seconds; the engine may have failed meanwhile.
-            weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
+            weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity, self.quantization)
             with self._wake:
                 self._check_alive()
                 self._new_orders.append((weights, future))
@@ -249,11 +251,11 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # Of the next weights, which are filled while these decode, of logits and their copies, and of a prefill.
-            weights = sum(torch.Size(p.shape).numel() for parts in layout(self.config).values() for p in parts)
+            weights = weight_bytes(self.config, self.dtype, self.quantization)
             logits = 4 * settings.slots * self.config.vocab_size * 4
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # those of graphs are beside those of other steps
-            reserved = weights * self.dtype.itemsize + logits + int(settings.prefix_cache_mb * 1e6) + MARGIN
+            reserved = weights + logits + int(settings.prefix_cache_mb * 1e6) + MARGIN
             limit = free - reserved
             source = f"this device has {free / 1e9:.1f} GB left, and the engine"
         if limit < minimum:

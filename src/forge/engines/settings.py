@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+Quantization = Literal["int8", "fp8"]
+
+
 class EngineSettings(Section):
     """The generation engine ([engines.md](engines.md))."""
 
@@ -25,6 +28,10 @@ class EngineSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of weights and cache. A CPU without bfloat16 arithmetic computes in float32 and logs it
     (`embedded`)."""
+    quantization: Quantization | None = None
+    """Matrices of layers in 8 bits, with a scale for each output channel, at the start and at every weight update
+    (`embedded`): half of bfloat16's memory or a quarter of float32's. Products stay in `dtype`. It makes the sampler
+    another policy than the one that trains: set `grpo.correction` ([engines.md](engines.md#quantisation))."""
     on_update: Literal["continue", "finish", "recompute"] = "continue"
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
@@ -57,6 +64,11 @@ class EngineSettings(Section):
         if self.engine == "vllm" and self.cache_gb is not None:
             raise ValueError(
                 "generator.cache_gb is of the embedded engine: set generator.vllm: {gpu_memory_utilization: ...}"
+            )
+        if self.engine == "vllm" and self.quantization is not None:
+            raise ValueError(
+                "generator.quantization is of the embedded engine: vLLM's own was not verified to survive weight "
+                "updates, omit it"
             )
         if self.engine == "vllm" and self.cuda_graphs is not None:
             raise ValueError(

@@ -18,7 +18,8 @@ from ..models.read_once import model_config
 from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, follows, head_size, layout, split_experts
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts
-from .linear import Linear, pack
+from .linear import Linear
+from .settings import Quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -178,8 +179,12 @@ class Weights:
         device: torch.device,
         version: int = 0,
         identity: str = "",
+        quantization: Quantization | None = None,
     ):
         """Fill from tensors under Hugging Face names.
+
+        Args:
+            quantization: of the matrices of `is_quantized`.
 
         Raises:
             ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
@@ -193,6 +198,7 @@ class Weights:
         partial: dict[str, Tensor] = {}
         missing = {name: len(parts) for name, parts in table.items()}
         complete: dict[str, Tensor] = {}
+        matrices: dict[str, Linear] = {}
         with torch.no_grad():
             for name, i, tensor in checked_parts(table, named_tensors, tied):
                 parts = table[name]
@@ -205,31 +211,40 @@ class Weights:
                 partial[name][first : first + parts[i].rows] = tensor
                 missing[name] -= 1
                 if not missing[name]:
-                    # Packed immediately, so that the next tensor reuses the plain copy's memory: allocating fresh
-                    # memory would cost more than all the copying.
+                    # Packed or quantised immediately, so that the next tensor reuses the plain copy's memory:
+                    # allocating fresh memory would cost more than all the copying.
                     fused = partial.pop(name)
                     if ".qkv." in name:
                         fused = by_group(fused.unflatten(0, (-1, head_size(config))), config).flatten(0, 2)
                     elif name.endswith("qk_norm") and fused.dim() > 1:
                         fused = by_group(fused, config)
-                    complete[name] = pack(fused) if name.endswith(".weight") else fused
+                    kind = quantization if is_quantized(name) else None
+                    if name.endswith(".weight"):
+                        matrices[name.removesuffix(".weight")] = Linear.of(fused, quantization=kind)
+                    elif ".experts." in name:
+                        # Experts arrive as one tensor; each is a product of its own tokens.
+                        for i, weight in enumerate(fused.chunk(config.num_experts)):
+                            matrices[f"{name}.{i}"] = Linear.of(weight, quantization=kind)
+                    else:
+                        complete[name] = fused
 
         def linear(name: str) -> Linear:
-            return Linear(complete[f"{name}.weight"], complete.get(f"{name}.bias"))
+            matrix = matrices[name]
+            matrix.bias = complete.get(f"{name}.bias")
+            return matrix
 
         def feed_forward(layer: str) -> FeedForward | Experts:
-            if f"{layer}.router.weight" not in complete:
+            if f"{layer}.router" not in matrices:
                 return FeedForward(linear(f"{layer}.gate_up"), linear(f"{layer}.down"))
-            # Experts arrive as one tensor; each is a product of its own tokens.
             gate_up, down = (
-                [Linear(pack(weight)) for weight in complete.pop(f"{layer}.experts.{name}").chunk(config.num_experts)]
+                [matrices[f"{layer}.experts.{name}.{i}"] for i in range(config.num_experts)]
                 for name in ("gate_up", "down")
             )
             return Experts(linear(f"{layer}.router"), gate_up, down, config.num_experts_per_tok, config.norm_topk_prob)
 
         self.embed = complete["embed"]
         self.norm = complete["norm"]
-        self.head = Linear(pack(self.embed)) if tied else linear("head")
+        self.head = Linear.of(self.embed) if tied else linear("head")
         self.layers = [
             Layer(
                 qkv=linear(f"{layer}.qkv"),
@@ -239,6 +254,25 @@ class Weights:
             )
             for layer in (f"layers.{i}" for i in range(config.num_hidden_layers))
         ]
+
+
+def is_quantized(name: str) -> bool:
+    """Whether `quantization` is of this entry of `layout`: matrices of layers, but no router, whose choices a small
+    error would change. Embeddings and head keep their dtype, as in vLLM."""
+    return name.startswith("layers.") and (".experts." in name or (name.endswith(".weight") and ".router." not in name))
+
+
+def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
+    """Bytes of one version of an engine's weights, without a second copy of tied embeddings."""
+    total = 0
+    for name, parts in layout(config).items():
+        rows = sum(part.rows for part in parts)
+        elements = rows * torch.Size(parts[0].inner).numel()
+        if quantization is not None and is_quantized(name):
+            total += elements + 4 * rows  # and the scale of each row
+        else:
+            total += elements * dtype.itemsize
+    return total
 
 
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:

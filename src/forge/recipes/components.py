@@ -318,7 +318,9 @@ async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", 
     """A policy that samples, with what differs from the defaults of `forge.types.Sampling`; the run's own is served to
     others as well where `serve` says so."""
     listening = cfg.serve.listening() if service == "generator" else None
-    policy = await plain_generator(cfg, job.model, service=service, store=await share(job.store), **sampling)
+    policy = await plain_generator(
+        cfg, job.model, service=service, store=await share(job.store, cfg.cluster.weight_deltas), **sampling
+    )
     if listening is not None:
         from ..serve import Server  # its import was checked with the configuration
         from ..system.web import required_key
@@ -364,7 +366,7 @@ async def trainer(
     }
     if "store" in overrides:
         overrides |= {
-            "store": await share(overrides["store"]),
+            "store": await share(overrides["store"], cfg.cluster.weight_deltas),
             "publish_dtype": None if cfg.engine is None else cfg.engine.dtype,
         }
     options = cfg.placement(service)

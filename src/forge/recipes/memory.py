@@ -50,8 +50,12 @@ def memory_report(cfg: TrainingRecipe, model: str) -> list[str]:
     lines = [f"{parameters:,} parameters", *(_trainer_line(cfg, model, name, parameters) for name in trainers)]
     generator = cfg.service("generator")
     if generator is not None and isinstance(cfg, RecipeConfig):
-        dtype = cfg.generator.dtype
-        weights = readable(parameters * BYTES[dtype] / generator.procs)
+        dtype: str = cfg.generator.dtype
+        size = parameters * BYTES[dtype] / generator.procs
+        if cfg.generator.quantization is not None:  # one byte for each element of layers' matrices
+            size -= count_parameters(model, matrices=True) * (BYTES[dtype] - 1)
+            dtype = f"{cfg.generator.quantization} and {dtype}"
+        weights = readable(size)
         processes = generator.num_replicas * generator.procs
         lines.append(f"generator: weights {weights} in {dtype} in each of {processes} process(es)")
     reference = cfg.service("ref_model")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from forge.actors.store_ref import connect, share
+from forge.actors.weight_cache import COPY
 from forge.runtime.cluster.machine import Machine
 from forge.runtime.controller import ForgeActor, endpoint, run, runtime
 from forge.runtime.store import VersionStore
@@ -61,6 +62,27 @@ class Weights(ForgeActor):
     def put(self, version: int, size: int) -> int:
         values = torch.arange(size, dtype=torch.float32) * version
         return self.store.put("policy", {"a": values, "b": torch.full((3, 3), float(version))}, version)
+
+    @endpoint
+    def step(self, version: int, size: int, share: float) -> int:
+        """A version of which this share of the elements differs a little from the one before it."""
+        values = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        for number in range(2, version + 1):
+            random = torch.Generator().manual_seed(number)
+            values[torch.rand(size, generator=random) < share] *= 1.0001
+        return self.store.put("policy", {"a": values, "b": torch.full((3, 3), float(version))}, version)
+
+    @endpoint
+    def damage(self, version: int, host: str) -> int:
+        """Change a byte of the copy of a version, if this is the host."""
+        local = self.store.local
+        copy = local.part("policy", version, COPY)
+        if copy is None or socket.gethostname() != host:
+            return 0
+        with local.segments.reading(copy.segments) as memory:
+            for segment in memory.values():
+                segment[4000] ^= 1
+        return 1
 
     @endpoint
     def get(self, version: int) -> tuple[str, float, str]:
@@ -147,10 +169,10 @@ async def gpus() -> None:
     say("gpus", small=await service.gpus.fanout(), large=await actor.gpus.call(), where=await actor.where.call())
 
 
-async def weights(writer: str) -> None:
+async def weights(writer: str, deltas: Any = "auto") -> None:
     """A writer on one host, a reader on each, and one on the controller's."""
     store = VersionStore.create()
-    shared = await share(store)
+    shared = await share(store, deltas)
     count = len(hosts_of())
     placed = Weights.options(mesh_name="writer", host=None if writer == "home" else writer)
     one, all_, here = await asyncio.gather(
@@ -163,6 +185,12 @@ async def weights(writer: str) -> None:
         match request["do"]:
             case "put":
                 return await one.put.call_one(request["version"], request["size"])
+            case "step":
+                return await one.step.call_one(request["version"], request["size"], request["share"])
+            case "damage":
+                return sum(await all_.damage.fanout(request["version"], request["host"]))
+            case "metrics":
+                return (await runtime().drain_metrics({})).values()
             case "get":
                 return await all_.get.fanout(request["version"])
             case "here":

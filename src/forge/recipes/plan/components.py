@@ -147,7 +147,11 @@ def _add_seconds(
     itemsize = 2 if cfg.generator.dtype == "bfloat16" else 4
     plan.sequences = engine.sequences
     plan.decoding = decoding_cost(config, cfg.generator, device)
-    plan.decode_weights = active_elements(config, plan.elements) * itemsize / generator.procs
+    # Weights in 8 bits are read, written in the dtype of the product, and read again.
+    narrow = 1.0 - engine.weights / (plan.elements * itemsize) if cfg.generator.quantization is not None else 0.0
+    quantized = narrow * itemsize / (itemsize - 1)  # share of the elements
+    per_element = itemsize + quantized * (1 + itemsize)
+    plan.decode_weights = active_elements(config, plan.elements) * per_element / generator.procs
     plan.token_bytes = engine.token_bytes
     plan.seconds["generation"] = generation_seconds(
         config,

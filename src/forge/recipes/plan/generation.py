@@ -11,6 +11,7 @@ from ...engines.cache import BLOCK, WIDTH, rounded, token_bytes
 from ...engines.engine import MARGIN
 from ...engines.interface import check_length
 from ...engines.settings import EngineSettings
+from ...engines.weights import weight_bytes
 from .devices import CONTEXT, Device
 
 UTILISATION = 0.9  # of a GPU's memory, which vLLM takes by default
@@ -52,6 +53,8 @@ def engine_memory(
     length = rounded(check_length(config, settings.max_seq_len), BLOCK)
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // procs
     weights = elements * itemsize // procs
+    if settings.quantization is not None:
+        weights = weight_bytes(config, getattr(torch, settings.dtype), settings.quantization)
     if settings.engine == "vllm":
         share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
         cache = max(0, int(share * device.memory) - weights - MARGIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from pydantic import NonNegativeFloat
 
@@ -19,6 +20,9 @@ class ClusterConfig(Section):
     FORGE_HOSTS, which launchers set; without it this machine is the only one."""
     wait: NonNegativeFloat = 600.0
     """Seconds that a service without any replica waits for a host; services with others continue with those."""
+    weight_deltas: Literal["auto", "always", "never"] = "auto"
+    """Weights go to another host as differences to the version that it has, without loss ([weights.md](weights.md)):
+    where that is quicker than whole versions (`auto`), `always`, or `never`."""
 
     @property
     def configured_hosts(self) -> list[str] | str | None:

@@ -84,6 +84,10 @@ class Manifest:
         shards = (replace(shard, segment=names[shard.segment]) if shard.segment else shard for shard in self.shards)
         return replace(self, shards=tuple(shards))
 
+    def within(self, segment: str) -> Manifest:
+        """Return the part that is in one segment."""
+        return replace(self, shards=tuple(shard for shard in self.shards if shard.segment == segment))
+
     def extent(self, segment: str) -> int:
         """Bytes of a segment, from its start to the end of its last block."""
         blocks = (shard for shard in self.shards if shard.segment == segment)

@@ -276,6 +276,18 @@ class VersionStore(Store):
         contents = _read(self._folder(key) / "parts" / name / f"{version}.json")
         return Manifest.from_json(contents) if contents else None
 
+    def parts(self, key: str, name: str) -> list[int]:
+        """Return the versions of `keep_part` that are still kept, ascending."""
+        return sorted(int(path.stem) for path in (self._folder(key) / "parts" / name).glob("*.json"))
+
+    def held(self, key: str, version: int) -> Manifest:
+        """Return the blocks of a version that are in this host's memory, of any rank or copy."""
+        paths = [self._folder(key) / f"v{version}.json", *self._folder(key).glob(f"parts/*/{version}.json")]
+        manifests = [Manifest.from_json(contents) for path in paths if (contents := _read(path))]
+        shards = (shard for manifest in manifests for shard in manifest.shards)
+        local = tuple(shard for shard in shards if shard.segment and "@" not in shard.segment)
+        return Manifest(key, version, any(manifest.single for manifest in manifests), local)
+
     def close(self) -> None:
         """Remove the store with all of its versions."""
         if os.environ.get(ADDRESS) == str(self.root):
