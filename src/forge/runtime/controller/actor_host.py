@@ -25,6 +25,7 @@ from ..cluster import HOST
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
 from .errors import RemoteFailure
+from .ports import has_port, through_port
 from .request import Kwargs
 
 # A rank and its value. The values differ by endpoint: callers know which to expect.
@@ -180,6 +181,11 @@ class Hosted:
     async def run(self, method: str, *args: object, **kwargs: object) -> object:
         """Run a method: async ones in the event loop, plain ones in the component's thread."""
         function = getattr(self.instance, method)
+        if has_port(function):
+            return await through_port(lambda port: self._call(function, port, *args, **kwargs))
+        return await self._call(function, *args, **kwargs)
+
+    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> object:
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         return await self.in_thread(lambda: function(*args, **kwargs))

@@ -57,7 +57,6 @@ class ProcessGroup:
     """The processes of one replica, or those that components share.
 
     `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
-    `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
     for seconds, during which silence is not a hang. When a process is lost, `fail` is called on all `members`.
     """
 

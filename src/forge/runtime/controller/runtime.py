@@ -20,6 +20,7 @@ from .home import WatchedForkServer, check_private_folder, forked_processes, pri
 from .hosts import Hosts
 from .options import Options, snake_case
 from .placement import Placement
+from .ports import has_port
 from .processes import ProcessGroup
 from .replica import TEARDOWN_PATIENCE, Component, Replica
 from .request import Kwargs, Pending
@@ -65,7 +66,12 @@ class Runtime:
             what a replica's `__init__` or `setup` raised; no process of the service remains then.
         """
         endpoints = cls.endpoints()
-        plain = frozenset(name for name in endpoints if not inspect.iscoroutinefunction(getattr(cls, name)))
+        # An endpoint that answers through a port may leave the thread long before it answers.
+        plain = frozenset(
+            name
+            for name in endpoints
+            if not inspect.iscoroutinefunction(getattr(cls, name)) and not has_port(getattr(cls, name))
+        )
         component = Component(self._name(cls, options), cls, options, args, kwargs, plain)
         on_dead = self._on_dead if cls.vital else log_loss
         service = Service(component, endpoints, self._launcher(component), self.placement.release, on_dead)
