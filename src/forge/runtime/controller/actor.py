@@ -80,7 +80,8 @@ class Launcher:
             names = [name for name in kwargs if name in ENDPOINTS]
             hint = "".join(f"; torchforge's {name} is {ENDPOINTS[name]} here" for name in names)
             raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
-        options, kwargs = self._cls.place(self._options, kwargs)
+        options = self._options.on_mesh_of(snake_case(self._cls.__name__))
+        options, kwargs = self._cls.place(options, kwargs)
 
         # The checks above run when the call is written, the start when the coroutine is awaited.
         async def start() -> Service:

@@ -22,6 +22,7 @@ import cloudpickle
 from ...observability.metrics import drain, process_name
 from ...observability.profiler import profile_next
 from ..cluster import HOST
+from ..cluster.process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
 from .errors import RemoteFailure
@@ -51,8 +52,8 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
-        """Return the process id and the host of every rank."""
-        return current_rank().rank, (os.getpid(), os.environ.get(HOST, ""))
+        """Return the process id of every rank, and the address of its host in the pool, or else its machine."""
+        return current_rank().rank, (os.getpid(), os.environ.get(HOST) or machine_id())
 
     @concurrent_endpoint
     async def start(self, number: int, context: ActorContext, definition: bytes) -> Answer:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...observability.console import configure_logging, log, log_failure
 from ...observability.metrics import Snapshot, drain, on_the_clock
 from . import processes, remote_service
-from ._monarch import set_fault_hook
+from ._monarch import HostMesh, set_fault_hook
 from .errors import CallTimeout, ReplicaDied
 from .home import WatchedForkServer, check_private_folder, forked_processes, private_folder
 from .hosts import Hosts
@@ -26,6 +26,7 @@ from .replica import TEARDOWN_PATIENCE, Component, Replica
 from .request import Kwargs, Pending
 from .service import Service
 from .starting import Standbys
+from .user_meshes import UserHosts
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -172,7 +173,12 @@ class Runtime:
                 server = self._fork_server.current()
                 standbys = Standbys(name, procs, private_folder(), processes.allocator_settings(options))
                 await standbys.start(server if forkable else None, options.setup_timeout)
-            spawned = processes.spawn(mesh, name, procs, options, gpus, standbys, spans_machines=hosts.spans_machines)
+            spawned = mesh
+            if isinstance(mesh, HostMesh):
+                spawned = processes.spawn(
+                    mesh, name, procs, options, gpus, standbys,
+                    spans_machines=hosts.spans_machines, default_program=isinstance(hosts, UserHosts),
+                )  # fmt: skip
             group = ProcessGroup(name, spawned, options, hosts, standbys, shared=shared)
             if shared:
                 self._groups[name] = group
