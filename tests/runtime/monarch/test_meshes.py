@@ -11,9 +11,21 @@ from contextlib import asynccontextmanager
 import pytest
 from monarch.actor import HostMesh, ProcMesh, this_host
 from monarch.job import LocalJob, ProcessJob
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from forge.config import ConfigError
-from forge.runtime.controller import ForgeError, Options, ReplicaDied, ServiceConfig, Unrecoverable, run
+from forge.runtime.controller import (
+    ForgeActor,
+    ForgeError,
+    Options,
+    ReplicaDied,
+    ServiceConfig,
+    Unrecoverable,
+    endpoint,
+    run,
+)
+from forge.runtime.controller.user_meshes import UserPlacement, UserProcs
 from tests.runtime.controller.components import Counter, Joined
 from tests.runtime.controller.test_endings import alive, gone_within
 from tests.runtime.controller.test_recovery import states, until
@@ -74,7 +86,7 @@ def test_processes_of_a_user_serve_and_outlive_the_service():
     run_within(100, main)
 
 
-def test_a_lost_process_of_a_user_is_dropped_in_one_line(caplog: pytest.LogCaptureFixture):
+def test_a_lost_process_of_a_user_is_dropped_in_one_line(capfd: pytest.CaptureFixture):
     async def main() -> None:
         async with procs_of(2) as mesh:
             service = await Counter.options(hosts=mesh, num_replicas=2).as_service()
@@ -93,12 +105,54 @@ def test_a_lost_process_of_a_user_is_dropped_in_one_line(caplog: pytest.LogCaptu
 
     with pytest.raises(ReplicaDied, match="no replica of counter is left"):
         run_within(100, main)
-    given_up = [row.getMessage() for row in caplog.records if "given up" in row.getMessage()]
-    assert given_up == [
-        f"counter[{index}] is given up: counter[{index}] ran in a ProcMesh of yours, whose processes only you can "
-        "start again; with a HostMesh as hosts, lost processes are replaced"
+    lines = [line for line in capfd.readouterr().err.splitlines() if "given up" in line]
+    assert lines == [
+        f"forge: counter[{index}] is given up: counter[{index}] ran in a ProcMesh of yours, whose processes only you "
+        "can start again; with a HostMesh as hosts, lost processes are replaced"
         for index in (1, 0)
     ]
+
+
+class Parser(ForgeActor):
+    """Uses a class of an extension that was imported above."""
+
+    vital = False
+
+    def setup(self) -> None:
+        self.tokenizer = Tokenizer(BPE())
+
+    @endpoint
+    def size(self) -> int:
+        return self.tokenizer.get_vocab_size()
+
+    @endpoint
+    async def wait(self) -> None:
+        await asyncio.sleep(600)
+
+
+@pytest.mark.full
+def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(UserProcs, "answer_limit", 15.0)
+
+    async def main() -> None:
+        async with procs_of(2) as mesh:
+            for _ in range(2):
+                with pytest.raises(ValueError, match="cannot start below zero"):
+                    await Counter.options(hosts=mesh).as_actor(start=-1)
+            parser = await Parser.options(hosts=mesh).as_actor()
+            assert await parser.size.call() == [0, 0]
+            # A call in flight ends with its process, and does not wait for the other rank.
+            waiting = asyncio.create_task(parser.wait.call())
+            await until(lambda: parser.status().replicas[0].in_flight == 1)
+            os.kill(parser.status().replicas[0].pids[1], signal.SIGKILL)
+            with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*ProcMesh of yours"):
+                await waiting
+            with pytest.raises(
+                Unrecoverable, match=r"parser2\[0\]: a process of its ProcMesh gave no answer within 15 s"
+            ):
+                await Parser.options(hosts=mesh).as_actor()
+
+    run_within(200, main)
 
 
 def test_a_mesh_has_no_process_for_a_further_replica():
@@ -195,8 +249,6 @@ def test_sizes_that_do_not_divide_are_errors_of_one_line():
 
 async def place_gpus(mesh: HostMesh) -> list[dict[str, list[str]]]:
     """The devices of four replicas on a mesh, after one of them was released and replaced."""
-    from forge.runtime.controller.user_meshes import UserPlacement
-
     placement = UserPlacement()
     placed = [await placement.place("a", index, mesh, 2, 3, 2) for index in range(3)]
     placement.release("a", 2)

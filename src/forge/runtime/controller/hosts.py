@@ -60,6 +60,7 @@ class Hosts:
     processes end one by one with their replicas, and with the controller."""
 
     size = 1
+    answer_limit = float("inf")  # seconds in which processes that exist already answer at all
 
     async def mesh(self) -> HostMesh | ProcMesh:
         """Return the hosts as one mesh, lost ones started again first; or the processes, if they exist already."""

@@ -171,6 +171,9 @@ class UserHosts(Hosts):
 class UserProcs(UserHosts):
     """The processes of one replica in a user's ProcMesh. A lost one cannot be replaced: only its owner could."""
 
+    # Monarch says nothing of a process that ended earlier. One that lives imports forge, and answers after .8 to 5 s.
+    answer_limit = 60.0
+
     def __init__(self, name: str, mesh: ProcMesh) -> None:
         super().__init__(mesh, [])
         self.name = name
