@@ -135,24 +135,29 @@ def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known(monke
     monkeypatch.setattr(UserProcs, "answer_limit", 15.0)
 
     async def main() -> None:
-        async with procs_of(2) as mesh:
-            for _ in range(2):
-                with pytest.raises(ValueError, match="cannot start below zero"):
-                    await Counter.options(hosts=mesh).as_actor(start=-1)
-            parser = await Parser.options(hosts=mesh).as_actor()
-            assert await parser.size.call() == [0, 0]
-            # A call in flight ends with its process, and does not wait for the other rank.
-            waiting = asyncio.create_task(parser.wait.call())
-            await until(lambda: parser.status().replicas[0].in_flight == 1)
-            os.kill(parser.status().replicas[0].pids[1], signal.SIGKILL)
-            with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*ProcMesh of yours"):
-                await waiting
-            with pytest.raises(
-                Unrecoverable, match=r"parser2\[0\]: a process of its ProcMesh gave no answer within 15 s"
-            ):
-                await Parser.options(hosts=mesh).as_actor()
+        # It ends with this program: `stop` would wait for the actor that Monarch is still to start in a dead process.
+        mesh = this_host().spawn_procs({"gpus": 2})
+        for _ in range(2):
+            with pytest.raises(ValueError, match="cannot start below zero"):
+                await Counter.options(hosts=mesh).as_actor(start=-1)
+        parser = await Parser.options(hosts=mesh).as_actor()
+        assert await parser.size.call() == [0, 0]
+        # A call in flight ends with its process, and does not wait for the other rank.
+        waiting = asyncio.create_task(parser.wait.call())
+        await until(lambda: parser.status().replicas[0].in_flight == 1)
+        os.kill(parser.status().replicas[0].pids[1], signal.SIGKILL)
+        with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*ProcMesh of yours"):
+            await waiting
+        with pytest.raises(
+            Unrecoverable, match=r"^parser2: a process of its ProcMesh has ended: spawn the ProcMesh ag"
+        ):
+            await Parser.options(hosts=mesh).as_actor()
+        # A slice is another mesh, whose loss shows once it is used.
+        part = mesh.flatten("procs").slice(procs=slice(0, 2))
+        with pytest.raises(Unrecoverable, match=r"^parser2\[.\]: a process of its ProcMesh gave no answer within 15 s"):
+            await Parser.options(hosts=part, num_replicas=2).as_service()
 
-    run_within(200, main)
+    run_within(100, main)
 
 
 def test_a_mesh_has_no_process_for_a_further_replica():

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 from ...system.monarch_names import meshes_of
 from ..cluster.process import Process, Watched, machine_id
@@ -174,9 +176,10 @@ class UserProcs(UserHosts):
     # Monarch says nothing of a process that ended earlier. One that lives imports forge, and answers after .8 to 5 s.
     answer_limit = 60.0
 
-    def __init__(self, name: str, mesh: ProcMesh) -> None:
+    def __init__(self, name: str, mesh: ProcMesh, on_end: Callable[[], None]) -> None:
         super().__init__(mesh, [])
         self.name = name
+        self._on_end = on_end
         self.size = 1
         self._lost = False
 
@@ -191,7 +194,12 @@ class UserProcs(UserHosts):
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
         """Watch one of the processes, if it is on this machine."""
-        return UserProcess(pid, ended) if host == machine_id() else ElsewhereProcess(pid, host)
+
+        def end() -> None:
+            self._on_end()
+            ended()
+
+        return UserProcess(pid, end) if host == machine_id() else ElsewhereProcess(pid, host)
 
     def give_up(self) -> None:
         """Start nothing on them any more."""
@@ -203,6 +211,7 @@ class UserPlacement:
 
     def __init__(self) -> None:
         self._placed: dict[ReplicaKey, UserHosts] = {}
+        self._with_losses: WeakSet[ProcMesh] = WeakSet()
         # Each mesh with the devices that replicas have on its hosts. A slice of a mesh counts as another mesh.
         self._devices: list[tuple[HostMesh, dict[ReplicaKey, tuple[range, range]]]] = []
 
@@ -216,7 +225,7 @@ class UserPlacement:
             gpus_per_proc: 0 without devices.
 
         Raises:
-            ForgeError: a ProcMesh has no process left for a further replica.
+            ForgeError: a ProcMesh has no process left for a further replica, or lost one.
         """
         start_client()
         if isinstance(mesh, HostMesh) and mesh.size() == 1:
@@ -228,7 +237,10 @@ class UserPlacement:
             if isinstance(mesh, ProcMesh):
                 if (index + 1) * procs > mesh.size():
                     raise ForgeError(f"{name}: all {mesh.size()} processes of its ProcMesh are taken")
-                self._placed[key] = UserProcs(f"{name}[{index}]", _part(mesh, index, procs))
+                if mesh in self._with_losses:
+                    raise Unrecoverable(f"{name}: a process of its ProcMesh has ended: spawn the ProcMesh again")
+                on_end = partial(self._with_losses.add, mesh)
+                self._placed[key] = UserProcs(f"{name}[{index}]", _part(mesh, index, procs), on_end)
             else:
                 count = max(1, mesh.size() // replicas)
                 number = index % (mesh.size() // count)
