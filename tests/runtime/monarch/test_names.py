@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.system import monarch_names
+from forge.runtime import monarch_names
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,6 +1,6 @@
 """The imports from Monarch, with the settings that it needs before it is first imported.
 
-Private names of Monarch are in `forge.system.monarch_names`.
+Private names of Monarch are in `forge.runtime.monarch_names`.
 
 Monarch queries the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
@@ -14,7 +14,7 @@ import os
 from contextlib import suppress
 from functools import cache
 
-from ...system import monarch_names
+from .. import monarch_names
 from . import private
 
 for _key, _value in {
@@ -49,7 +49,7 @@ from monarch.actor import (  # noqa: E402
 )
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 
-from ...system.monarch_names import (  # noqa: E402
+from ..monarch_names import (  # noqa: E402
     BootstrapCommand,
     EndpointProperty,
     SupervisionError,

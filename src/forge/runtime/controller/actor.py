@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ...config.foreign_names import ENDPOINTS
-from ...system.monarch_names import method_of
+from ..monarch_names import method_of
 from ._monarch import EndpointProperty
 from .context import ActorContext
 from .handle import Local

@@ -29,8 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...system.interpose import replace
-from ...system.monarch_names import LIBRARY, MAPPED
 from ...system.scratch import Scratch
+from ..monarch_names import LIBRARY, MAPPED
 
 log = logging.getLogger(__name__)
 

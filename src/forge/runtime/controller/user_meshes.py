@@ -14,8 +14,8 @@ from typing import TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
-from ...system.monarch_names import meshes_of
 from ..cluster.process import Process, Watched, machine_id
+from ..monarch_names import meshes_of
 from ._monarch import HostMesh, ProcMesh, this_host
 from .errors import ForgeError, Unrecoverable
 from .hosts import Hosts, start_client
@@ -25,11 +25,13 @@ Mesh = TypeVar("Mesh", HostMesh, ProcMesh)
 
 
 class UserMesh:
-    """The value of `Options.hosts` that is no number: a mesh, or several by name, of which a component gets one.
+    """The value of `Options.hosts` besides numbers: a mesh, or several by name, of which a component gets one.
 
     Args:
         meshes: by name; the name is empty for a mesh that was handed over itself.
     """
+
+    python_only = True  # no value in a file stands for it
 
     def __init__(self, meshes: Mapping[str, HostMesh | ProcMesh]) -> None:
         self.meshes = meshes
@@ -87,7 +89,7 @@ class UserMesh:
             if needed != size:
                 raise ValueError(
                     f"hosts is {self.describe()}, and num_replicas = {num_replicas} of procs = {procs} need {needed}: "
-                    "let the two agree, or leave procs out to share the processes evenly"
+                    "let the two agree, or omit procs to share the processes evenly"
                 )
             return
         replicas = -(-num_replicas // per_process)

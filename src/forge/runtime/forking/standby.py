@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ...system.interpose import replace
-from ...system.monarch_names import MAIN, MAPPED, OPTIONAL
+from ..monarch_names import MAIN, MAPPED, OPTIONAL
 from .forklauncher import receive
 
 PROGRAM = "forge.runtime.controller.child"

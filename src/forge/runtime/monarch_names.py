@@ -1,8 +1,7 @@
 """Private names of Monarch, all that forge uses: another version of Monarch can break this file and no other.
 
 `forge.runtime.controller._monarch` calls `check` before it uses any. A name is imported when it is first read from this
-module (`from ...system.monarch_names import SupervisionError`), so that importing the module starts no thread: the fork
-server reads its constants before it forks.
+module, so that importing the module itself starts no thread: the fork server reads its constants before it forks.
 """
 
 from __future__ import annotations
