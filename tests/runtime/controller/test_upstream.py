@@ -91,6 +91,7 @@ def test_arguments_of_torchforges_are_answered():
 
 def test_a_provisioner_of_torchforges_is_for_this_machine():
     from forge.controller.provisioner import init_provisioner
+
     from forge.types import LauncherConfig, ProvisionerConfig
 
     async def main() -> None:
@@ -99,7 +100,9 @@ def test_a_provisioner_of_torchforges_is_for_this_machine():
             assert await init_provisioner(local) is await init_provisioner()
         finally:
             await shutdown()
-        with pytest.raises(ValueError, match=r"launcher = slurm does nothing here: run `forge launch slurm CONFIG`, or h"):
+        with pytest.raises(
+            ValueError, match=r"launcher = slurm does nothing here: run `forge launch slurm CONFIG`, or h"
+        ):
             await init_provisioner(ProvisionerConfig(launcher_config=LauncherConfig(launcher="slurm")))
 
     asyncio.run(main())
