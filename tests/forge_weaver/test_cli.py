@@ -114,13 +114,13 @@ def copies(table: ScoreTable) -> ScoreTable:
 
 
 def test_scoring_says_how_long_the_command_took(tmp_path, capsys, monkeypatch):
-    (tmp_path / "rules.py").write_text("def length(prompt, response, target):\n    return float(len(response))\n")
+    (tmp_path / "lengths.py").write_text("def length(prompt, response, target):\n    return float(len(response))\n")
     (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a", "bb"]}\n' * 3)
-    (tmp_path / "verifiers.yaml").write_text("functions: [{use: 'rules:length', name: length}]\n")
+    (tmp_path / "verifiers.yaml").write_text('rules: ["lengths:length"]\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     forge(["weaver", "score", "responses.jsonl", "--verifiers", "verifiers.yaml", "--out", "scores.npz"])
     printed = capsys.readouterr().out.splitlines()
     # The first line sums over calls that run at once, the second is the command's.
-    assert re.match(r"length: 6 scored, ", printed[0])
+    assert re.match(r"length: 6 scored .* in calls that overlap$", printed[0])
     assert re.fullmatch(r"all of it took \d+\.\d s", printed[-2])
