@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from monarch.actor import HostMesh, ProcMesh, this_host
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from forge.config import ConfigError
+from forge.observability.metrics import PROCESS_NAME
+from forge.runtime.cluster.process_groups import process_store
 from forge.runtime.controller import (
     ForgeActor,
     ForgeError,
@@ -67,6 +70,7 @@ def test_processes_of_a_user_serve_and_outlive_the_service():
             assert [name for name, _ in names] == [f"counter[0] rank {rank}" for rank in range(4)]
             pids = [pid for _, pid in names]
             assert len({*pids, os.getpid()}) == 5
+            assert await ranks.environment.call(PROCESS_NAME) == ["counter0"] * 4  # in traces
             # Two replicas of two ranks in the same processes, next to the actor above and to Monarch's own.
             pairs = await Joined.options(hosts=mesh, num_replicas=2).as_service()
             assert await pairs.sum_of_ranks.fanout() == [3.0, 3.0]
@@ -250,6 +254,13 @@ def test_sizes_that_do_not_divide_are_errors_of_one_line():
         procs.stop().get()
     finally:
         job.kill()
+
+
+def test_ranks_on_another_machine_are_an_error_of_one_line(tmp_path: Path):
+    with pytest.raises(
+        ConnectionError, match=r"^the ranks of this process group meet in .*/gone, a folder of the contr"
+    ):
+        process_store(str(tmp_path / "gone" / "ranks-1"), 2)
 
 
 async def place_gpus(mesh: HostMesh) -> list[dict[str, list[str]]]:

@@ -19,7 +19,8 @@ from typing import Any
 
 import cloudpickle
 
-from ...observability.metrics import drain, process_name
+from ...observability.console import configure_logging
+from ...observability.metrics import PROCESS_NAME, drain, process_name
 from ...observability.profiler import profile_next
 from ..cluster import HOST
 from ..cluster.process import machine_id
@@ -39,9 +40,16 @@ _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token
 
 class ActorHost(Actor):
     """Hosts components, each under its replica's number. Every endpoint returns `(rank, value or RemoteFailure)` and
-    never raises: an exception would end this actor, and with it every component of the process."""
+    never raises: an exception would end this actor, and with it every component of the process.
 
-    def __init__(self) -> None:
+    Args:
+        name: of a process that forge did not start, for its log lines and traces. The first one holds.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        if name is not None:
+            os.environ.setdefault(PROCESS_NAME, name)
+            configure_logging()
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
         # Unfetched calls of fanouts, by token.
