@@ -90,6 +90,7 @@ def test_processes_of_a_user_serve_and_outlive_the_service():
     run_within(100, main)
 
 
+@pytest.mark.full
 def test_a_lost_process_of_a_user_is_dropped_in_one_line(capfd: pytest.CaptureFixture):
     async def main() -> None:
         async with procs_of(2) as mesh:

@@ -38,7 +38,7 @@ def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
     path = Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous
     if not path.parent.is_dir():
         raise ConnectionError(
-            f"the ranks of this process group meet in {path.parent}, a folder of the controller's machine: on others use "
-            "cluster.hosts in place of a Monarch mesh"
+            f"the ranks of this process group meet in {path.parent}, a folder of the controller's machine: on others "
+            "use cluster.hosts in place of a Monarch mesh"
         )
     return dist.FileStore(str(path), world_size)
