@@ -50,6 +50,7 @@ class TopAgreement(Aggregator):
             self.warn("no verifier agrees with others on the best responses: equal weights are taken")
         self.weights = weights / weights.sum()
         u = self._sum(shares)
+        # As in `RankMean`: the slope is per standard deviation, the offset sets the mean probability.
         slope = fitted_slope(u)
         a = slope / (u.std() + 1e-9)
         self.line = np.array([a, brentq(lambda b: sigmoid(a * u + b).mean() - self.class_balance, -500.0, 500.0)])

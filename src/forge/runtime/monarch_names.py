@@ -63,6 +63,7 @@ def check() -> None:
     """Raise ImportError, in one line, if the Monarch that is installed lacks one of the names."""
     missing = [f"{place.module}.{name} ({place.purpose})" for name, place in NAMES.items() if not _exists(name, place)]
     if not missing:
+        # Attributes of instances show only once there is one.
         from monarch.actor import concurrent_endpoint
 
         async def probe(actor: object, number: int) -> int:

@@ -48,6 +48,7 @@ class ReplyPort:
         error = None if work.cancelled() else work.exception()
         if error is None:
             return
+        # No caller waits any more: only the log is left to say it.
         if self.reply.done():
             log.error("an endpoint raised after it had answered through its port", exc_info=error)
         elif isinstance(error, Exception):

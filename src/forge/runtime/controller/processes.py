@@ -133,6 +133,7 @@ class ProcessGroup:
             if self.stopped_by_signal:
                 self.dead += ": it was stopped by a signal"
             self.kill()
+            # Its processes live on, or are dead for good: either way nothing is started in them again.
             if self.borrowed:
                 self.hosts.give_up()
             for member in list(self.members):

@@ -65,6 +65,7 @@ class UserMesh:
         """Describe it for a run's saved configuration and for errors."""
         if self.mesh is None:
             return f"a job with the meshes {', '.join(self.meshes)}"
+        # A slice says its own size, not that of the mesh that it is of.
         things = "processes" if isinstance(self.mesh, ProcMesh) else "hosts"
         return f"a {type(self.mesh).__name__} of {self.mesh.size()} {things}"
 
@@ -239,11 +240,13 @@ class UserPlacement:
             if isinstance(mesh, ProcMesh):
                 if (index + 1) * procs > mesh.size():
                     raise ForgeError(f"{name}: all {mesh.size()} processes of its ProcMesh are taken")
+                # A new actor in a dead process would be waited for until `answer_limit`.
                 if mesh in self._with_losses:
                     raise Unrecoverable(f"{name}: a process of its ProcMesh has ended: spawn the ProcMesh again")
                 on_end = partial(self._with_losses.add, mesh)
                 self._placed[key] = UserProcs(f"{name}[{index}]", _part(mesh, index, procs), on_end)
             else:
+                # Fewer replicas than hosts have several hosts each, more share them in turn.
                 count = max(1, mesh.size() // replicas)
                 number = index % (mesh.size() // count)
                 part = range(number * count, (number + 1) * count)
