@@ -63,6 +63,7 @@ def kind(hint: Any, limits: typing.Iterable[Any] = ()) -> str:
         return f"list of {kind(options[0])}"
     if origin is dict:
         return "mapping"
+    options = tuple(option for option in options if not getattr(option, "python_only", False))
     if options:
         return ", ".join(kind(option, limits) if option is not type(None) else "null" for option in options)
     bounds = []

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .aggregator import Aggregator, Data, check_balance
+from .agreement import TopAgreement
 from .anchored import AnchoredLogistic
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .calibration import log_loss
@@ -194,6 +195,7 @@ METHODS: dict[str, type[Aggregator]] = {
     "naive_mean": NaiveMean,
     "online": Online,
     "rank_mean": RankMean,
+    "top_agreement": TopAgreement,
     "triplets": MedianTriplets,
     "weaver": PublishedWeaver,
 }

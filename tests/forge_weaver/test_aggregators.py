@@ -27,6 +27,7 @@ from forge_weaver import (
     PublishedWeaver,
     RankMean,
     ScoreTable,
+    TopAgreement,
     load,
 )
 from forge_weaver.calibration import auc, ece, log_loss
@@ -51,6 +52,7 @@ MAKERS: list[Callable[[], Aggregator]] = [
     AnchoredLogistic,
     Auto,
     Online,
+    TopAgreement,
 ]
 every = pytest.mark.parametrize("make", MAKERS, ids=lambda make: type(make()).__name__)
 quiet = pytest.mark.filterwarnings("ignore:the verifiers err together:UserWarning")

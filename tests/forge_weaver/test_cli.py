@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +111,16 @@ def test_a_method_that_is_too_sure_of_copies_says_so(tmp_path, capsys, method):
 
 def copies(table: ScoreTable) -> ScoreTable:
     return table.with_verifier("copy", table.scores[:, :, 0]).with_verifier("again", table.scores[:, :, 0])
+
+
+def test_scoring_says_how_long_the_command_took(tmp_path, capsys, monkeypatch):
+    (tmp_path / "lengths.py").write_text("def length(prompt, response, target):\n    return float(len(response))\n")
+    (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a", "bb"]}\n' * 3)
+    (tmp_path / "verifiers.yaml").write_text('rules: ["lengths:length"]\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forge(["weaver", "score", "responses.jsonl", "--verifiers", "verifiers.yaml", "--out", "scores.npz"])
+    printed = capsys.readouterr().out.splitlines()
+    # The first line sums over calls that run at once, the second is the command's.
+    assert re.match(r"length: 6 scored .* in calls that overlap$", printed[0])
+    assert re.fullmatch(r"all of it took \d+\.\d s", printed[-2])

@@ -115,7 +115,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
 
     def differs(self, *names: str) -> bool:
         """Whether any of these fields differs from its default."""
-        return any(self[name] != type(self).model_fields[name].get_default() for name in names)
+        return any(self[name] != type(self).model_fields[name].get_default(call_default_factory=True) for name in names)
 
     def only(self, settings: type[Section]) -> dict[str, Json]:
         """Return the values of the fields that `settings` has too."""

@@ -42,7 +42,7 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         if options.host is not None and join_address(*split(options.host)) not in hosts:
             raise ValueError(f"{setting}.host is {options.host}, which is none of the hosts: {', '.join(hosts)}")
         # Services that share processes need room once; those without hosts or GPUs stay with the controller.
-        if options.share in shares or (options.hosts is None and not options.with_gpus):
+        if options.share in shares or (options.host_count is None and not options.with_gpus):
             continue
         shares |= {options.share} - {None}
         count = 1 if options.share else -(-options.num_replicas // options.per_process)

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from .launcher import LauncherConfig as LauncherConfig
+from .launcher import ProvisionerConfig as ProvisionerConfig
 from .sampling import TOP_LOGPROBS as TOP_LOGPROBS
 from .sampling import Sampling as Sampling
 from .sampling import Spans as Spans

@@ -243,7 +243,7 @@ def test_threads_of_monarch_write_without_python_once_a_host_is_up():
         async def main():
             print(await (await Counter.options(hosts=1).as_service()).add.route(1))
         run(main())
-        path, base = interpose._loaded(private._LOADED)
+        path, base = interpose._loaded(private.MAPPED)
         libc = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value
         places = [ctypes.c_void_p.from_address(base + slot).value for slot in interpose.imports(path, b"write")]
         print(len(places) > 0 and set(places) == {libc})

@@ -5,12 +5,9 @@ import os
 import time
 
 import pytest
-from monarch.actor import concurrent_endpoint
-from monarch.actor import endpoint as monarch_endpoint
 
 from forge.runtime.controller import (
     CallTimeout,
-    ForgeActor,
     ForgeError,
     RemoteError,
     ServiceConfig,
@@ -65,25 +62,6 @@ def test_a_component_that_was_written_for_monarch():
     run(main())
     with pytest.raises(TypeError, match=r"Counter\.as_service: got an unexpected keyword argument 'begin'"):
         Counter.as_service(begin=3)
-
-
-async def _answers(self, port):
-    port.send(1)
-
-
-@pytest.mark.parametrize(
-    "mark",
-    [
-        concurrent_endpoint,
-        concurrent_endpoint(instrument=False),
-        concurrent_endpoint(propagate="inspect"),
-        monarch_endpoint(explicit_response_port=True),
-        monarch_endpoint(explicit_response_port=True, propagate="inspect"),
-    ],
-)
-def test_an_endpoint_that_answers_through_a_port_says_what_to_write(mark):
-    with pytest.raises(TypeError, match=r"^Own\.ask answers through a port .* mark it with @endpoint and return"):
-        type("Own", (ForgeActor,), {"ask": mark(_answers)})
 
 
 def test_routing_balances_and_sessions_stick():

@@ -87,3 +87,22 @@ def test_an_endpoint_has_a_name_of_torchforges_first():
 def test_arguments_of_torchforges_are_answered():
     with pytest.raises(TypeError, match="unexpected keyword argument 'engine_args'; tor"):
         Counter.as_service(engine_args={})
+
+
+def test_a_provisioner_of_torchforges_is_for_this_machine():
+    from forge.controller.provisioner import init_provisioner
+
+    from forge.types import LauncherConfig, ProvisionerConfig
+
+    async def main() -> None:
+        local = ProvisionerConfig(launcher_config=LauncherConfig(job_name="grpo", services={"policy": {"procs": 1}}))
+        try:
+            assert await init_provisioner(local) is await init_provisioner()
+        finally:
+            await shutdown()
+        with pytest.raises(
+            ValueError, match=r"launcher = slurm does nothing here: run `forge launch slurm CONFIG`, or h"
+        ):
+            await init_provisioner(ProvisionerConfig(launcher_config=LauncherConfig(launcher="slurm")))
+
+    asyncio.run(main())

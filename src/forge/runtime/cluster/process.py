@@ -7,13 +7,43 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 DUMP_TIMEOUT = 15.0  # seconds; py-spy takes one, or many on a busy machine
 PR_SET_PDEATHSIG = 1
+
+
+@cache
+def machine_id() -> str:
+    """Return the name of this machine, with what tells its process ids from those of others: its boot, and the
+    container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class Watched(Protocol):
+    """A process that a controller watches, on this machine or another."""
+
+    pid: int
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is known to be stopped by a signal."""
+
+    def kill(self) -> None:
+        """End it by force, if that is possible and allowed."""
+
+    async def stacks(self) -> str:
+        """Return the Python stack of each of its threads, or why there is none."""
+
+    def close(self) -> None:
+        """Stop watching it."""
 
 
 class Process:

@@ -17,8 +17,11 @@ def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
     """Return the store of a process group, whose ranks then accept only connections of this user.
 
     Args:
-        rendezvous: name of a file in TMPDIR that no other process group used, or board://HOST:PORT/NAME for ranks on
-            several machines; None for a single process, which needs no store.
+        rendezvous: name of a file in TMPDIR that no other process group used, or its whole path; board://HOST:PORT/NAME
+            for ranks on several machines; None for a single process, which needs no store.
+
+    Raises:
+        ConnectionError: the file's folder is on another machine.
     """
     if rendezvous is None:
         return None
@@ -32,4 +35,10 @@ def process_store(rendezvous: str | None, world_size: int) -> dist.Store | None:
 
         return board_store(rendezvous)
     # In the run's private folder: a TCPStore obeys every local user.
-    return dist.FileStore(str(Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous), world_size)
+    path = Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous
+    if not path.parent.is_dir():
+        raise ConnectionError(
+            f"the ranks of this process group meet in {path.parent}, a folder of the controller's machine: on others "
+            "use cluster.hosts in place of a Monarch mesh"
+        )
+    return dist.FileStore(str(path), world_size)

@@ -1,4 +1,6 @@
-"""Every import from Monarch in one module, with the settings that Monarch needs before it is first imported.
+"""The imports from Monarch, with the settings that it needs before it is first imported.
+
+Private names of Monarch are in `forge.runtime.monarch_names`.
 
 Monarch queries the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
@@ -12,6 +14,7 @@ import os
 from contextlib import suppress
 from functools import cache
 
+from .. import monarch_names
 from . import private
 
 for _key, _value in {
@@ -26,12 +29,9 @@ for _key, _value in {
     os.environ.setdefault(_key, _value)
 
 private.load()
+monarch_names.check()
 
 import monarch.actor as _monarch_actor  # noqa: E402
-from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env  # noqa: E402
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
-from monarch._src.actor.endpoint import EndpointProperty  # noqa: E402
-from monarch._src.actor.host_mesh import BootstrapCommand  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
@@ -48,6 +48,13 @@ from monarch.actor import (  # noqa: E402
     this_proc,
 )
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
+
+from ..monarch_names import (  # noqa: E402
+    BootstrapCommand,
+    EndpointProperty,
+    SupervisionError,
+    reload_config_from_env,
+)
 
 __all__ = [
     "Actor",

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ...config.foreign_names import ENDPOINTS
+from ..monarch_names import method_of
 from ._monarch import EndpointProperty
 from .context import ActorContext
 from .handle import Local
 from .options import Options, snake_case
+from .ports import marked_as_port
 from .request import Kwargs, Pending
 from .runtime import add_local, runtime
 from .service import Service
@@ -78,7 +80,8 @@ class Launcher:
             names = [name for name in kwargs if name in ENDPOINTS]
             hint = "".join(f"; torchforge's {name} is {ENDPOINTS[name]} here" for name in names)
             raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
-        options, kwargs = self._cls.place(self._options, kwargs)
+        options = self._options.on_mesh_of(snake_case(self._cls.__name__))
+        options, kwargs = self._cls.place(options, kwargs)
 
         # The checks above run when the call is written, the start when the coroutine is awaited.
         async def start() -> Service:
@@ -99,7 +102,8 @@ class ForgeActor:
     """Base of every component. Subclasses take their settings in `__init__`, which must be cheap and picklable in its
     arguments; heavy work belongs in `setup`, which runs in the component's process before it serves.
 
-    Methods marked by Monarch's own decorator, `monarch.actor.endpoint`, are endpoints as well."""
+    Methods marked by Monarch's own decorators, `endpoint` and `concurrent_endpoint` of `monarch.actor`, are endpoints
+    as well, also with `explicit_response_port`."""
 
     context: ActorContext = ActorContext("local")
     vital = True  # whether the run ends when no replica of it is left
@@ -109,13 +113,8 @@ class ForgeActor:
         # A class written for Monarch keeps its decorators: each of its endpoints becomes one of ours.
         for name, value in [*vars(cls).items()]:
             if isinstance(value, EndpointProperty):
-                if value._explicit_response_port:
-                    raise TypeError(
-                        f"{cls.__name__}.{name} answers through a port (concurrent_endpoint, explicit_response_port), "
-                        "which is unsupported: mark it with @endpoint and return the value; `async def` runs "
-                        "concurrently"
-                    )
-                setattr(cls, name, endpoint(value._method))
+                method, answers_through_port = method_of(value)
+                setattr(cls, name, endpoint(marked_as_port(method) if answers_through_port else method))
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
 

@@ -19,12 +19,15 @@ from typing import Any
 
 import cloudpickle
 
-from ...observability.metrics import drain, process_name
+from ...observability.console import configure_logging
+from ...observability.metrics import PROCESS_NAME, drain, process_name
 from ...observability.profiler import profile_next
 from ..cluster import HOST
+from ..cluster.process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
 from .errors import RemoteFailure
+from .ports import has_port, through_port
 from .request import Kwargs
 
 # A rank and its value. The values differ by endpoint: callers know which to expect.
@@ -37,9 +40,16 @@ _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token
 
 class ActorHost(Actor):
     """Hosts components, each under its replica's number. Every endpoint returns `(rank, value or RemoteFailure)` and
-    never raises: an exception would end this actor, and with it every component of the process."""
+    never raises: an exception would end this actor, and with it every component of the process.
 
-    def __init__(self) -> None:
+    Args:
+        name: of a process that forge did not start, for its log lines and traces. The first one holds.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        if name is not None:
+            os.environ.setdefault(PROCESS_NAME, name)
+            configure_logging()
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
         # Unfetched calls of fanouts, by token.
@@ -50,8 +60,8 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
-        """Return the process id and the host of every rank."""
-        return current_rank().rank, (os.getpid(), os.environ.get(HOST, ""))
+        """Return the process id of every rank, and the address of its host in the pool, or else its machine."""
+        return current_rank().rank, (os.getpid(), os.environ.get(HOST) or machine_id())
 
     @concurrent_endpoint
     async def start(self, number: int, context: ActorContext, definition: bytes) -> Answer:
@@ -180,6 +190,11 @@ class Hosted:
     async def run(self, method: str, *args: object, **kwargs: object) -> object:
         """Run a method: async ones in the event loop, plain ones in the component's thread."""
         function = getattr(self.instance, method)
+        if has_port(function):
+            return await through_port(lambda port: self._call(function, port, *args, **kwargs))
+        return await self._call(function, *args, **kwargs)
+
+    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> object:
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         return await self.in_thread(lambda: function(*args, **kwargs))

@@ -3,6 +3,6 @@
 from . import _monarch  # noqa: F401  (loads Monarch's library)
 
 if __name__ == "__main__":
-    from monarch._src.actor.bootstrap_main import invoke_main
+    from ..monarch_names import invoke_main
 
     invoke_main()

@@ -24,6 +24,7 @@ from ...config.foreign_names import ENDPOINTS
 from ...config.plugin import nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
+from .ports import has_port, through_port
 from .request import Kwargs, Pending, Value, caller
 from .upstream import ENDPOINT_VERBS, VERBS
 
@@ -190,13 +191,10 @@ class Local(Handle):
         limit = call.timeout or self.CALL_TIMEOUT
         try:
             async with asyncio.timeout(limit) as expiry:
-                if inspect.iscoroutinefunction(method):
-                    value = await method(*call.args, **call.kwargs)
+                if has_port(method):
+                    value = await through_port(lambda port: self._call(method, port, *call.args, **call.kwargs))
                 else:
-                    # The thread sees the caller's context, as an `async def` endpoint does.
-                    context = contextvars.copy_context()
-                    work = partial(context.run, _without_stop, method, *call.args, **call.kwargs)
-                    value = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                    value = await self._call(method, *call.args, **call.kwargs)
         except TimeoutError:
             if not expiry.expired():  # the endpoint itself raised it
                 raise
@@ -204,6 +202,14 @@ class Local(Handle):
                 f"{call.caller} waited {limit:g} s for {self._name}.{call.endpoint}, in this process"
             ) from None
         return value if call.verb in ("route", "call_one") else [value]
+
+    async def _call(self, method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
+        if inspect.iscoroutinefunction(method):
+            return await method(*args, **kwargs)
+        # The thread sees the caller's context, as an `async def` endpoint does.
+        context = contextvars.copy_context()
+        work = partial(context.run, _without_stop, method, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _end_session(self, session: str) -> None:
         """Do nothing: there is one instance."""

@@ -20,10 +20,18 @@ from uuid import uuid4
 
 from ..cluster.machine import Machine, RemoteProcess
 from ..cluster.pool import Allocation
-from ..cluster.process import Process, is_stopped
+from ..cluster.process import Process, Watched, is_stopped
 from ..cluster.rendezvous import SCHEME
 from ..cluster.wire import HostError
-from ._monarch import HostMesh, attach_to_workers, end_at_exit, new_service_proc_id, run_worker_loop_forever, this_host
+from ._monarch import (
+    HostMesh,
+    ProcMesh,
+    attach_to_workers,
+    end_at_exit,
+    new_service_proc_id,
+    run_worker_loop_forever,
+    this_host,
+)
 from .ending import let_threads_wait
 from .errors import ReplicaDied
 from .private import hidden_announcement, sockets_in, warn_if_exposed
@@ -52,9 +60,10 @@ class Hosts:
     processes end one by one with their replicas, and with the controller."""
 
     size = 1
+    answer_limit = float("inf")  # seconds in which processes that exist already answer at all
 
-    async def mesh(self) -> HostMesh:
-        """Return the hosts as one mesh; lost ones are started again first."""
+    async def mesh(self) -> HostMesh | ProcMesh:
+        """Return the hosts as one mesh, lost ones started again first; or the processes, if they exist already."""
         start_client()
         return this_host()
 
@@ -71,7 +80,7 @@ class Hosts:
         """Return where the ranks of a new process group meet, see `forge.training.distributed.join`."""
         return f"ranks-{uuid4().hex}"
 
-    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Process | RemoteProcess:
+    def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
         """Watch one of the processes; `ended` is called when it ends."""
         return Process(pid, ended)
 

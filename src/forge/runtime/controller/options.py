@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ...config.sections import Section
 from .routers import resolve_router
+from .user_meshes import UserMesh
 
 
 class Options(Section):
@@ -19,9 +21,9 @@ class Options(Section):
     `parallelism` says, a generator by vLLM's tensor parallelism; other components have one."""
     num_replicas: PositiveInt = 1
     """Independent copies that calls are balanced over."""
-    hosts: int | None = Field(None, ge=1)
+    hosts: Annotated[int, Ge(1)] | UserMesh | None = None
     """Separate hosts for each replica, its processes divided over them; replicas of one process are spread over this
-    many hosts instead. Null: the controller's own host."""
+    many hosts instead. Null: the controller's own host. In Python also Monarch's HostMesh, ProcMesh or JobState."""
     host: str | None = None
     """HOST:PORT of the machine of `cluster.hosts` that it is placed on; null: any."""
     with_gpus: bool = False
@@ -64,6 +66,34 @@ class Options(Section):
     quarantine_after: PositiveInt = 2
     """Replicas that one call may take down before it is an error."""
 
+    @classmethod
+    def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Wrap a mesh of Monarch's. The processes of a ProcMesh are divided evenly where `procs` is not set."""
+        mesh = UserMesh.of(values.get("hosts"))
+        if not isinstance(mesh, UserMesh):
+            return values
+        values = {**values, "hosts": mesh}
+        replicas = values.get("num_replicas", 1)
+        # A remainder is left to `_check`.
+        if mesh.procs is not None and "procs" not in values and isinstance(replicas, int) and replicas > 0:
+            values["procs"] = max(1, mesh.procs // replicas)
+        return values
+
+    @property
+    def host_count(self) -> int | None:
+        """The number of hosts, None of the controller's own and of a user's mesh."""
+        return None if isinstance(self.hosts, UserMesh) else self.hosts
+
+    @property
+    def mesh(self) -> UserMesh | None:
+        """The mesh that the user made, if there is one."""
+        return self.hosts if isinstance(self.hosts, UserMesh) else None
+
+    def on_mesh_of(self, component: str) -> Options:
+        """Return the options with the mesh of this component, where a job has several. ValueError: none is its."""
+        mesh = None if self.mesh is None else self.mesh.for_component(self.mesh_name or component)
+        return self if mesh is self.mesh else Options(**{**self, "hosts": mesh})
+
     @property
     def heavy(self) -> bool:
         """Whether it holds resources that are released only at process exit."""
@@ -86,14 +116,26 @@ class Options(Section):
             raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")
         if self.host is not None and self.hosts is not None:
             raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: omit one")
+        if self.mesh is not None:
+            self._check_mesh(self.mesh)
+            return
         # A host without processes would be reserved for nothing; uneven shares are unsupported by Monarch's meshes.
-        if self.hosts is not None and self.procs == 1 and -(-self.num_replicas // self.per_process) < self.hosts:
+        hosts = self.host_count
+        if hosts is not None and self.procs == 1 and -(-self.num_replicas // self.per_process) < hosts:
             raise ValueError(
-                f"hosts = {self.hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
+                f"hosts = {hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
                 "raise num_replicas, or raise procs to spread one replica"
             )
-        if self.hosts is not None and self.procs > 1 and self.procs % self.hosts:
-            raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {self.hosts}")
+        if hosts is not None and self.procs > 1 and self.procs % hosts:
+            raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {hosts}")
+
+    def _check_mesh(self, mesh: UserMesh) -> None:
+        useless = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
+        if useless:
+            raise ValueError(
+                f"{useless[0]} does nothing: hosts is {mesh.describe()}, which run already (spawn_procs(bootstrap=...))"
+            )
+        mesh.check(self.num_replicas, self.procs, self.per_process)
 
 
 def snake_case(name: str) -> str:

@@ -13,6 +13,7 @@ from .hosts import Hosts, LoopbackHosts, PooledHosts
 from .options import Options
 from .replica import Component
 from .service import Service
+from .user_meshes import UserPlacement
 
 ReplicaKey = tuple[str, int]  # a component and an index, or a shared group
 
@@ -28,6 +29,7 @@ class Placement:
     def __init__(self) -> None:
         self.pool: Pool | None = None
         self.hosts: dict[str, list[LoopbackHosts]] = {}
+        self._user = UserPlacement()
         self._pooled: dict[ReplicaKey, PooledHosts] = {}
         self._free_gpus: list[str] | None = None
         self._gpus: dict[ReplicaKey, list[str]] = {}
@@ -35,20 +37,27 @@ class Placement:
     async def hosts_of(self, component: Component, index: int, service: Service) -> Hosts:
         """Return the hosts of a replica; those of the pool once it has room."""
         options = component.options
+        if options.mesh is not None and options.mesh.mesh is not None:
+            replicas = -(-options.num_replicas // options.per_process)
+            gpus_per_proc = options.gpus_per_proc if options.with_gpus else 0
+            number = index // options.per_process
+            return await self._user.place(
+                component.name, number, options.mesh.mesh, options.procs, replicas, gpus_per_proc
+            )
         if options.host is not None and self.pool is None:
             raise ForgeError(
                 f"{component.name} is to be on host {options.host}, and there are no hosts: set FORGE_HOSTS"
             )
-        if self.pool is not None and (options.host or options.hosts is not None or options.with_gpus):
+        if self.pool is not None and (options.host or options.host_count is not None or options.with_gpus):
             return await self._pooled_hosts(self.pool, component, index, service)
-        if options.hosts is None:
+        if options.host_count is None:
             return Hosts()
         # Several replicas of one process are spread over the hosts; a replica of several has the hosts for itself.
         started = self.hosts.setdefault(component.name, [])
         spread = options.procs == 1
-        number = index // options.per_process % options.hosts if spread else index
+        number = index // options.per_process % options.host_count if spread else index
         while len(started) <= number:
-            started.append(LoopbackHosts(f"{component.name}_host{len(started)}", 1 if spread else options.hosts))
+            started.append(LoopbackHosts(f"{component.name}_host{len(started)}", 1 if spread else options.host_count))
         return started[number]
 
     async def _pooled_hosts(self, pool: Pool, component: Component, index: int, service: Service) -> PooledHosts:
@@ -59,7 +68,7 @@ class Placement:
         if options.share is not None:
             key = f"share {options.share}", 0
             kind = ""
-        max_hosts = options.hosts if options.procs == 1 else None
+        max_hosts = options.host_count if options.procs == 1 else None
         demand = demand_of(f"{component.name}[{index}]", options)
         with service.waiting_for_host(index):
             try:
@@ -103,6 +112,7 @@ class Placement:
             assert self.pool is not None
             await self._pooled.pop(key).stop()
             self.pool.release(key)
+        self._user.release(name, index)
         if index is None:
             await asyncio.gather(*(hosts.stop() for hosts in self.hosts.pop(name, [])))
 
@@ -119,7 +129,7 @@ def demand_of(owner: str, options: Options) -> Demand:
         owner,
         options.share_procs if options.share is not None else options.procs,
         options.gpus_per_proc if options.with_gpus else 0,
-        options.hosts if options.procs > 1 else None,
+        options.host_count if options.procs > 1 else None,
         int((options.memory_gb or 0) * 1e9),
         options.threads,
         options.host,

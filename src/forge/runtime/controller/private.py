@@ -30,11 +30,11 @@ from pathlib import Path
 
 from ...system.interpose import replace
 from ...system.scratch import Scratch
+from ..monarch_names import LIBRARY, MAPPED
 
 log = logging.getLogger(__name__)
 
 LOG = "FORGE_MONARCH_LOG"
-_LIBRARY, _LOADED = "monarch._rust_bindings", "/monarch/_rust_bindings"
 _FAMILY = struct.Struct("=H")
 _ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
 _LOG_FOLDER = re.compile(rb"/tmp/[^/]+")
@@ -58,25 +58,24 @@ _replacements: list[object] = []  # callbacks, which must outlive their use
 
 def load() -> None:
     """Load Monarch's library with its log and its sockets in private places, before anything imports Monarch."""
-    if _LIBRARY in sys.modules:  # imported before forge: its log is open already
-        replace(_LOADED, {"bind": _bind})
+    if LIBRARY in sys.modules:  # imported before forge: its log is open already
+        replace(MAPPED, {"bind": _bind})
         return
     monarch = find_spec("monarch")
-    monarch = find_spec("monarch")
     folders = [] if monarch is None else [Path(folder) for folder in monarch.submodule_search_locations or ()]
-    path = next((str(file) for folder in folders for file in folder.glob("_rust_bindings*.so")), None)
+    path = next((str(file) for folder in folders for file in folder.glob(f"{Path(MAPPED).name}*.so")), None)
     # The functions of a library can be replaced once it is mapped, and it opens its log when Python initialises it.
     if path is not None:
         try:
             ctypes.CDLL(path)
         except OSError as error:  # it needs libraries that its package loads
             log.debug("%s: %s", path, error)
-    restore = replace(_LOADED, {"open64": _open, "mkdir": _mkdir}, "Monarch's log is in /tmp").restore
+    restore = replace(MAPPED, {"open64": _open, "mkdir": _mkdir}, "Monarch's log is in /tmp").restore
     try:
-        importlib.import_module(_LIBRARY)
+        importlib.import_module(LIBRARY)
     finally:
         restore()
-    replace(_LOADED, {"bind": _bind})
+    replace(MAPPED, {"bind": _bind})
 
 
 def sockets_in(folder: Path) -> None:
@@ -128,7 +127,7 @@ def hidden_announcement() -> Iterator[None]:
         return length
 
     _replacements.append(write)  # another thread may still be in it after `restore`
-    restore = replace(_LOADED, {"write": write}).restore
+    restore = replace(MAPPED, {"write": write}).restore
     try:
         yield
     finally:

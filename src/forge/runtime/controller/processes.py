@@ -21,8 +21,7 @@ from ...system.devices import GRANTED
 from ...system.files import cache_folder
 from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
-from ..cluster.machine import RemoteProcess
-from ..cluster.process import Process
+from ..cluster.process import Process, Watched, machine_id
 from ..forking.standby import PROGRAM
 from ._monarch import BootstrapCommand, HostMesh, ProcMesh
 from .actor_host import ActorHost
@@ -31,6 +30,7 @@ from .hosts import Hosts
 from .options import Options
 from .patience import Patience, wait_for
 from .starting import Standbys
+from .user_meshes import UserProcs
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -57,7 +57,6 @@ class ProcessGroup:
     """The processes of one replica, or those that components share.
 
     `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
-    `starting` counts the components that are being built in them: importing large libraries can hold the interpreter
     for seconds, during which silence is not a hang. When a process is lost, `fail` is called on all `members`.
     """
 
@@ -77,12 +76,13 @@ class ProcessGroup:
         self.options = options
         self.hosts = hosts
         self.shared = shared
-        self.actor_host: Any = mesh.spawn(name, ActorHost)  # one in each process
+        self.borrowed = isinstance(hosts, UserProcs)  # the processes are the user's
+        self.actor_host: Any = mesh.spawn(name, ActorHost, name if self.borrowed else None)  # one in each process
         self.members: list[Replica] = []
         self.starting = 0
         self.dead: str | None = None
         self.stopped_by_signal = False
-        self.processes: list[Process | RemoteProcess] = []
+        self.processes: list[Watched] = []
         self._known: set[tuple[int, str]] = set()
         self._pinging: asyncio.Task | None = None
         hosts.when_lost(self.fail)
@@ -118,7 +118,7 @@ class ProcessGroup:
         for pid, host in processes:
             if (pid, host) not in self._known:
                 self._known.add((pid, host))
-                location = f" on {host}" if host else ""
+                location = "" if host == machine_id() else f" on {host.partition(' ')[0]}"
                 reason = f"process {pid}{location} ended"
                 self.processes.append(self.hosts.process(pid, host, lambda reason=reason: self.fail(reason)))  # type: ignore[misc]
         if self._pinging is None:
@@ -133,6 +133,9 @@ class ProcessGroup:
             if self.stopped_by_signal:
                 self.dead += ": it was stopped by a signal"
             self.kill()
+            # Its processes live on, or are dead for good: either way nothing is started in them again.
+            if self.borrowed:
+                self.hosts.give_up()
             for member in list(self.members):
                 member.fail(self.dead)
 
@@ -150,11 +153,13 @@ class ProcessGroup:
         if not gentle:
             self.kill()
         try:
-            await wait_for(self.mesh.stop().as_asyncio(), self.local_pids, STOP_PATIENCE)
+            stopping = self.actor_host.stop() if self.borrowed else self.mesh.stop()
+            await wait_for(stopping.as_asyncio(), self.local_pids, STOP_PATIENCE)
         except Exception as error:
             # A mesh with a dead process cannot stop; all that matters is that its processes end.
             if gentle:
-                log.warning("%s: could not be stopped gently (%s); killed it", self.name, type(error).__name__)
+                outcome = "it is left to its owner" if self.borrowed else "killed it"
+                log.warning("%s: could not be stopped gently (%s); %s", self.name, type(error).__name__, outcome)
         finally:
             for process in self.processes:
                 process.kill()
@@ -210,12 +215,14 @@ def spawn(
     standbys: Standbys | None = None,
     *,
     spans_machines: bool = False,
+    default_program: bool = False,
 ) -> ProcMesh:
     """Start `procs` processes on each host of a host mesh.
 
     Args:
         gpus: the devices that the processes may see, by the address of their host.
         standbys: the processes, if they were started before.
+        default_program: start what the hosts start by default; another machine may have another Python.
     """
     settings = {**environment(options.threads), PROCESS_NAME: name}
     # The loopback reaches no other machine: NCCL chooses the interface, unless the user did.
@@ -223,7 +230,9 @@ def spawn(
         del settings["NCCL_SOCKET_IFNAME"]
     bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
     arguments = ["-m", PROGRAM] if standbys is None else standbys.command
-    command = BootstrapCommand(sys.executable, None, arguments, allocator_settings(options))
+    command = (
+        None if default_program else BootstrapCommand(sys.executable, None, arguments, allocator_settings(options))
+    )
     return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
 
 

@@ -7,11 +7,23 @@ await shutdown()              # `forge.runtime.controller.run` does it, however 
 
 from __future__ import annotations
 
+from ...types.launcher import ProvisionerConfig
 from .runtime import Runtime, runtime, shutdown
 
 __all__ = ["init_provisioner", "shutdown"]
 
 
-async def init_provisioner() -> Runtime:
-    """Prepare this controller to start processes on its own host."""
+async def init_provisioner(config: ProvisionerConfig | None = None) -> Runtime:
+    """Prepare this controller to start processes on its own host.
+
+    Raises:
+        ValueError: the configuration names a scheduler, which another command or a Monarch job is for.
+    """
+    launcher = None if config is None else config.launcher_config.launcher
+    kind = str(getattr(launcher, "value", launcher) or "local")
+    if kind != "local":
+        raise ValueError(
+            f"launcher = {kind} does nothing here: run `forge launch {kind} CONFIG`, or hand a Monarch job to each "
+            "service, as in options(hosts=SlurmJob(meshes=...).state())"
+        )
     return runtime()

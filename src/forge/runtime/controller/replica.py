@@ -17,7 +17,7 @@ from ..cluster.wire import LEASE
 from ._monarch import ActorError, SupervisionError
 from .actor_host import Answer
 from .context import ActorContext
-from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, ReplicaDied
+from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, ReplicaDied, Unrecoverable
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
@@ -114,7 +114,15 @@ class Replica:
         try:
             try:
                 # The first message returns once every process is up, and says which processes to watch.
-                self.group.watch(_unwrap(await self._all_ranks("start", limit, "ping")))
+                answer_limit = min(limit, self.group.hosts.answer_limit)
+                self.group.watch(_unwrap(await self._all_ranks("start", answer_limit, "ping")))
+            except CallTimeout as error:
+                if not self.group.borrowed:
+                    raise
+                raise Unrecoverable(
+                    f"{self}: a process of its ProcMesh gave no answer within {answer_limit:g} s; it may have ended "
+                    "before: spawn the ProcMesh again"
+                ) from error
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
             # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead

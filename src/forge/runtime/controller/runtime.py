@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING
 from ...observability.console import configure_logging, log, log_failure
 from ...observability.metrics import Snapshot, drain, on_the_clock
 from . import processes, remote_service
-from ._monarch import set_fault_hook
+from ._monarch import HostMesh, set_fault_hook
 from .errors import CallTimeout, ReplicaDied
 from .home import WatchedForkServer, check_private_folder, forked_processes, private_folder
 from .hosts import Hosts
 from .options import Options, snake_case
 from .placement import Placement
+from .ports import has_port
 from .processes import ProcessGroup
 from .replica import TEARDOWN_PATIENCE, Component, Replica
 from .request import Kwargs, Pending
 from .service import Service
 from .starting import Standbys
+from .user_meshes import UserHosts
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -65,7 +67,12 @@ class Runtime:
             what a replica's `__init__` or `setup` raised; no process of the service remains then.
         """
         endpoints = cls.endpoints()
-        plain = frozenset(name for name in endpoints if not inspect.iscoroutinefunction(getattr(cls, name)))
+        # An endpoint that answers through a port may leave the thread long before it answers.
+        plain = frozenset(
+            name
+            for name in endpoints
+            if not inspect.iscoroutinefunction(getattr(cls, name)) and not has_port(getattr(cls, name))
+        )
         component = Component(self._name(cls, options), cls, options, args, kwargs, plain)
         on_dead = self._on_dead if cls.vital else log_loss
         service = Service(component, endpoints, self._launcher(component), self.placement.release, on_dead)
@@ -166,7 +173,12 @@ class Runtime:
                 server = self._fork_server.current()
                 standbys = Standbys(name, procs, private_folder(), processes.allocator_settings(options))
                 await standbys.start(server if forkable else None, options.setup_timeout)
-            spawned = processes.spawn(mesh, name, procs, options, gpus, standbys, spans_machines=hosts.spans_machines)
+            spawned = mesh
+            if isinstance(mesh, HostMesh):
+                spawned = processes.spawn(
+                    mesh, name, procs, options, gpus, standbys,
+                    spans_machines=hosts.spans_machines, default_program=isinstance(hosts, UserHosts),
+                )  # fmt: skip
             group = ProcessGroup(name, spawned, options, hosts, standbys, shared=shared)
             if shared:
                 self._groups[name] = group

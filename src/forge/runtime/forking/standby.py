@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ...system.interpose import replace
+from ..monarch_names import MAIN, MAPPED, OPTIONAL
 from .forklauncher import receive
 
 PROGRAM = "forge.runtime.controller.child"
@@ -34,10 +35,8 @@ ADDRESS = "FORGE_STANDBY"
 LIBRARIES = (
     "forge.runtime.controller._monarch",
     "forge.runtime.controller.actor_host",
-    "monarch._src.actor.bootstrap_main",
+    MAIN,
 )
-OPTIONAL_LIBRARIES = ("monarch._src.actor.telemetry", "monarch._src.actor.debugger.breakpoint")
-MONARCH = "/monarch/_rust_bindings"
 REQUEST_TIMEOUT = 10.0  # seconds; a launcher sends its request at once
 # Signals that terminals and schedulers send to every process of a run: its controller handles them.
 HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -118,7 +117,7 @@ def stand_by() -> None:
     end_with(controller)
     for name in LIBRARIES:
         importlib.import_module(name)
-    for name in OPTIONAL_LIBRARIES:
+    for name in OPTIONAL:
         with suppress(ImportError):  # another version of Monarch
             importlib.import_module(name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -136,7 +135,7 @@ def stand_by() -> None:
     end_with(launcher)
     # Monarch would have the kernel end this process with its parent, which may be the fork server; its setting for this
     # prints a line. The function that it calls instead also returns 0, and does nothing.
-    replace(MONARCH, {"prctl": ctypes.CDLL(None).sched_yield}, "this process ends with the fork server")
+    replace(MAPPED, {"prctl": ctypes.CDLL(None).sched_yield}, "this process ends with the fork server")
     sys.argv = [request.program]
     status = 1 << 8
     try:

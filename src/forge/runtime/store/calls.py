@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...observability.console import configure_logging
 from . import default
 from .errors import MissingVersion
 from .strategies import TorchStoreStrategy
@@ -243,6 +244,11 @@ async def client(store_name: str = DEFAULT_NAME) -> Client:
 
 def reset_client(store_name: str = DEFAULT_NAME) -> None:
     """Do nothing, for programs of TorchStore: clients keep no state."""
+
+
+def init_logging() -> None:
+    """Configure forge's log lines, as TorchStore's function does its own; a second call changes nothing."""
+    configure_logging()
 
 
 def _key(key: str, store_name: str) -> str:

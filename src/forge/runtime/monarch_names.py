@@ -1,0 +1,111 @@
+"""Private names of Monarch, all that forge uses: another version of Monarch can break this file and no other.
+
+`forge.runtime.controller._monarch` calls `check` before it uses any. A name is imported when it is first read from this
+module, so that importing the module itself starts no thread: the fork server reads its constants before it forks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env as reload_config_from_env
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
+    from monarch._src.actor.bootstrap_main import invoke_main as invoke_main
+    from monarch._src.actor.endpoint import EndpointProperty as EndpointProperty
+    from monarch._src.actor.host_mesh import BootstrapCommand as BootstrapCommand
+    from monarch.actor import HostMesh
+
+VERSION = "0.7"  # pinned in pyproject.toml, tests compare the two
+LIBRARY = "monarch._rust_bindings"
+MAPPED = "/monarch/_rust_bindings"  # part of the library's path, by which `forge.system.interpose` finds its imports
+MAIN = "monarch._src.actor.bootstrap_main"
+# What a process imports while it comes up; without one of them it only comes up later.
+OPTIONAL = ("monarch._src.actor.telemetry", "monarch._src.actor.debugger.breakpoint")
+
+
+class PrivateName(NamedTuple):
+    """The module of a private name, and what it is used for."""
+
+    module: str
+    purpose: str
+
+
+NAMES = {
+    "reload_config_from_env": PrivateName(
+        f"{LIBRARY}.monarch_hyperactor.config", "have Monarch read its TLS certificates from the environment"
+    ),
+    "SupervisionError": PrivateName(
+        f"{LIBRARY}.monarch_hyperactor.supervision", "tell a lost process from an error of its component"
+    ),
+    "EndpointProperty": PrivateName(
+        "monarch._src.actor.endpoint", "accept Monarch's own decorators in a ForgeActor (_method, _name)"
+    ),
+    "BootstrapCommand": PrivateName(
+        "monarch._src.actor.host_mesh", "start processes by forge's launcher, with the allocator's settings"
+    ),
+    "invoke_main": PrivateName(MAIN, "run the main program of a process that was started ahead of Monarch"),
+}
+_CONCURRENT = "_monarch_concurrent_endpoint_wrapper"  # marks what `concurrent_endpoint` made of a method
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return getattr(import_module(NAMES[name].module), name)
+
+
+def check() -> None:
+    """Raise ImportError, in one line, if the Monarch that is installed lacks one of the names."""
+    missing = [f"{place.module}.{name} ({place.purpose})" for name, place in NAMES.items() if not _exists(name, place)]
+    if not missing:
+        # Attributes of instances show only once there is one.
+        from monarch.actor import concurrent_endpoint
+
+        async def probe(actor: object, number: int) -> int:
+            return number
+
+        try:
+            if method_of(concurrent_endpoint(probe)) != (probe, False):
+                missing.append(f"monarch.actor.concurrent_endpoint: {_CONCURRENT} (accept it in a ForgeActor)")
+        except AttributeError as error:
+            missing.append(f"monarch._src.actor.endpoint.EndpointProperty: {error}")
+    if missing:
+        try:
+            installed = version("torchmonarch")
+        except PackageNotFoundError:
+            installed = "of an unknown version"
+        raise ImportError(
+            f"torchmonarch {installed} lacks what forge uses of {VERSION}: {'; '.join(missing)}. Install the pinned "
+            f"version: pip install 'torchmonarch=={VERSION}.*'"
+        )
+
+
+def _exists(name: str, place: PrivateName) -> bool:
+    try:
+        return hasattr(import_module(place.module), name)
+    except ImportError:
+        return False
+
+
+def method_of(marked: EndpointProperty[Any, Any]) -> tuple[Callable[..., Any], bool]:
+    """Return the method that one of Monarch's decorators marked, and whether it answers through a port."""
+    method: Callable[..., Any] = marked._method
+    if not getattr(method, _CONCURRENT, False):
+        return method, marked._explicit_response_port
+    # The wrapper's signature has a port more than the method's, unless the method has one itself.
+    original: Callable[..., Any] = inspect.unwrap(method)
+    return original, inspect.signature(method) == inspect.signature(original)
+
+
+def meshes_of(state: object) -> Mapping[str, HostMesh]:
+    """Return the host meshes of a job's state by name; empty for any other object."""
+    kind = type(state)
+    if kind.__name__ != "JobState" or not kind.__module__.startswith("monarch."):
+        return {}
+    meshes: Mapping[str, HostMesh] = vars(state)["_hosts"]
+    return meshes

@@ -1,0 +1,288 @@
+"""Services on meshes that a user made with Monarch: placement, faults, and what stays the user's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from monarch.actor import HostMesh, ProcMesh, this_host
+from monarch.job import LocalJob, ProcessJob
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from forge.config import ConfigError
+from forge.observability.metrics import PROCESS_NAME
+from forge.runtime.cluster.process_groups import process_store
+from forge.runtime.controller import (
+    ForgeActor,
+    ForgeError,
+    Options,
+    ReplicaDied,
+    ServiceConfig,
+    Unrecoverable,
+    endpoint,
+    run,
+)
+from forge.runtime.controller.user_meshes import UserPlacement, UserProcs
+from tests.runtime.controller.components import Counter, Joined
+from tests.runtime.controller.test_endings import alive, gone_within
+from tests.runtime.controller.test_recovery import states, until
+from tests.runtime.monarch.components import Mailbox, Plain
+
+pytestmark = pytest.mark.processes
+
+
+@asynccontextmanager
+async def procs_of(count: int) -> AsyncIterator[ProcMesh]:
+    """Processes of a user, who stops them."""
+    mesh = this_host().spawn_procs({"gpus": count})
+    await mesh.initialized
+    try:
+        yield mesh
+    finally:
+        await mesh.stop()
+
+
+def run_within(seconds: float, main: Callable[[], Coroutine]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(seconds):
+            await main()
+
+    run(limited())
+
+
+def parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rsplit(")", 1)[1].split()[1])
+
+
+def test_processes_of_a_user_serve_and_outlive_the_service():
+    async def main() -> None:
+        async with procs_of(4) as mesh:
+            plain = mesh.spawn("plain", Plain)
+            ranks = await Counter.options(hosts=mesh).as_actor(start=1)
+            names = await ranks.where.call()
+            assert [name for name, _ in names] == [f"counter[0] rank {rank}" for rank in range(4)]
+            pids = [pid for _, pid in names]
+            assert len({*pids, os.getpid()}) == 5
+            assert await ranks.environment.call(PROCESS_NAME) == ["counter0"] * 4  # in traces
+            # Two replicas of two ranks in the same processes, next to the actor above and to Monarch's own.
+            pairs = await Joined.options(hosts=mesh, num_replicas=2).as_service()
+            assert await pairs.sum_of_ranks.fanout() == [3.0, 3.0]
+            assert [sorted(row.pids) for row in pairs.status().replicas] == [sorted(pids[:2]), sorted(pids[2:])]
+            assert await plain.slice(gpus=3).add.call_one(2) == 2
+            await pairs.stop()
+            assert await ranks.add.call(1) == [2] * 4
+            await ranks.stop()
+            assert alive(pids) == pids
+            # The processes are free for another service, of slices of them.
+            singles = await Counter.options(hosts=mesh.slice(gpus=slice(2, 4)), num_replicas=2).as_service()
+            assert [pid for _, pid in await singles.where.fanout()] == pids[2:]
+            await singles.stop()
+            assert await plain.slice(gpus=3).add.call_one(2) == 4
+        assert gone_within(pids, 20)
+
+    run_within(100, main)
+
+
+@pytest.mark.full
+def test_a_lost_process_of_a_user_is_dropped_in_one_line(capfd: pytest.CaptureFixture):
+    async def main() -> None:
+        async with procs_of(2) as mesh:
+            service = await Counter.options(hosts=mesh, num_replicas=2).as_service()
+            first, second = [pid for _, pid in await service.where.fanout()]
+            os.kill(second, signal.SIGKILL)
+            await until(lambda: states(service) == ["up", "failed"])
+            assert {pid for _, pid in [await service.where.route() for _ in range(4)]} == {first}
+            assert "ProcMesh of yours" in service.status().replicas[1].error
+            # Growing again needs the lost process.
+            with pytest.raises(Unrecoverable, match=r"counter\[1\] ran in a ProcMesh of yours"):
+                await service.scale(2)
+            assert await service.add.route(1) == 1
+            os.kill(first, signal.SIGKILL)
+            with pytest.raises(ReplicaDied, match=r"no replica of counter is left.*ProcMesh of yours"):
+                await service.add.route(1)
+
+    with pytest.raises(ReplicaDied, match="no replica of counter is left"):
+        run_within(100, main)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "given up" in line]
+    assert lines == [
+        f"forge: counter[{index}] is given up: counter[{index}] ran in a ProcMesh of yours, whose processes only you "
+        "can start again; with a HostMesh as hosts, lost processes are replaced"
+        for index in (1, 0)
+    ]
+
+
+class Parser(ForgeActor):
+    """Uses a class of an extension that was imported above."""
+
+    vital = False
+
+    def setup(self) -> None:
+        self.tokenizer = Tokenizer(BPE())
+
+    @endpoint
+    def size(self) -> int:
+        return self.tokenizer.get_vocab_size()
+
+    @endpoint
+    async def wait(self) -> None:
+        await asyncio.sleep(600)
+
+
+@pytest.mark.full
+def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(UserProcs, "answer_limit", 15.0)
+
+    async def main() -> None:
+        # It ends with this program: `stop` would wait for the actor that Monarch is still to start in a dead process.
+        mesh = this_host().spawn_procs({"gpus": 2})
+        for _ in range(2):
+            with pytest.raises(ValueError, match="cannot start below zero"):
+                await Counter.options(hosts=mesh).as_actor(start=-1)
+        parser = await Parser.options(hosts=mesh).as_actor()
+        assert await parser.size.call() == [0, 0]
+        # A call in flight ends with its process, and does not wait for the other rank.
+        waiting = asyncio.create_task(parser.wait.call())
+        await until(lambda: parser.status().replicas[0].in_flight == 1)
+        os.kill(parser.status().replicas[0].pids[1], signal.SIGKILL)
+        with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*ProcMesh of yours"):
+            await waiting
+        with pytest.raises(
+            Unrecoverable, match=r"^parser2: a process of its ProcMesh has ended: spawn the ProcMesh ag"
+        ):
+            await Parser.options(hosts=mesh).as_actor()
+        # A slice is another mesh, whose loss shows once it is used.
+        part = mesh.flatten("procs").slice(procs=slice(0, 2))
+        with pytest.raises(Unrecoverable, match=r"^parser2\[.\]: a process of its ProcMesh gave no answer within 15 s"):
+            await Parser.options(hosts=part, num_replicas=2).as_service()
+
+    run_within(100, main)
+
+
+def test_a_mesh_has_no_process_for_a_further_replica():
+    async def main() -> None:
+        async with procs_of(2) as mesh:
+            service = await Counter.options(hosts=mesh, num_replicas=2).as_service()
+            with pytest.raises(ForgeError, match=r"^counter: all 2 processes of its ProcMesh are taken$"):
+                await service.scale(3)
+            await service.scale(1)
+            await service.scale(2)
+            assert await service.add.fanout(1) == [1, 1]
+
+    run_within(100, main)
+
+
+def test_hosts_of_a_job_are_filled_in_turn_and_replace_what_is_lost():
+    async def main() -> None:
+        job = ProcessJob({"counter": 2, "joined": 2, "spare": 1})
+        state = job.state(cached_path=None)
+        try:
+            workers = [row.pid for row in job._host_to_pid.values()]
+            counters = await Counter.options(hosts=state, num_replicas=3).as_service()
+            pids = [pid for _, pid in await counters.where.fanout()]
+            assert [parent_of(pid) for pid in pids] == [workers[0], workers[1], workers[0]]
+            # One replica of two ranks, on two hosts; then one of a mesh by another name.
+            joined = await Joined.options(hosts=state, procs=2).as_actor()
+            assert await joined.sum_of_ranks.call() == [3.0, 3.0]
+            assert {parent_of(pid) for pid in joined.status().replicas[0].pids} == {*workers[2:4]}
+            spare = await Mailbox.options(hosts=state, mesh_name="spare").as_actor()
+            assert await spare.put.call_one("hello") == 1
+            os.kill(pids[1], signal.SIGKILL)
+            await until(lambda: states(counters) == ["up"] * 3 and counters.status().restarts == 1)
+            replaced = (await counters.where.fanout())[1][1]
+            assert replaced != pids[1]
+            assert parent_of(replaced) == workers[1]
+            await asyncio.gather(counters.stop(), joined.stop(), spare.stop())
+            assert gone_within([*pids, replaced], 20)
+            assert alive(workers) == workers  # hosts are the user's
+        finally:
+            job.kill()
+
+    run_within(120, main)
+
+
+def test_this_host_is_the_controllers():
+    async def main() -> None:
+        options = ServiceConfig(hosts=LocalJob(["trainers"]).state(cached_path=None), num_replicas=2)
+        service = await Counter.options(options).as_service()
+        pids = [pid for _, pid in await service.where.fanout()]
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: states(service) == ["up", "up"] and service.status().restarts == 1)
+        alone = await Counter.options(hosts=this_host(), env={"FLAG": "set"}).as_actor()
+        assert await alone.environment.call_one("FLAG") == "set"
+
+    run_within(100, main)
+
+
+def test_sizes_that_do_not_divide_are_errors_of_one_line():
+    job = ProcessJob({"a": 4, "b": 1})
+    try:
+        state = job.state(cached_path=None)
+        hosts: HostMesh = state.a
+        procs = this_host().spawn_procs({"gpus": 6})
+        wrong = [
+            (
+                {"hosts": procs, "num_replicas": 4},
+                "a ProcMesh of 6 processes, and num_replicas = 4 of procs = 1 need 4",
+            ),
+            ({"hosts": procs, "procs": 4}, "num_replicas = 1 of procs = 4 need 4"),
+            (
+                {"hosts": procs, "env": {"A": "b"}},
+                "env does nothing: hosts is a ProcMesh of 6 processes, which run alr",
+            ),
+            ({"hosts": hosts, "num_replicas": 3}, "a HostMesh of 4 hosts, more than num_replicas = 3 can fill"),
+            ({"hosts": hosts, "num_replicas": 3, "procs": 2}, "of 4 hosts, which num_replicas = 3 do not divide"),
+            ({"hosts": hosts, "procs": 6}, "procs = 6 cannot be divided evenly over the 4 hosts of a replica"),
+            ({"hosts": hosts, "share": "x"}, "shares the process 'x'"),
+            ({"hosts": job}, r"hosts is a ProcessJob: hand over its state, hosts=job\.state\(\)"),
+            ({"hosts": "node1"}, "hosts must be a whole number, got 'node1'"),
+        ]
+        for options, message in wrong:
+            with pytest.raises(ConfigError, match=message) as raised:
+                Options(**options)
+            assert "\n" not in str(raised.value)
+        with pytest.raises(ValueError, match=r"the job has the meshes a, b, none of them 'counter': write .*\(\)\.a"):
+            Counter.options(hosts=state).as_service()
+        assert Options(hosts=procs, num_replicas=2).procs == 3
+        assert Options(hosts=procs, num_replicas=6).procs == 1
+        assert Options(hosts=hosts, procs=4).hosts.describe() == "a HostMesh of 4 hosts"
+        procs.stop().get()
+    finally:
+        job.kill()
+
+
+def test_ranks_on_another_machine_are_an_error_of_one_line(tmp_path: Path):
+    with pytest.raises(
+        ConnectionError, match=r"^the ranks of this process group meet in .*/gone, a folder of the contr"
+    ):
+        process_store(str(tmp_path / "gone" / "ranks-1"), 2)
+
+
+async def place_gpus(mesh: HostMesh) -> list[dict[str, list[str]]]:
+    """The devices of four replicas on a mesh, after one of them was released and replaced."""
+    placement = UserPlacement()
+    placed = [await placement.place("a", index, mesh, 2, 3, 2) for index in range(3)]
+    placement.release("a", 2)
+    placed[2] = await placement.place("b", 0, mesh, 4, 1, 1)
+    assert await placement.place("b", 0, mesh, 4, 1, 1) is placed[2]
+    return [hosts.gpus() for hosts in placed]
+
+
+def test_services_of_a_mesh_have_different_devices():
+    job = ProcessJob({"hosts": 2})
+    try:
+        mesh = job.state(cached_path=None).hosts
+        # Replicas of two processes with two devices each, in turn; one of four processes, two on each host.
+        assert asyncio.run(place_gpus(mesh)) == [
+            {"": ["0", "1", "2", "3"]},
+            {"": ["0", "1", "2", "3"]},
+            {"": ["4", "5"]},
+        ]
+    finally:
+        job.kill()
