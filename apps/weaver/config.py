@@ -10,6 +10,7 @@ from forge.engines import EngineSettings
 from forge.recipes.schema import RunConfig
 from forge.rewards.config import VerifiersConfig
 from forge.runtime.controller import Options
+from forge.system import extras
 from forge_weaver import make
 
 
@@ -92,11 +93,13 @@ class WeaverConfig(Section):
     """Random seed."""
 
     def _check(self) -> None:
-        self.generator.check_installed()
+        if extras.are_needed():
+            self.generator.check_installed()
+        self.generator.over(self.services.generator.procs)
         if self.fit.labelled > self.collect.problems:
             raise ValueError("fit.labelled must be at most collect.problems")
         if self.fit.labelled and self.collect.truth is None:
             raise ValueError("fit.labelled needs collect.truth: nothing else decides which responses are right")
         for name in type(self.services).model_fields:
-            if self.services[name].procs != 1:
+            if self.services[name].procs != 1 and name != "generator":
                 raise ValueError(f"services.{name}.procs must be 1: scale it with num_replicas")

@@ -150,7 +150,8 @@ GPU_RECIPES = [path for path in sorted(APPS.glob("*/*.yaml")) if "with_gpus: tru
 def test_every_recipe_for_gpus_fits_them(recipe: Path):
     if "collect:" in recipe.read_text():
         pytest.skip("it collects answers, and trains nothing")
-    _, plan_of_recipe = planned(str(recipe), [], "8xH100")
+    gpus = "32xH100" if "32b_grpo" in recipe.stem else "8xH100"
+    _, plan_of_recipe = planned(str(recipe), [], gpus)
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
     assert plan_of_recipe.step_seconds > 0
 
@@ -243,13 +244,23 @@ def test_the_cache_takes_what_two_versions_of_the_weights_leave(tmp_path: Path):
     assert engine_memory(config, 8_190_735_360, settings, 1, DEVICES["L4"]).sequences == 0
 
 
+def test_copies_on_several_hosts_are_told_to_share(capsys: pytest.CaptureFixture[str]):
+    """Shards stay within a host: two hosts have two copies of what one of them has no room for."""
+    with pytest.raises(SystemExit):
+        main(
+            ["plan", "apps/weaver/qwen3_32b_grpo.yaml", "--gpus", "32xH100"]
+            + ["--parallelism.data_parallel_shard_degree", "-1"]
+        )
+    assert "the trainer fits with parallelism.data_parallel_shard_degree 16: 48.4 GB" in capsys.readouterr().out
+
+
 def test_quantised_weights_are_smaller(tmp_path: Path):
     from transformers import AutoConfig
 
     from forge.engines.settings import EngineSettings
 
     config = AutoConfig.from_pretrained(shape_folder("Qwen/Qwen3-8B", tmp_path))
-    settings = EngineSettings(dtype="bfloat16", slots=256, max_seq_len=1024)
+    settings = EngineSettings(dtype="bfloat16", slots=128, max_seq_len=1024)
     plain = engine_memory(config, 8_190_735_360, settings, 1, DEVICES["L4"])
     small = engine_memory(config, 8_190_735_360, settings.model_copy(update={"quantization": "int8"}), 1, DEVICES["L4"])
     # Embeddings and head stay: 151,936 tokens of 4,096 each.

@@ -95,6 +95,7 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
         ValueError: an unknown device or model, or degrees that do not fit the model.
     """
     from ..config.sections import bundled, load, read_file
+    from ..system.extras import run_elsewhere
 
     path = bundled(Path(config))
     sections = read_file(path)
@@ -104,7 +105,8 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     _, settings, kind, _ = RECIPES[recipe]
     config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), kind)
     # Checked as a run would be, but for what the run would look for on this machine.
-    cfg = load(config_type, ["--config", config, *overrides])
+    with run_elsewhere():
+        cfg = load(config_type, ["--config", config, *overrides])
     from ..models.find import build_small_model
     from ..recipes.plan.components import make_plan
     from ..recipes.plan.devices import Device, parse_machines

@@ -16,6 +16,7 @@ from ..models.architecture import longest
 from ..models.read_once import model_config
 from ..runtime.cluster.settings import ClusterConfig
 from ..runtime.controller import Options
+from ..system import extras
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from . import preflight
 from .eval_config import EvalConfig
@@ -263,10 +264,15 @@ class TrainingRecipe(Section):
 
     def _check(self) -> None:
         preflight.check(preflight.RECIPE_RULES, self)
-        try:
-            self.training.check_installed()
-        except ImportError as error:
-            raise ConfigError(str(error)) from None
+        self._check_installed(self.training)
+
+    def _check_installed(self, *sections: Any) -> None:
+        if extras.are_needed():
+            try:
+                for section in sections:
+                    section.check_installed()
+            except ImportError as error:
+                raise ConfigError(str(error)) from None
 
     def layout(self, name: str) -> Parallelism:
         """The layout in which service `name` divides its model. The trainer alone divides experts.
@@ -381,11 +387,7 @@ class RecipeConfig(TrainingRecipe):
     def _check(self) -> None:
         super()._check()
         preflight.check(preflight.SAMPLING_RULES, self)
-        try:
-            self.generator.check_installed()
-            self.serve.check_installed()
-        except ImportError as error:
-            raise ConfigError(str(error)) from None
+        self._check_installed(self.generator, self.serve)
 
     @property
     def files(self) -> list[str]:

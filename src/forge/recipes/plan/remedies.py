@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from ...engines.cache import BLOCK
 from ...engines.interface import check_length
 from ...models.architecture import longest, sparse_layers
+from ...runtime.controller import Options
 from ...training.titan_setup import check_model
 from ..schema import RecipeConfig, TrainingRecipe
 from .devices import Machines
@@ -61,6 +62,12 @@ def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float, divides_exper
     # Powers of two, as degrees and hosts are.
     now = cfg.services[name].procs
     ranks = [now * factor for factor in (1, 2, 4, GROWTH) if now * factor <= most_ranks]
+    # Shards stay within a host unless a degree says otherwise.
+    layout = cfg.layout(name).over(now)
+    shards = layout.data_parallel_shard_degree * (layout.data_parallel_replicate_degree or 1)
+    if name == "trainer" and shards > layout.data_parallel_shard_degree:
+        words = f"parallelism.data_parallel_shard_degree {shards}"
+        yield prefix + words, _changed(cfg, "parallelism", data_parallel_shard_degree=shards)
     for count in ranks[1:]:
         yield f"{prefix}services.{name}.procs {count}", _with_ranks(cfg, name, count)
     # More ranks divide weights and state alone; these divide the activations of a sequence as well.
@@ -147,8 +154,11 @@ def _divides_experts(cfg: TrainingRecipe, config: PreTrainedConfig) -> bool:
 
 
 def _with_ranks(cfg: TrainingRecipe, name: str, ranks: int) -> TrainingRecipe:
-    services = cfg.services
-    return _changed(cfg, "services", **{name: services[name].model_copy(update={"procs": ranks})})
+    options: Options = cfg.services[name]
+    changes = {"procs": ranks}
+    if options.host_count is not None:
+        changes["hosts"] = options.host_count * ranks // options.procs
+    return _changed(cfg, "services", **{name: options.model_copy(update=changes)})
 
 
 def _changed(cfg: TrainingRecipe, section: str, **values: Any) -> TrainingRecipe:
