@@ -248,8 +248,7 @@ def test_copies_on_several_hosts_are_told_to_share(capsys: pytest.CaptureFixture
     """Shards stay within a host: two hosts have two copies of what one of them has no room for."""
     with pytest.raises(SystemExit):
         main(
-            ["plan", "apps/weaver/qwen3_32b_grpo.yaml", "--gpus", "32xH100"]
-            + ["--parallelism.data_parallel_shard_degree", "-1"]
+            ["plan", "apps/weaver/qwen3_32b_grpo.yaml", "--gpus=32xH100", "--parallelism.data_parallel_shard_degree=-1"]
         )
     assert "the trainer fits with parallelism.data_parallel_shard_degree 16: 48.4 GB" in capsys.readouterr().out
 
