@@ -220,9 +220,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
     start = 0
     with sdpa_kernel(CAUSAL, set_priority=True) if query.device.type == "cuda" else nullcontext():
         for length in longer:
-            q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+            # Whole tiles: cuDNN's backward pass had NaN where the last was half empty (pytorch/pytorch#196678). Real
+            # tokens do not see the zeros, which come later.
+            surplus = -length % BLOCK
+            q, k, v = (F.pad(x[:, :, start : start + length], (0, 0, 0, surplus)) for x in (query, key, value))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
-            parts.append(out[0].transpose(0, 1))
+            parts.append(out[0, :, :length].transpose(0, 1))
             start += length
     if len(longer) < len(lengths):
         # One key: the result is its value.
