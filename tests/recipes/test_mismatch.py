@@ -19,9 +19,17 @@ from forge.recipes.mismatch.differences import distance
 from forge.recipes.mismatch.verdict import compare
 from forge.training.checkpoint import checkpoints
 
-# Those that every kind of search is in; the others take minutes together.
+# Those that every kind of search is in; a third of the others are in CI, as all take minutes together.
 QUICK = ("template", "lora_scale")
-FAULTS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in cases.SEEDED]
+SHARE = 3
+
+
+def tiers(names, quick=()):
+    """The names as parameters, most of them of the slow tests."""
+    marks = [
+        () if name in quick else (pytest.mark.slow if i % SHARE else pytest.mark.full) for i, name in enumerate(names)
+    ]
+    return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,7 @@ def clean(tmp_path_factory):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", tiers(cases.SEEDED, QUICK))
 def test_a_fault_is_named(name, tmp_path):
     verdict = cases.verdict_of(name, tmp_path)
     fault = cases.SEEDED[name]
@@ -39,8 +47,7 @@ def test_a_fault_is_named(name, tmp_path):
     assert fault.layer is None or verdict.layer == fault.layer
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", cases.CLEAN_RUNS)
+@pytest.mark.parametrize("name", tiers(cases.CLEAN_RUNS))
 def test_a_clean_run_is_not_accused(name, tmp_path):
     verdict = cases.verdict_of(f"clean:{name}", tmp_path)
     assert verdict.faults == []
