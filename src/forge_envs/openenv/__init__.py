@@ -13,6 +13,7 @@ from .container import ContainerServer
 from .environment import OpenEnvEnvironment
 from .launch import LocalServer
 from .server import serve, web_app
+from .verifier import OpenEnvVerifier
 from .wire import Reply
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "OpenEnvClient",
     "OpenEnvEnvironment",
     "OpenEnvError",
+    "OpenEnvVerifier",
     "Reply",
     "Session",
     "serve",
