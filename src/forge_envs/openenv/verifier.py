@@ -23,14 +23,17 @@ class OpenEnvVerifier:
         name: of the score in metrics.
         sessions: episodes at once.
         timeout: seconds for the answer to one message.
+        patience: seconds to retry a server that is down or full.
 
     Raises:
         ValueError: an invalid setting.
     """
 
-    def __init__(self, url: str, *, name: str = "openenv", sessions: int = 16, timeout: float = 60.0) -> None:
+    def __init__(
+        self, url: str, *, name: str = "openenv", sessions: int = 16, timeout: float = 60.0, patience: float = 30.0
+    ) -> None:
         self.names = (name,)
-        self._client = OpenEnvClient(url, sessions=sessions, timeout=timeout)
+        self._client = OpenEnvClient(url, sessions=sessions, timeout=timeout, patience=patience)
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
