@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env as reload_config_from_env
     from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError as SupervisionError
+    from monarch._src.actor import config as config
     from monarch._src.actor.bootstrap_main import invoke_main as invoke_main
     from monarch._src.actor.endpoint import EndpointProperty as EndpointProperty
     from monarch._src.actor.host_mesh import BootstrapCommand as BootstrapCommand
@@ -48,6 +49,7 @@ NAMES = {
     "BootstrapCommand": PrivateName(
         "monarch._src.actor.host_mesh", "start processes by forge's launcher, with the allocator's settings"
     ),
+    "config": PrivateName("monarch._src.actor", "keep Monarch's prefix of an actor out of log messages"),
     "invoke_main": PrivateName(MAIN, "run the main program of a process that was started ahead of Monarch"),
 }
 _CONCURRENT = "_monarch_concurrent_endpoint_wrapper"  # marks what `concurrent_endpoint` made of a method

@@ -31,6 +31,7 @@ def test_the_names_and_what_they_are_for():
         "SupervisionError": "supervision",
         "EndpointProperty": "endpoint",
         "BootstrapCommand": "host_mesh",
+        "config": "actor",
         "invoke_main": "bootstrap_main",
     }
     for name, place in monarch_names.NAMES.items():

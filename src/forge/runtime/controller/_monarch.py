@@ -53,8 +53,12 @@ from ..monarch_names import (  # noqa: E402
     BootstrapCommand,
     EndpointProperty,
     SupervisionError,
+    config,
     reload_config_from_env,
 )
+
+# Messages of this library name their component themselves, and a process may log before it has an actor.
+config.prefix_python_logs_with_actor = False
 
 __all__ = [
     "Actor",
