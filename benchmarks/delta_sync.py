@@ -190,8 +190,8 @@ def hosts(folder: Path, rates: list[str], copies: int, steps: int) -> None:
                         command += ["--copies", str(copies), "--steps", str(steps)]
                         print(f"| {rate}, {dtype}, {deltas} | ", end="", flush=True)
                         log = (Path(scratch) / "log").open("w+")
-                        own = environment(FORGE_HOSTS="m2")
-                        if lab[0].start(command, str(ROOT), env=own, stderr=log).wait():
+                        variables = environment(FORGE_HOSTS="m2")
+                        if lab[0].start(command, str(ROOT), env=variables, stderr=log).wait():
                             log.seek(0)
                             raise SystemExit(log.read()[-3000:])
 

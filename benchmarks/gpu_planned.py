@@ -23,7 +23,7 @@ MOST = 0.1  # the error that a plan may have
 class Case(NamedTuple):
     """A trainer of one rank: tokens of its packs, packs of an update, and settings."""
 
-    what: str
+    name: str
     tokens: int
     packs: int = 1
     rank: int | None = None
@@ -54,7 +54,7 @@ def planned_peaks(setup: Setup) -> Iterator[Row]:
         error = planned / measured - 1
         figure = f"{planned / 2**30:.2f} planned, {measured / 2**30:.2f} GiB, {error:+.1%}"
         limit = f"{MOST:.0%}" if setup.on_gpu else ""
-        yield Row(f"plan: {case.what}, {tokens(case, setup):,} tokens", figure, limit, not limit or abs(error) <= MOST)
+        yield Row(f"plan: {case.name}, {tokens(case, setup):,} tokens", figure, limit, not limit or abs(error) <= MOST)
 
 
 def tokens(case: Case, setup: Setup) -> int:

@@ -31,8 +31,8 @@ from .mcp_sdk import (
     PaginatedRequestParams,
     SessionMessage,
     anyio,
-    failed,
     http,
+    is_error,
     next_cursor,
     read_message,
     streamable_http_client,
@@ -146,7 +146,7 @@ class MCPTools(ABC):
             raise ToolError(str(error)) from None
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
             raise InfrastructureError(f"{self.name} answered {name} with what is not MCP: {error}"[:500]) from error
-        if failed(result):
+        if is_error(result):
             raise ToolError(text)
         return text
 

@@ -41,8 +41,8 @@ __all__ = [
     "PaginatedRequestParams",
     "SessionMessage",
     "anyio",
-    "failed",
     "http",
+    "is_error",
     "next_cursor",
     "read_message",
     "streamable_http_client",
@@ -62,7 +62,7 @@ def read_message(line: bytes) -> Any:
     return TYPES.jsonrpc_message_adapter.validate_json(line)
 
 
-def failed(result: Any) -> bool:
+def is_error(result: Any) -> bool:
     """Whether the result of a call is a tool's error."""
     return bool(result.isError if IS_FIRST else result.is_error)
 

@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from forge.engines import EmbeddedEngine, EngineSettings
 from forge.engines.linear import Linear, quantize, widened
+from forge.engines.settings import Quantization
 from forge.engines.weights import Weights, weight_bytes
 from forge.types import Completion, Sampling
 
 from .conftest import Make, error_of, random_model
 
-KINDS = ("int8", "fp8")
+KINDS: tuple[Quantization, ...] = ("int8", "fp8")
 PROMPT = [5, 9, 17, 2]
 SAMPLING = Sampling(n=3, max_tokens=20, seed=4)
 
@@ -69,18 +70,16 @@ def test_the_engine_computes_with_rounded_weights_after_each_update(make: Make, 
                 assert error_of(model, completion) > 2e-3
 
 
+def weights_of(model: PreTrainedModel, dtype: torch.dtype, kind: Quantization | None = None) -> Weights:
+    return Weights(model.config, model.state_dict().items(), dtype, torch.device("cpu"), quantization=kind)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_router_embeddings_head_and_norms_are_not_quantized(make: Make, kind: str):
+def test_router_embeddings_head_and_norms_are_not_quantized(make: Make, kind: Quantization):
     """A router's choice is discrete: a small error there is another expert. Names that contain `gate` are others."""
     _, model = make("qwen3-moe")
-    weights = Weights(
-        model.config,
-        model.state_dict().items(),
-        torch.float32,
-        torch.device("cpu"),
-        quantization=kind,  # type: ignore[arg-type]
-    )
-    dense = Weights(model.config, model.state_dict().items(), torch.float32, torch.device("cpu"))
+    weights = weights_of(model, torch.float32, kind)
+    dense = weights_of(model, torch.float32)
     assert weights.head.scale is None
     assert torch.equal(weights.embed, dense.embed)
     for layer in weights.layers:
@@ -92,16 +91,10 @@ def test_router_embeddings_head_and_norms_are_not_quantized(make: Make, kind: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_those_of_the_tensors(make: Make, kind: str):
+def test_bytes_are_those_of_the_tensors(make: Make, kind: Quantization):
     _, model = make("qwen3")
     for quantization in (None, kind):
-        weights = Weights(
-            model.config,
-            model.state_dict().items(),
-            torch.bfloat16,
-            torch.device("cpu"),
-            quantization=quantization,  # type: ignore[arg-type]
-        )
+        weights = weights_of(model, torch.bfloat16, quantization)
         total = weights.embed.nbytes + weights.norm.nbytes + nbytes(weights.head)
         for layer in weights.layers:
             total += sum(nbytes(part) for part in (layer.qkv, layer.output))

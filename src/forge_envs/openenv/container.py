@@ -141,16 +141,16 @@ class ContainerServer:
         except OSError as error:
             raise InfrastructureError(f"{self._docker} could not be started: {error.strerror}: install it") from None
         try:
-            output, complaint = await process.communicate()
+            stdout, stderr = await process.communicate()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        text = output.decode(errors="replace").strip()
-        said = complaint.decode(errors="replace").strip()
+        printed = stdout.decode(errors="replace").strip()
+        complaint = stderr.decode(errors="replace").strip()
         if process.returncode:
-            raise InfrastructureError(f"{self._docker} {words[0]}: {said or f'exit code {process.returncode}'}")
-        return f"{text}\n{said}".strip() if errors else text
+            raise InfrastructureError(f"{self._docker} {words[0]}: {complaint or f'exit code {process.returncode}'}")
+        return f"{printed}\n{complaint}".strip() if errors else printed
 
     async def __aenter__(self) -> Self:
         return self

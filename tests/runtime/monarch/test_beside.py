@@ -33,10 +33,10 @@ def run_program(words: list[str], limit: float) -> str:
 def source_of(path: str) -> str:
     """Return a file of the checkout, which may be a bare repository."""
     words = ["git", "-C", SOURCE, "show", f"HEAD:{path}"]
-    shown = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False) if SOURCE else None
-    if shown is None or shown.returncode:
+    listing = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False) if SOURCE else None
+    if listing is None or listing.returncode:
         pytest.skip("FORGE_MONARCH_SOURCE names no checkout of github.com/meta-pytorch/monarch")
-    return shown.stdout
+    return listing.stdout
 
 
 def test_actors_meshes_supervision_and_a_job_beside_a_service():

@@ -169,8 +169,8 @@ def test_a_version_by_its_patch_is_the_version(hosts, versions):
     assert copied.digest == sender.manifest("policy", first + 1).digest
     with receiver.segments.reading(copied.segments) as memory:
         for shard in copied.shards:
-            got = shard.view(memory[shard.segment]) if shard.segment else after[shard.name]
-            assert_same(got, after[shard.name])
+            block = shard.view(memory[shard.segment]) if shard.segment else after[shard.name]
+            assert_same(block, after[shard.name])
     receiver.put("policy", after, first + 1)
 
 
@@ -186,18 +186,18 @@ def test_blocks_of_another_layout_are_sent_as_they_are(hosts):
     (segment,) = manifest.segments
     sizes = []
     for is_divided in (False, True):
-        held, kept = (store.held("policy", first) for store in hosts)
+        sender_base, receiver_base = (store.held("policy", first) for store in hosts)
         if is_divided:
-            held, kept = (
+            sender_base, receiver_base = (
                 replace(part, shards=tuple(replace(s, box=Box((0, 0), (20, 30))) for s in part.by_name["a"]))
-                for part in (held, kept)
+                for part in (sender_base, receiver_base)
             )
-        with sender.segments.reading({segment, *held.segments}) as memory:
-            patch = make_patch(manifest.shards, memory[segment], held, memory)
+        with sender.segments.reading({segment, *sender_base.segments}) as memory:
+            patch = make_patch(manifest.shards, memory[segment], sender_base, memory)
         sizes.append(len(patch))
         writing = receiver.segments.writing(manifest.extent(segment))
-        with receiver.segments.reading(kept.segments) as memory, writing as (_, written):
-            apply_patch(patch, manifest.shards, written, kept, memory)
+        with receiver.segments.reading(receiver_base.segments) as memory, writing as (_, written):
+            apply_patch(patch, manifest.shards, written, receiver_base, memory)
             for shard in manifest.shards:
                 assert torch.equal(shard.view(written), before[shard.name] + 0.01)
     assert sizes[1] > sizes[0]

@@ -261,21 +261,21 @@ class UserPlacement:
             # A lost part of a ProcMesh stays lost for the service that lost it.
             if index is None or not isinstance(hosts, UserProcs):
                 del self._placed[key]
-            for _, taken in self._devices:
-                taken.pop(key, None)
+            for _, device_ranges in self._devices:
+                device_ranges.pop(key, None)
 
     def _take(self, key: ReplicaKey, mesh: HostMesh, hosts: range, count: int) -> list[str]:
         """Return the numbers of the next `count` devices of these hosts of a mesh."""
         if not count:
             return []
-        taken = next((taken for other_mesh, taken in self._devices if other_mesh is mesh), None)
-        if taken is None:
-            taken = {}
-            self._devices.append((mesh, taken))
-        stops = (devices.stop for part, devices in taken.values() if {*part} & {*hosts})
+        device_ranges = next((ranges for owner, ranges in self._devices if owner is mesh), None)
+        if device_ranges is None:
+            device_ranges = {}
+            self._devices.append((mesh, device_ranges))
+        stops = (devices.stop for part, devices in device_ranges.values() if {*part} & {*hosts})
         first = max(stops, default=0)
-        taken[key] = hosts, range(first, first + count)
-        return [str(number) for number in taken[key][1]]
+        device_ranges[key] = hosts, range(first, first + count)
+        return [str(number) for number in device_ranges[key][1]]
 
 
 def _part(mesh: Mesh, number: int, size: int) -> Mesh:

@@ -88,8 +88,8 @@ def _shortest(plane: Bytes) -> tuple[int, Bytes, Bytes]:
         return 0, empty, empty
     lengths = {8: len(plane), 1: -(-len(plane) // 8) + changed}
     for bits in (2, 4):
-        rest = int(np.count_nonzero(plane >= (1 << bits) - 1))
-        lengths[bits] = -(-len(plane) * bits // 8) + rest
+        escapes = int(np.count_nonzero(plane >= (1 << bits) - 1))
+        lengths[bits] = -(-len(plane) * bits // 8) + escapes
     form = min(lengths, key=lengths.__getitem__)
     # Gaps take a byte each, and one more for every 255 bytes that are zero.
     if 2 * changed + (len(plane) - changed) // ESCAPE < lengths[form]:
@@ -121,10 +121,10 @@ def _expanded(form: int, first: Bytes, second: Bytes, count: int) -> Bytes:
 
 def _gaps(plane: Bytes) -> tuple[Bytes, Bytes]:
     indices = np.flatnonzero(plane != 0)
-    skipped, rest = np.divmod(np.diff(indices, prepend=-1) - 1, ESCAPE)
-    ends = np.cumsum(skipped + 1) - 1
+    escapes, gap = np.divmod(np.diff(indices, prepend=-1) - 1, ESCAPE)
+    ends = np.cumsum(escapes + 1) - 1
     gaps = np.full(int(ends[-1]) + 1, ESCAPE, np.uint8)
-    gaps[ends] = rest
+    gaps[ends] = gap
     return gaps, plane[indices]
 
 
