@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
-from forge.config import ConfigError
 from forge.recipes import rl
 from forge.recipes.components import Job
 from forge.recipes.launch import launch
@@ -29,11 +28,6 @@ class SelfPlayConfig(RLConfig):
     """Several policies that train."""
 
     trains_several: ClassVar[bool] = True
-
-    def _check(self) -> None:
-        super()._check()
-        if self.load_algorithm().needs_critic or self.services.ref_model is not None:
-            raise ConfigError("several policies train without a critic and a reference model: choose another algorithm")
 
 
 class SelfPlay(Loop):
@@ -53,7 +47,7 @@ class SelfPlay(Loop):
         with learner.metrics():
             credit.record_rollouts(episode for group in groups for episode in group.episodes)
             recorded_groups = self.record.pick(groups)
-            batch = await self.make_batch(groups, version, recorded_groups)
+            batch = await self.make_batch(groups, version, recorded_groups, learner)
         metrics = await learner.train_step(batch)
         if recorded_groups:
             self.record.log_rollouts(version + 1, recorded_groups, batch, await learner.trainer.recorded.route())

@@ -63,7 +63,7 @@ async def answers(client, sample):
 
 
 def rollouts_of(folder):
-    columns = ("sample", "origins", "group", "advantage", "dropped")
+    columns = ("sample", "origins", "group", "advantage", "dropped", "policy")
     return [row for _, rows in batches(folder / "rollouts.arrow", columns) for row in rows.to_pylist()]
 
 
@@ -91,11 +91,11 @@ def test_two_policies_train_from_their_own_tokens(tmp_path, model):
             # The engine and the trainer of each agree: no token was scored by the other's weights.
             assert row[f"{prefix}train/engine_difference"] < 1e-5
     samplers = {
-        (row["sample"] < 4, origin[2].partition("[")[0])
+        (row["sample"] < 4, row["policy"], origin[2].partition("[")[0])
         for row in rollouts_of(folder)
         for origin in json.loads(row["origins"])
     }
-    assert samplers == {(True, "generator"), (False, "rival_generator")}
+    assert samplers == {(True, "policy", "generator"), (False, "rival", "rival_generator")}
 
 
 def test_a_run_of_two_policies_resumes_to_the_same_weights(tmp_path, model):
@@ -164,13 +164,57 @@ def test_room_is_needed_for_each_trained_policy():
     assert not any("mirror" in setting for setting in cfg.placements())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"algorithm": "ppo"}, {"services": {"ref_model": {}}, "grpo": {**SETTINGS["grpo"], "beta": 0.1}}]
-)
-def test_a_critic_or_a_reference_model_is_an_error_where_several_train(settings):
+def test_the_critic_and_the_reference_of_each_policy_are_placed():
     episode = {"agent": {"function": answers}}
-    with pytest.raises(ConfigError, match="several policies train without a critic and a reference model"):
-        build(SelfPlayConfig, {**SETTINGS, "model": "x", "episode": episode, **settings})
+    models = {"rival": {"trains": True}, "third": {"trains": True, "model": "y"}, "judge": {"model": "z"}}
+    settings = {**SETTINGS, "model": "x", "episode": episode, "models": models}
+    with_reference = {"services": {"ref_model": {}}, "grpo": {**SETTINGS["grpo"], "beta": 0.1}}
+
+    def placed(**further):
+        placements = build(SelfPlayConfig, {**settings, **further}).placements()
+        parts = [name.removeprefix("models.") for name in placements if name.startswith("models.")]
+        return {name for name in parts if name.endswith(("critic", "ref_model"))}
+
+    assert placed() == set()
+    # `rival` starts as the policy, and shares its reference.
+    assert placed(**with_reference) == {"third.ref_model"}
+    assert placed(grpo={**with_reference["grpo"], "reference": "w"}) == set()
+    assert placed(algorithm="ppo") == {"rival.critic", "third.critic"}
+    models["rival"]["critic"] = {"procs": 2}
+    with pytest.raises(ConfigError, match=r"models\.rival\.critic does nothing: the algorithm has no critic"):
+        placed()
+    models["rival"] = {"trains": True, "ref_model": {"procs": 2}}
+    with pytest.raises(ConfigError, match=r"models\.rival\.ref_model does nothing: it shares the run's reference"):
+        placed(**with_reference)
+
+
+def test_each_policy_has_its_critic(tmp_path, model):
+    models = {"rival": {"trains": True}}
+    settings = {"algorithm": "ppo", "checkpoint": {"every": 2}}
+    training = {**SETTINGS["training"], "steps": 4}
+    whole = run(tmp_path, model, answers, models, "whole", training=training, **settings)
+    for row in rows_of(whole)[1:]:
+        assert row["critic/loss"] > 0
+        assert row["rival/critic/loss"] > 0
+        assert row["critic/loss"] != row["rival/critic/loss"]
+    run(tmp_path, model, answers, models, "parts", training={**training, "steps": 2}, **settings)
+    parts = run(tmp_path, model, answers, models, "parts", "auto", training=training, **settings)
+    for name in ("model", "model-rival"):
+        assert not differs(weights(whole / name), weights(parts / name))
+        assert differs(weights(Path(model)), weights(parts / name))
+
+
+def test_the_reference_of_each_policy_is_its_own_start(tmp_path, model):
+    small = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
+    other_model = build_small_model(tmp_path / "other", seed=9, alphabet="0123456789>", **small)
+    models = {"rival": {"trains": True, "model": str(other_model)}}
+    grpo = {**SETTINGS["grpo"], "beta": 0.1}
+    folder = run(tmp_path, model, answers, models, grpo=grpo, services={"ref_model": {}})
+    first, last = rows_of(folder)[1], rows_of(folder)[-1]
+    for prefix in ("", "rival/"):
+        # Before the first update each is its reference.
+        assert first[f"{prefix}train/kl"] == pytest.approx(0.0, abs=1e-6)
+        assert last[f"{prefix}train/kl"] > 1e-5
 
 
 async def judged(client, sample):

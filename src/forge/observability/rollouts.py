@@ -34,6 +34,7 @@ CHUNK = 1 << 22  # bytes that are copied at once
 END = 8  # bytes of the mark at the end of a stream
 IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advantage 0: the batch does not contain it
 TEXT = ("prompt", "response", "target")
+ADDED = "policy"  # the column that files of earlier versions lack
 # Numbers of each token; unknown ones are NaN.
 ENGINE = ("engine_logprobs",)
 # Made with the batch that is trained, by the controller.
@@ -72,6 +73,7 @@ def schema() -> pyarrow.Schema:
             "mask": pa.list_(pa.bool_()),
             "versions": pa.list_(pa.int64()),
             **numbers,
+            ADDED: pa.string(),  # the name by which an agent asked for it; null where a run has one policy
         }
     )
 
@@ -99,7 +101,10 @@ class RolloutLog:
         self._max_bytes = max_bytes
         self._spell = spell
         self.groups = groups
-        schema()  # its import takes most of a second, which no step should include
+        # Arrow's import takes most of a second, which no step should include.
+        with _opened(path) as file:
+            beginning = None if file is None else _beginning(file, path)
+        self._schema = schema() if beginning is None else beginning[0]
         self._texts: dict[int, str] = {}
         self._size = path.stat().st_size if path.exists() else 0
 
@@ -136,7 +141,7 @@ class RolloutLog:
             for sample, last in enumerate(group.episodes):
                 branches = (*last.branches, last)
                 for branch, episode in enumerate(reversed(branches)):
-                    row = _row(step, group, sample, branch, episode, last.outcome, reason)
+                    row = _row(step, group, sample, branch, episode, last, reason)
                     rows.insert(len(rows) - branch, row)
                 episodes += branches
         if not rows:
@@ -173,13 +178,13 @@ class RolloutLog:
             pa.ListArray.from_arrays(offsets, pa.array(lists[field.name], field.type.value_type))
             if field.name in lists
             else pa.array([row[field.name] for row in rows], field.type)
-            for field in schema()
+            for field in self._schema
         ]
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, schema(), options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-            writer.write_batch(pa.record_batch(arrays, schema=schema()))
+        with pa.ipc.new_stream(sink, self._schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+            writer.write_batch(pa.record_batch(arrays, schema=self._schema))
         # The file begins with the schema, once, and has no mark of its end: more batches may follow.
-        message = sink.getvalue().to_pybytes()[len(schema().serialize()) if self._size else 0 : -END]
+        message = sink.getvalue().to_pybytes()[len(self._schema.serialize()) if self._size else 0 : -END]
         self._write(message)
         self._size += len(message)
         if self._size >= self._max_bytes:
@@ -205,9 +210,8 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _row(
-    step: int, group: Group, sample: int, branch: int, episode: Episode, reward: float | None, reason: str | None
-) -> Row:
+def _row(step: int, group: Group, sample: int, branch: int, episode: Episode, last: Episode, reason: str | None) -> Row:
+    """The row of a token sequence, but for its tokens. `last` is the branch that the episode ended with."""
     info = episode.info
     return {
         "step": step,
@@ -217,7 +221,7 @@ def _row(
         "prompt": clean(group.prompt),
         "response": clean(episode.text),
         "target": clean(str(group.target)),
-        "reward": reward,
+        "reward": last.outcome,
         "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
         # A dropped episode has no advantage, though one was computed for its group.
         "advantage": None if reason is not None else _mean(episode.advantage),
@@ -227,6 +231,7 @@ def _row(
         "turns": json.dumps(episode.turns) if episode.turns else "[]",
         "dropped": reason,
         "length": sum(episode.mask),
+        ADDED: last.policy or None,
     }
 
 
@@ -253,18 +258,25 @@ def batches(
     """
     import pyarrow as pa
 
-    fields = None if columns is None else [schema().get_field_index(name) for name in columns]
-    options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+    names = schema().names if columns is None else columns
     with _opened(path) as file:
-        for message in () if file is None else _steps(file, path, after):
+        beginning = None if file is None else _beginning(file, path, after)
+        if file is None or beginning is None:
+            return
+        written, start = beginning
+        fields = [written.get_field_index(name) for name in names if name in written.names]
+        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+        for message in _steps(file, path, max(after, start)):
             try:
-                source = pa.BufferReader(schema().serialize().to_pybytes() + read(file, message))  # type: ignore[arg-type]
+                source = pa.BufferReader(written.serialize().to_pybytes() + read(file, message))
             except ValueError as error:
                 raise ValueError(f"{path} is damaged: {error}") from None
             try:
                 batch = pa.ipc.open_stream(source, options=options).read_next_batch()
             except (StopIteration, pa.ArrowException, OSError, EOFError):  # the file is damaged from this batch on
                 return
+            if ADDED in names and ADDED not in written.names:
+                batch = batch.append_column(schema().field(ADDED), pa.nulls(len(batch), pa.string()))
             yield message.end, batch
 
 
@@ -276,7 +288,10 @@ def count(path: Path, after: int = 0) -> tuple[int, int]:
     """
     rows = 0
     with _opened(path) as file:
-        for message in () if file is None else _steps(file, path, after):
+        beginning = None if file is None else _beginning(file, path, after)
+        if file is None or beginning is None:
+            return rows, after
+        for message in _steps(file, path, max(after, beginning[1])):
             rows += message.rows
             after = message.end
     return rows, after
@@ -293,12 +308,16 @@ def _opened(path: Path) -> Iterator[BinaryIO | None]:
         yield file
 
 
-def _steps(file: BinaryIO, path: Path, after: int) -> Iterator[Message]:
-    """Yield the messages of steps. ValueError: as of `batches`."""
+def _beginning(file: BinaryIO, path: Path, after: int = 0) -> tuple[pyarrow.Schema, int] | None:
+    """The columns of a file, and the byte at which its steps begin; None if there is no step after a byte.
+
+    Raises:
+        ValueError: as of `batches`.
+    """
     import pyarrow as pa
 
     if os.fstat(file.fileno()).st_size <= max(after, len(schema().serialize())):
-        return  # there is no step, or the process was killed during its first write
+        return None  # there is no step, or the process was killed during its first write
     try:
         first = next(messages(file), None)
         file.seek(0)
@@ -307,11 +326,16 @@ def _steps(file: BinaryIO, path: Path, after: int) -> Iterator[Message]:
         raise ValueError(f"{path} is not a file of rollouts: {error}") from None
     if first is None or columns is None:
         raise ValueError(f"{path} is not a file of rollouts: it does not begin with a schema")
-    if columns != schema():
+    if columns not in (schema(), schema().remove(schema().get_field_index(ADDED))):
         raise ValueError(f"{path} has other columns: another version wrote it")
+    return columns, first.end
+
+
+def _steps(file: BinaryIO, path: Path, start: int) -> Iterator[Message]:
+    """Yield the messages of steps from a byte on. ValueError: as of `batches`."""
     # A message of another kind ends the rollouts: this library writes none.
     try:
-        for message in messages(file, max(after, first.end)):
+        for message in messages(file, start):
             if message.kind != STEP:
                 return
             yield message

@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,7 +153,6 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         make_env: makes the environment from the configuration; None: the reward of the configuration, or its
             `environment`.
     """
-    temperature = cfg.grpo.temperature
     has_reference = cfg.starts_reference(algorithm)
     if algorithm.needs_reference and not has_reference:
         log.warning(
@@ -165,14 +164,18 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     single_turn = make_env is None and not cfg.multi_turn
     # All at once: each starts processes, loads a model or opens data, which takes seconds.
-    samples, buffer, trained, reward_service, reference_model, critic_trainer = await asyncio.gather(
+    samples, buffer, trained, reward_service, references, critics = await asyncio.gather(
         dataset(cfg, job),
         replay_buffer(cfg, job, algorithm),
         learners(cfg, job, algorithm),
         reward(cfg) if single_turn else nothing(),
-        reference(cfg, cfg.grpo.reference or job.model, temperature) if has_reference else nothing(),
-        critic(cfg, job) if algorithm.needs_critic else nothing(),
+        start_references(cfg, job) if has_reference else no_models(),
+        start_critics(cfg, job) if algorithm.needs_critic else no_models(),
     )
+    trained = {
+        name: replace(learner, reference=references.get(name), critic=critics.get(name))
+        for name, learner in trained.items()
+    }
     env: GroupEnv
     if single_turn:
         tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
@@ -181,8 +184,7 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, trained)
     own_learner = trained[POLICY]
     further = {f"models.{name}.trainer": learner.trainer for name, learner in trained.items() if name != POLICY}
-    if critic_trainer is not None:
-        further["critic"] = critic_trainer
+    further |= {service_of(name, "critic"): critic for name, critic in critics.items()}
     learning_reward = reward_service if cfg.reward.learns else None
     has_sampler = cfg.dataset.sampler is not None
     state = RunState(own_learner.trainer, samples, buffer, further, learning_reward, has_sampler)
@@ -194,8 +196,8 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         own_learner.policy,
         own_learner.trainer,
         env,
-        reference_model,
-        critic_trainer,
+        own_learner.reference,
+        own_learner.critic,
         trained,
         state,
         await start_evaluation(cfg, job.held_out, job.sets, job.record, env),
@@ -211,9 +213,7 @@ async def learners(cfg: RLConfig, job: Job, algorithm: Algorithm) -> dict[str, L
 
 async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> Learner:
     """Start the generators and the trainer of one policy."""
-    services = ["generator", "trainer"] if name == POLICY else [f"models.{name}.generator", f"models.{name}.trainer"]
-    model = None if name == POLICY else cfg.models[name].model
-    own_job = job if model is None else job._replace(model=model)
+    own_job = job._replace(model=start_of(cfg, job, name))
     temperature = cfg.grpo.temperature
     policy, own_trainer = await policy_and_trainer(
         cfg.colocated,
@@ -221,7 +221,7 @@ async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> L
             generator,
             cfg,
             own_job,
-            service=services[0],
+            service=service_of(name, "generator"),
             weights_key=name,
             temperature=temperature,
             max_tokens=cfg.grpo.max_tokens,
@@ -232,7 +232,7 @@ async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> L
             cfg,
             own_job,
             algorithm,
-            service=services[1],
+            service=service_of(name, "trainer"),
             store=job.store,
             weights_key=name,
             temperature=temperature,
@@ -240,6 +240,43 @@ async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> L
         ),
     )
     return Learner(name, policy, own_trainer)
+
+
+def service_of(policy: str, part: str) -> str:
+    """The name under which the configuration places a part of a policy that trains, such as `models.rival.critic`."""
+    return part if policy == POLICY else f"models.{policy}.{part}"
+
+
+def start_of(cfg: RLConfig, job: Job, policy: str) -> str:
+    """The folder of the weights that a policy starts from."""
+    return job.model if policy == POLICY else cfg.models[policy].model or job.model
+
+
+async def start_references(cfg: RLConfig, job: Job) -> dict[str, Handle]:
+    """Start the frozen model of each policy that trains. Policies that have the same one share it."""
+    models = {name: cfg.grpo.reference or start_of(cfg, job, name) for name in cfg.trained_models}
+    first_users = {model: name for name, model in reversed(models.items())}
+    services = await asyncio.gather(
+        *(
+            reference(cfg, model, cfg.grpo.temperature, service_of(name, "ref_model"))
+            for model, name in first_users.items()
+        )
+    )
+    services_by_model = dict(zip(first_users, services, strict=True))
+    return {name: services_by_model[model] for name, model in models.items()}
+
+
+async def start_critics(cfg: RLConfig, job: Job) -> dict[str, Handle]:
+    """Start the critic of each policy that trains."""
+    critics = await asyncio.gather(
+        *(critic(cfg, start_of(cfg, job, name), job, service_of(name, "critic")) for name in cfg.trained_models)
+    )
+    return dict(zip(cfg.trained_models, critics, strict=True))
+
+
+async def no_models() -> dict[str, Handle]:
+    """Start no model, where the algorithm needs none."""
+    return {}
 
 
 async def policy_and_trainer(
@@ -376,13 +413,13 @@ async def trainer(
     return await Trainer.options(**options).as_actor(job.model, loss=loss, **(settings | overrides))
 
 
-async def critic(cfg: RLConfig, job: Job) -> Handle:
+async def critic(cfg: RLConfig, start: str, job: Job, service: str = "critic") -> Handle:
     """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
     return await trainer(
         cfg,
-        job if cfg.critic.model is None else job._replace(model=cfg.critic.model),
+        job._replace(model=cfg.critic.model or start),
         ValueLoss(cfg.critic.clip),
-        service="critic",
+        service=service,
         report="critic",
         head="value",
         backend="fsdp",
@@ -397,10 +434,10 @@ async def reward(cfg: RecipeConfig) -> Handle:
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
 
 
-async def reference(cfg: TrainingRecipe, model: str, temperature: float = 1.0) -> Handle:
+async def reference(cfg: TrainingRecipe, model: str, temperature: float = 1.0, service: str = "ref_model") -> Handle:
     """A frozen model that scores batches."""
     passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
     sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"
-    return await ReferenceModel.options(**cfg.placement("ref_model")).as_service(
-        model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, sharded=sharded, **passes
+    return await ReferenceModel.options(**cfg.placement(service)).as_service(
+        model, temperature=temperature, parallelism={**cfg.layout(service)}, sharded=sharded, **passes
     )

@@ -42,6 +42,11 @@ class FurtherModel(Section):
     """Placement of its generators."""
     trainer: Options = Options()
     """Placement of its trainer."""
+    critic: Options = Options()
+    """Placement of its critic, where the algorithm has one."""
+    ref_model: Options = Options()
+    """Placement of its reference model: its own start, where the run has a reference and `grpo.reference` names none.
+    One that starts as the run's own policy shares the reference of that."""
 
     @property
     def is_frozen(self) -> bool:
@@ -82,7 +87,7 @@ class FurtherModel(Section):
 
 USES = {
     "frozen": {"model", "temperature", "template", "syntax", "generator"},
-    "trains": {"model", "trains", "generator", "trainer"},
+    "trains": {"model", "trains", "generator", "trainer", "critic", "ref_model"},
     "seat_of": {"seat_of"},
     "url": {"url", "key", "name"},
 }

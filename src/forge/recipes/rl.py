@@ -15,7 +15,9 @@ from ..rewards.rules import overlong_penalty
 from ..training import credit
 from ..types import Batch, Group, Sample
 from .components import Job, MakeEnv, start_rl
+from .learners import Learner
 from .loop import Frame, begin_schedule
+from .models_config import POLICY
 from .rl_config import RLConfig
 from .schema import sample_seed
 
@@ -69,19 +71,23 @@ class Loop(Frame):
             self.record.log_rollouts(version + 1, recorded_groups, batch, numbers, dropped)
         return metrics
 
-    async def make_batch(self, groups: list[Group], version: int, recorded_groups: list[Group]) -> Batch:
-        """Compute advantages, pack, and add what a reference and a critic say."""
+    async def make_batch(
+        self, groups: list[Group], version: int, recorded_groups: list[Group], learner: Learner | None = None
+    ) -> Batch:
+        """Compute advantages, pack, and add what the reference and the critic of a policy say: of the run's own, or of
+        `learner`."""
+        learner = learner or self.parts.learners[POLICY]
         overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
         shares = self.cfg.shares(self.algorithm)
         batch = credit.make_batch(groups, self.algorithm, version, recorded_groups, **shares)  # advantages, packing
         if self.cfg.colocated:
             await self.parts.policy.release.fanout()
-        if self.parts.reference is not None:
-            batch.ref_logprobs = await self.parts.reference.logprobs.route(batch)
+        if learner.reference is not None:
+            batch.ref_logprobs = await learner.reference.logprobs.route(batch)
         elif self.algorithm.needs_reference:
             batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
-        if self.parts.critic is not None:
-            batch.values = await self.parts.critic.predict.route(batch)
+        if learner.critic is not None:
+            batch.values = await learner.critic.predict.route(batch)
         credit.assign(batch, self.algorithm)  # GAE, KL in the reward, whitening
         return batch
 

@@ -201,7 +201,12 @@ class RLConfig(RecipeConfig):
     @property
     def trained(self) -> int:
         """The number of policies that train."""
-        return len(trained_models(self.models))
+        return len(self.trained_models)
+
+    @property
+    def trained_models(self) -> list[str]:
+        """The names of the policies that train, the run's own first."""
+        return trained_models(self.models)
 
     @property
     def seats(self) -> dict[str, str]:
@@ -219,9 +224,15 @@ class RLConfig(RecipeConfig):
         """The options of services and of further models."""
         placements = super().placements()
         for name, further in self.models.items():
-            paths = (f"models.{name}.{part}" for part in further.parts)
-            placements |= {path: self.placement(path) for path in paths}
+            parts = [*further.parts, *(self._judges_of(further) if further.trains else ())]
+            placements |= {path: self.placement(path) for path in (f"models.{name}.{part}" for part in parts)}
         return placements
+
+    def _judges_of(self, further: FurtherModel) -> list[str]:
+        """What a further policy has beside its trainer, where the algorithm needs it."""
+        has_own_start = self.grpo.reference is None and further.model not in (None, self.model)
+        needed = {"critic": True, "ref_model": has_own_start}
+        return [part for part, is_needed in needed.items() if is_needed and part not in self.idle]
 
     def scalar(self, model: str) -> list[str]:
         """The critic, where the algorithm has one."""
@@ -290,12 +301,20 @@ class RLConfig(RecipeConfig):
         else:
             preflight.check(preflight.SINGLE_TURN_RULES, self)
         check_models(self.models, trains_several=self.trains_several)
+        self._check_judges(algorithm)
         if self.multi_turn and any(settings.reward is not None for settings in self.eval.sets.values()):
             raise ConfigError("a reward of eval.sets does nothing: the environment scores episodes")
         if any(every % interval for every in self.eval.intervals().values()):
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )
+
+    def _check_judges(self, algorithm: Algorithm) -> None:
+        reference = "it shares the run's reference" if self.starts_reference(algorithm) else "the run has no reference"
+        reasons = {"critic": "the algorithm has no critic", "ref_model": reference}
+        for name, further in self.models.items():
+            for part in further.model_fields_set & reasons.keys() - set(self._judges_of(further)):
+                raise ConfigError(f"models.{name}.{part} does nothing: {reasons[part]}")
 
     def _check_multi_turn(self) -> None:
         if self.environment is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 # Columns of the index that is kept in memory.
-INDEX = ("step", "group", "sample", "branch", "reward", "advantage", "version", "length", "finish", "dropped")
+INDEX = ("step", "group", "sample", "branch", "reward", "advantage", "version", "length", "finish", "dropped", "policy")
 NUMBERS = ("step", "group", "reward", "advantage", "version", "length")  # that can be filtered by a range
 PAGE = 50  # rollouts of a page
 BINS = 20  # of a histogram
@@ -89,7 +89,7 @@ class RunView:
                 raise ValueError(f"{path} has more than {MAX_ROWS} rows")
             columns = [check_array(batch[name]) for name in INDEX]
             if sum(array.nbytes for array in columns) > MAX_ROW * (len(batch) + 1):
-                raise ValueError(f"{path} is damaged: finish or dropped are long texts")
+                raise ValueError(f"{path} is damaged: finish, dropped or policy are long texts")
             parts.append(pa.RecordBatch.from_arrays(columns, list(INDEX)))
             self._ends.append(end)
             self._firsts.append(self._firsts[-1] + len(batch))

@@ -34,7 +34,7 @@ export function rollouts(context) {
       update();
     }) }, text, sort === asked.sort ? (asked.down === "1" ? " ↓" : " ↑") : "")));
     fill(body, found.rows, () => found.rows.map((row) => el("tr", { className: "link", tabIndex: 0, onclick: () => context.open(row.row), onkeydown: (event) => event.key === "Enter" && context.open(row.row) },
-      ...[row.step, row.group, row.sample, number(row.reward), number(row.advantage, 3), row.length, row.version].map((cell) => el("td", { className: "n" }, String(cell ?? "–"))),
+      ...[row.step, row.group, row.policy ? `${row.sample} ${visible(row.policy)}` : row.sample, number(row.reward), number(row.advantage, 3), row.length, row.version].map((cell) => el("td", { className: "n" }, String(cell ?? "–"))),
       el("td", {}, row.dropped ? el("span", { className: "tag", title: visible(row.dropped) }, visible(REASONS[row.dropped] ?? row.dropped)) : el("span", { className: "good" }, "yes")),
       el("td", { className: "text" }, el("span", { className: "quiet" }, `${visible((row.prompt ?? "").slice(-70))} `), visible((row.written || written(row)).slice(0, 160))))));
     const last = Math.max(0, Math.ceil(found.total / 50) - 1), go = (by) => () => { asked.page = (asked.page || 0) + by; update(); };
