@@ -19,21 +19,15 @@ from forge.recipes.components import Job
 from forge.recipes.launch import launch
 from forge.recipes.learners import Learner
 from forge.recipes.rl import Loop
-from forge.recipes.rl_config import RLConfig
+from forge.recipes.rl_config import RLConfig, SeveralPoliciesConfig
 from forge.training import credit
 from forge.types import Group
-
-
-class SelfPlayConfig(RLConfig):
-    """Several policies that train."""
-
-    trains_several: ClassVar[bool] = True
 
 
 class SelfPlay(Loop):
     """The loop of RL, in which every policy learns from the seats that it had in a game."""
 
-    config: ClassVar[type[RLConfig]] = SelfPlayConfig
+    config: ClassVar[type[RLConfig]] = SeveralPoliciesConfig
 
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
         learners = self.parts.learners.values()
@@ -69,4 +63,4 @@ async def train(cfg: RLConfig, job: Job) -> None:
 
 
 if __name__ == "__main__":
-    launch(train, SelfPlayConfig)
+    launch(train, SeveralPoliciesConfig)

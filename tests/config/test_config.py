@@ -13,7 +13,6 @@ from pydantic import Field
 from safetensors.torch import save_file
 
 from apps.code.config import CodeConfig
-from apps.selfplay.main import SelfPlayConfig
 from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import ConfigError, Section, build, load, section_in, to_dict
@@ -24,7 +23,7 @@ from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
 from forge.recipes.memory import memory_report
 from forge.recipes.reward_model_config import RewardModelConfig
-from forge.recipes.rl_config import GRPOConfig
+from forge.recipes.rl_config import GRPOConfig, SeveralPoliciesConfig
 from forge.recipes.sft_config import SFTConfig
 from forge.recipes.simulate import SimulationSettings
 from forge.runtime.controller import Options
@@ -39,7 +38,7 @@ CONFIGS = {
     "grpo": GRPOConfig,
     "reward_model": RewardModelConfig,
     "real": GRPOConfig,
-    "selfplay": SelfPlayConfig,
+    "selfplay": SeveralPoliciesConfig,
     "sft": SFTConfig,
     "simulate": SimulationSettings,
     "tools": ToolsConfig,

@@ -9,11 +9,12 @@ from safetensors.numpy import load_file
 pytest.importorskip("openai")
 
 from apps.selfplay import games
-from apps.selfplay.main import SelfPlayConfig, train
+from apps.selfplay.main import train
 from forge.config import ConfigError, build
 from forge.models import build_small_model
 from forge.observability.rollouts import batches
 from forge.recipes.rl_config import RLConfig
+from forge.recipes.rl_config import SeveralPoliciesConfig as Several
 from forge.types import Episode, Group
 from forge_agents.certificate import EXCLUSIONS
 
@@ -43,7 +44,7 @@ def run(root, model, function, models, name="run", resume=None, **settings):
 
     episode = {"max_tokens": settings.pop("max_tokens", 64), "template": TEMPLATE, "agent": {"function": function}}
     values = {**SETTINGS, "model": str(model), "episode": episode, "models": models, **settings}
-    cfg = build(SelfPlayConfig, {**values, "run": {"name": name, "root": str(root)}})
+    cfg = build(Several, {**values, "run": {"name": name, "root": str(root)}})
     return Path(execute(train, cfg, resume=resume))
 
 
@@ -158,7 +159,7 @@ def test_a_group_in_which_a_player_is_never_asked_is_dropped_and_recorded(tmp_pa
 def test_room_is_needed_for_each_trained_policy():
     episode = {"agent": {"function": answers}}
     models = {"rival": {"trains": True}, "mirror": {"seat_of": "policy"}, "judge": {"model": "x"}}
-    cfg = build(SelfPlayConfig, {**SETTINGS, "model": "x", "episode": episode, "models": models})
+    cfg = build(Several, {**SETTINGS, "model": "x", "episode": episode, "models": models})
     assert cfg.trained == 2
     assert cfg.placements().keys() >= {"models.rival.trainer", "models.rival.generator", "models.judge.generator"}
     assert not any("mirror" in setting for setting in cfg.placements())
@@ -171,7 +172,7 @@ def test_the_critic_and_the_reference_of_each_policy_are_placed():
     with_reference = {"services": {"ref_model": {}}, "grpo": {**SETTINGS["grpo"], "beta": 0.1}}
 
     def placed(**further):
-        placements = build(SelfPlayConfig, {**settings, **further}).placements()
+        placements = build(Several, {**settings, **further}).placements()
         parts = [name.removeprefix("models.") for name in placements if name.startswith("models.")]
         return {name for name in parts if name.endswith(("critic", "ref_model"))}
 
@@ -266,11 +267,11 @@ def test_rewards_for_other_players_end_the_run(tmp_path, model):
     [
         (RLConfig, {"rival": {"trains": True}}, r"models\.rival\.trains: this recipe trains one policy; use apps"),
         (RLConfig, {"rival": {"seat_of": "policy"}}, r"models\.rival\.seat_of: this recipe has one seat"),
-        (SelfPlayConfig, {"rival": {"seat_of": "polcy"}}, r"'polcy' is not trained here: name one of policy"),
-        (SelfPlayConfig, {"policy": {"trains": True}}, r"models\.policy: 'policy' is the run's model"),
-        (SelfPlayConfig, {"a.b": {"trains": True}}, r"models\.a\.b: 'a\.b' must be of letters"),
-        (SelfPlayConfig, {"rival": {"trains": True, "url": "http://x"}}, r"trains and models\.rival\.url contradict"),
-        (SelfPlayConfig, {"rival": {"trains": True, "temperature": 0.5}}, r"models\.rival\.temperature does nothing"),
+        (Several, {"rival": {"seat_of": "polcy"}}, r"'polcy' is not trained here: name one of policy"),
+        (Several, {"policy": {"trains": True}}, r"models\.policy: 'policy' is the run's model"),
+        (Several, {"a.b": {"trains": True}}, r"models\.a\.b: 'a\.b' must be of letters"),
+        (Several, {"rival": {"trains": True, "url": "http://x"}}, r"trains and models\.rival\.url contradict"),
+        (Several, {"rival": {"trains": True, "temperature": 0.5}}, r"models\.rival\.temperature does nothing"),
         (RLConfig, {"gpt": {"url": "api.openai.com"}}, r"models\.gpt\.url must be like https://api\.openai\.com"),
         (RLConfig, {"gpt": {"url": "https://api.openai.com/v1"}}, r"models\.gpt\.url must end before /v1"),
         (RLConfig, {"gpt": {"url": "https://x", "key": "NO_SUCH_KEY"}}, "NO_SUCH_KEY is not set"),

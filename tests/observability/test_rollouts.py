@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from forge.algorithms import load_algorithm
 from forge.observability.rollouts import IDLE, ROLLOUTS, TRAINER, RolloutLog, batches, cut, schema, texts
-from forge.training import credit
 from forge.serve.watch.views import RunView
+from forge.training import credit
 from forge.types import Completion, Episode, Group, Turn
 
 

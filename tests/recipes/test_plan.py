@@ -9,9 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file
 
-from benchmarks.planned_memory import CASES, EXPERT, RECOMPUTED, SEQ_LEN, TITAN, Case, measure, plan, write_model
+from benchmarks.planned_memory import (
+    CASES,
+    EXPERT,
+    RECOMPUTED,
+    SEQ_LEN,
+    TITAN,
+    Case,
+    measure,
+    measured_peak,
+    plan,
+    write_model,
+)
 from forge.cli import main
 from forge.cli.plan import planned
 from forge.engines.settings import EngineSettings
@@ -19,6 +31,7 @@ from forge.recipes.plan.components import make_plan
 from forge.recipes.plan.devices import DEVICES, Device, Machines, parse_machines
 from forge.recipes.plan.generation import engine_memory
 from forge.recipes.plan.memory import trainer_memory
+from forge.recipes.plan.others import count_elements, scoring_memory
 from forge.recipes.plan.passes import run_passes
 from forge.recipes.plan.shapes import PUBLIC, shape_folder
 from forge.recipes.plan.text import plan_lines
@@ -142,11 +155,10 @@ def test_a_plan_leaves_no_process_group_and_no_device(tmp_path: Path):
     assert torch.nn.functional.scaled_dot_product_attention(query, query, query).shape == query.shape
 
 
-# The recipe of a game trains several policies, and has a loop that is not one of `forge`.
 GPU_RECIPES = [path for path in sorted(APPS.glob("*/*.yaml")) if "with_gpus: true" in path.read_text()]
 
 
-@pytest.mark.parametrize("recipe", [path for path in GPU_RECIPES if path.parent.name != "selfplay"])
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
 def test_every_recipe_for_gpus_fits_them(recipe: Path):
     if "collect:" in recipe.read_text():
         pytest.skip("it collects answers, and trains nothing")
@@ -306,3 +318,80 @@ def test_a_mixture_of_a_folder_is_planned(tmp_path: Path):
     _, result = planned("apps/sft/tiny.yaml", ["--model", str(model), "--from_scratch", "null"], "cpu")
     assert result.components[0].parts["activations"] > 0
     assert result.fits
+
+
+def small_scorer(folder: Path, kind: str) -> Path:
+    """The config.json of a small sequence classifier."""
+    from transformers import LlamaConfig, ModernBertConfig, Qwen3Config
+
+    shape = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 4096}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 3, "sep_token_id": 4}
+    configs = {
+        "qwen3": lambda: Qwen3Config(num_key_value_heads=2, head_dim=64, intermediate_size=512, **shape, **ids),
+        "llama": lambda: LlamaConfig(intermediate_size=512, **shape, **ids),
+        "modernbert": lambda: ModernBertConfig(intermediate_size=384, **shape, **ids),
+    }
+    config = configs[kind]()
+    config.num_labels = 1
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "modernbert"])
+def test_the_plan_of_a_reward_model_is_what_it_holds(kind: str, tmp_path: Path):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from forge.rewards.settings import RewardModelSettings
+
+    folder = small_scorer(tmp_path / kind, kind)
+    weights, activations = scoring_memory(RewardModelSettings(path=str(folder), batch_tokens=4096), folder, 512)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder)).eval()
+    assert weights == sum(weight.nbytes for weight in model.parameters())
+    ids = torch.randint(5, 4096, (8, 512))
+
+    @torch.inference_mode()
+    def score() -> None:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    score()
+    assert activations == pytest.approx(measured_peak(score), rel=CLOSE)
+
+
+def test_each_component_is_planned_by_its_own_model(tmp_path: Path):
+    words = ["--algorithm", "ppo", "--critic.model", "Qwen/Qwen3-8B", "--grpo.beta", "0.1"]
+    words += ["--grpo.reference", "Qwen/Qwen3-4B", "--services.ref_model.with_gpus", "true"]
+    words += ["--services.critic.with_gpus", "true"]
+    _, small = planned("apps/selfplay/debate.yaml", words, "16xH100")
+    parts = {component.name: component.parts for component in small.components}
+    assert parts.keys() == {
+        *("trainer", "critic", "ref_model", "generator", "models.judge.generator"),
+        *("models.rival.trainer", "models.rival.generator", "models.rival.critic"),
+    }
+    shapes = {name: shape_folder(f"Qwen/Qwen3-{name}", tmp_path) for name in ("0.6B", "4B", "8B")}
+    elements = {name: count_elements(folder) for name, folder in shapes.items()}
+    for part, model, bytes_each in (
+        ("trainer", "0.6B", 4),
+        ("models.rival.trainer", "0.6B", 4),
+        ("models.judge.generator", "4B", 2),
+        ("ref_model", "4B", 4),
+        ("critic", "8B", 4),
+        ("models.rival.critic", "8B", 4),
+    ):
+        # A critic has one row in place of a vocabulary's head.
+        assert parts[part]["weights"] == pytest.approx(bytes_each * elements[model], rel=0.1), part
+    own_critic, _ = (planned("apps/selfplay/debate.yaml", words[:2], "16xH100")[1].components[n] for n in (1, 0))
+    assert own_critic.name == "critic"
+    assert own_critic.parts["weights"] == pytest.approx(4 * elements["0.6B"], rel=0.3)
+
+
+def test_reward_models_that_do_not_fit_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    models = [{"path": "Qwen/Qwen3-8B", "name": name, "dtype": "bfloat16"} for name in "abcdefg"]
+    words = ["--reward.verifiers", yaml.safe_dump({"reward_models": models}, default_flow_style=True, width=10**6)]
+    words += ["--services.reward.with_gpus", "true"]
+    _, seven = planned("apps/grpo/qwen3_1_7b.yaml", words, "3xH100")
+    rewards = {component.name: component for component in seven.components}["reward"]
+    assert rewards.parts["weights"] == pytest.approx(7 * 2 * 7.57e9, rel=0.01)  # without the head
+    assert not rewards.fits
+    with pytest.raises(SystemExit):
+        main(["plan", "apps/grpo/qwen3_1_7b.yaml", "--gpus", "3xH100", *words])
+    assert "note: the reward fits with a lower batch_tokens" in capsys.readouterr().out

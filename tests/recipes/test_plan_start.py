@@ -6,7 +6,6 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -24,7 +23,7 @@ from forge.recipes.plan.remedies import engine_remedy
 from forge.recipes.plan.start import gpus_here, log_plan
 from forge.recipes.prepare import prepare
 from forge.recipes.resume import Start
-from forge.recipes.rl_config import RLConfig
+from forge.recipes.rl_config import RLConfig, SeveralPoliciesConfig
 from forge.recipes.schema import TrainingRecipe
 
 GB = 1e9
@@ -114,15 +113,15 @@ def test_what_cannot_be_planned_is_one_line(model: Path, tmp_path: Path, caplog:
     assert "is not planned: they are on cluster.hosts: try forge plan CONFIG --gpus 8xH100" in caplog.text
 
 
-def test_several_policies_are_not_planned(model: Path, caplog: pytest.LogCaptureFixture):
-    class Pair(RLConfig):
-        """Two policies train."""
-
-        trained: ClassVar[int] = 2
-
-    cfg = build(Pair, {"model": str(model), "dataset": {"path": Rows(ROWS)}, "services": GPUS})
-    ((level, line),) = logged(cfg, model, caplog, 80)
-    assert (level, line) == ("INFO", "memory on GPUs is not planned: 2 policies are trained")
+def test_several_policies_are_planned(model: Path, caplog: pytest.LogCaptureFixture):
+    placed_on_gpu = {"with_gpus": True}
+    values = {"model": str(model), "dataset": {"path": Rows(ROWS)}, "services": GPUS}
+    values["models"] = {"rival": {"trains": True, "generator": placed_on_gpu, "trainer": placed_on_gpu}}
+    values["episode"] = {"agent": {"function": "apps.selfplay.games:auction"}}
+    ((level, line),) = logged(build(SeveralPoliciesConfig, values), model, caplog, 80)
+    assert level == "INFO"
+    for name in ("trainer", "models.rival.trainer", "models.rival.generator"):
+        assert f"{name} " in line
 
 
 def driver(folder: Path, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,9 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
         raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
     recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
     _, settings, kind, _ = RECIPES[recipe]
+    further = (sections.get("models") or {}).values()
+    if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in further):
+        kind = "SeveralPoliciesConfig"
     config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), kind)
     # Checked as a run would be, but for what the run would look for on this machine.
     with run_elsewhere():
@@ -117,8 +121,8 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     uses_gpus = any(cfg.services[name].with_gpus for name in cfg.configured())
     machines = parse_machines(gpus or ("8xH100" if uses_gpus else "cpu"), cpu)
     with tempfile.TemporaryDirectory() as scratch:
+        find = partial(shape_folder, scratch=Path(scratch))
         if cfg.model is None:
             built = build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch)
-            return cfg, make_plan(cfg, Path(built), "a model from scratch", machines, grows=True)
-        folder = shape_folder(cfg.model, Path(scratch))
-        return cfg, make_plan(cfg, folder, cfg.model, machines, grows=True)
+            return cfg, make_plan(cfg, Path(built), "a model from scratch", machines, find=find, grows=True)
+        return cfg, make_plan(cfg, find(cfg.model), cfg.model, machines, find=find, grows=True)

@@ -229,7 +229,7 @@ class RLConfig(RecipeConfig):
         return placements
 
     def _judges_of(self, further: FurtherModel) -> list[str]:
-        """What a further policy has beside its trainer, where the algorithm needs it."""
+        """The parts of a further policy beside its trainer that the algorithm needs."""
         has_own_start = self.grpo.reference is None and further.model not in (None, self.model)
         needed = {"critic": True, "ref_model": has_own_start}
         return [part for part, is_needed in needed.items() if is_needed and part not in self.idle]
@@ -313,7 +313,9 @@ class RLConfig(RecipeConfig):
         reference = "it shares the run's reference" if self.starts_reference(algorithm) else "the run has no reference"
         reasons = {"critic": "the algorithm has no critic", "ref_model": reference}
         for name, further in self.models.items():
-            for part in further.model_fields_set & reasons.keys() - set(self._judges_of(further)):
+            for part in reasons.keys() - set(self._judges_of(further)):
+                if further[part] == Options():
+                    continue
                 raise ConfigError(f"models.{name}.{part} does nothing: {reasons[part]}")
 
     def _check_multi_turn(self) -> None:
@@ -370,6 +372,12 @@ class RLConfig(RecipeConfig):
     def files(self) -> list[str]:
         """Files of the data, the reward and the episode's template."""
         return [*super().files, *(self.episode.files if self.multi_turn else ())]
+
+
+class SeveralPoliciesConfig(RLConfig):
+    """Reinforcement learning of several policies, as `apps.selfplay.main` does it."""
+
+    trains_several: ClassVar[bool] = True
 
 
 GRPOConfig = RLConfig

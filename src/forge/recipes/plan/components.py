@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from ...models.architecture import sparse_layers
+from ...runtime.controller import Options
 from ..placement import gpus_needed
 from ..rl_config import RLConfig
 from ..schema import RecipeConfig, TrainingRecipe
 from .devices import Machines
 from .generation import EngineMemory, engine_memory
+from .others import REWARD_REMEDY, count_elements, is_further_generator, model_of, reward_plan, services_of
 from .remedies import engine_remedy, longer_packs, trainer_remedy
 from .times import (
     DecodingCost,
@@ -24,7 +27,7 @@ from .times import (
     training_seconds,
     update_seconds,
 )
-from .trainers import ComponentPlan, TrainerPlan, samples_of, trainer_plan
+from .trainers import ComponentPlan, TrainerPlan, kind_of, samples_of, trainer_plan
 
 PROMPT = 0.5  # of the longest prompt and the longest completion: their means, where no run has measured them
 DEVICES_PER_HOST = 8
@@ -61,13 +64,21 @@ class Plan:
 
 
 def make_plan(
-    cfg: TrainingRecipe, folder: Path, name: str, machines: Machines, *, grows: bool = False, until: float = math.inf
+    cfg: TrainingRecipe,
+    folder: Path,
+    name: str,
+    machines: Machines,
+    *,
+    find: Callable[[str], Path] = Path,
+    grows: bool = False,
+    until: float = math.inf,
 ) -> Plan:
     """The plan of a configuration, without weights and without a GPU.
 
     Args:
         folder: with the model's config.json.
         name: of the model.
+        find: the folder with the config.json of another model, by its name.
         grows: for GPUs that are still to be asked for; otherwise remedies keep to those that there are.
         until: when to stop looking for remedies, by `time.process_time`.
 
@@ -77,18 +88,27 @@ def make_plan(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     trainer = trainer_plan(cfg, config, folder, "trainer", machines)
     plan = Plan(name, trainer.elements, machines, [trainer.plan], devices=sum(gpus_needed(cfg).values()))
-    for service in ("critic", "ref_model"):
-        options = cfg.service(service)
-        if options is not None and service not in cfg.idle:
-            plan.components.append(trainer_plan(cfg, config, folder, service, machines).plan)
+    models = {"trainer": (config, folder)}
+    for service in services_of(cfg):
+        models[service] = model_of(cfg, service, models["trainer"], find)
+        if kind_of(service) != "generator":
+            plan.components.append(trainer_plan(cfg, *models[service], service, machines).plan)
     engine = _engine(cfg, config, trainer.elements, machines)
     if engine is not None:
         plan.components.append(engine[0])
+    for service in filter(is_further_generator, models):
+        further_config, further_folder = models[service]
+        elements = count_elements(further_folder)
+        further = _engine(cfg, further_config, elements, machines, service)
+        assert further is not None
+        plan.components.append(further[0])
+    if (rewards := reward_plan(cfg, config, machines, find)) is not None:
+        plan.components.append(rewards)
     _add_seconds(plan, cfg, config, trainer, engine and engine[1])
     if machines.device.type != "cpu" and trainer.plan.with_gpus:
         if plan.devices > machines.count:
             plan.notes.append(f"{plan.devices} GPUs are asked for, and there are {machines.count}")
-        _add_remedies(plan, cfg, config, folder, grows, until)
+        _add_remedies(plan, cfg, models, grows, until)
         _add_notes(plan, cfg)
         if grows and trainer.plan.fits and (longer := longer_packs(cfg, config, folder, machines)):
             plan.notes.append(longer)
@@ -96,11 +116,11 @@ def make_plan(
 
 
 def _engine(
-    cfg: TrainingRecipe, config: PreTrainedConfig, elements: int, machines: Machines
+    cfg: TrainingRecipe, config: PreTrainedConfig, elements: int, machines: Machines, service: str = "generator"
 ) -> tuple[ComponentPlan, EngineMemory] | None:
-    options = cfg.service("generator")
-    if options is None or not isinstance(cfg, RecipeConfig) or cfg.engine is None:
+    if cfg.service("generator") is None or not isinstance(cfg, RecipeConfig) or cfg.engine is None:
         return None
+    options = Options(**cfg.placement(service))
     device = machines.device if options.with_gpus else replace(machines.device, type="cpu")
     memory = engine_memory(config, elements, cfg.generator, options.procs, device)
     parts = {"weights": memory.weights, "next version": memory.update, "cache": memory.cache, "others": memory.others}
@@ -108,7 +128,7 @@ def _engine(
     if memory.most > cfg.generator.slots:
         limits += f"; generator.slots {memory.most} would fit"
     plan = ComponentPlan(
-        "generator",
+        service,
         options.procs * options.num_replicas,
         options.with_gpus,
         {name: size for name, size in parts.items() if size},
@@ -183,7 +203,7 @@ def active_elements(config: PreTrainedConfig, elements: int) -> float:
 
 
 def _add_remedies(
-    plan: Plan, cfg: TrainingRecipe, config: PreTrainedConfig, folder: Path, grows: bool, until: float
+    plan: Plan, cfg: TrainingRecipe, models: Mapping[str, tuple[PreTrainedConfig, Path]], grows: bool, until: float
 ) -> None:
     """Note for each component that does not fit what would."""
     machines = plan.machines
@@ -191,19 +211,24 @@ def _add_remedies(
         if component.fits:
             continue
         name = component.name
-        if name == "generator":
+        if name == "reward":
+            plan.notes.append(REWARD_REMEDY)
+            continue
+        config, folder = models.get(name, models["trainer"])
+        if kind_of(name) == "generator":
             assert isinstance(cfg, RecipeConfig)
-            plan.notes.append(engine_remedy(cfg, config, plan.elements, machines))
+            elements = count_elements(folder) if name in models else plan.elements
+            plan.notes.append(engine_remedy(cfg, config, elements, machines, name))
             continue
         # At the start of a run there are so many GPUs and no more.
         spare = machines.count - (plan.devices - component.processes)
-        ranks = math.inf if grows else spare // cfg.services[name].num_replicas
+        ranks = math.inf if grows else spare // cfg.placement(name)["num_replicas"]
         plan.notes.append(trainer_remedy(cfg, config, folder, name, machines, most_ranks=ranks, until=until))
 
 
 def _add_notes(plan: Plan, cfg: TrainingRecipe) -> None:
     if cfg.trained > 1:
-        plan.notes.append(f"{cfg.trained} policies are trained: this is the plan of the first")
+        plan.notes.append(f"{cfg.trained} policies are trained at once: the seconds are those of the first")
     if "generation" in plan.seconds:
         longest = max(plan.seconds, key=plan.seconds.__getitem__)
         share = plan.seconds[longest] / plan.step_seconds

@@ -14,10 +14,11 @@ from ...engines.interface import check_length
 from ...models.architecture import longest, sparse_layers
 from ...runtime.controller import Options
 from ...training.titan_setup import check_model
+from ..rl_config import RLConfig
 from ..schema import RecipeConfig, TrainingRecipe
 from .devices import Machines
 from .generation import engine_memory
-from .trainers import ComponentPlan, trainer_plan
+from .trainers import ComponentPlan, kind_of, trainer_plan
 
 GROWTH = 8  # times as many ranks, at most
 DEGREES = (2, 4, 8)  # of tensor and context parallelism, which stay within a host
@@ -54,25 +55,27 @@ def trainer_remedy(
 
 def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float, divides_experts: bool) -> Iterator[Candidate]:
     prefix = ""
-    if not cfg.training.gradient_checkpointing and name != "ref_model":
+    kind = kind_of(name)
+    setting = setting_of(name)
+    if not cfg.training.gradient_checkpointing and kind != "ref_model":
         # The cheapest remedy, and a part of the others where it is not enough.
         cfg = _changed(cfg, "training", gradient_checkpointing=True)
         yield "training.gradient_checkpointing", cfg
         prefix = "training.gradient_checkpointing and "
     # Powers of two, as degrees and hosts are.
-    now = cfg.services[name].procs
+    now = cfg.placement(name)["procs"]
     ranks = [now * factor for factor in (1, 2, 4, GROWTH) if now * factor <= most_ranks]
     # Shards stay within a host unless a degree says otherwise.
     layout = cfg.layout(name).over(now)
     shards = layout.data_parallel_shard_degree * (layout.data_parallel_replicate_degree or 1)
-    if name == "trainer" and shards > layout.data_parallel_shard_degree:
+    if kind == "trainer" and shards > layout.data_parallel_shard_degree:
         words = f"parallelism.data_parallel_shard_degree {shards}"
         yield prefix + words, _changed(cfg, "parallelism", data_parallel_shard_degree=shards)
     for count in ranks[1:]:
-        yield f"{prefix}services.{name}.procs {count}", _with_ranks(cfg, name, count)
+        yield f"{prefix}{setting}.procs {count}", _with_ranks(cfg, name, count)
     # More ranks divide weights and state alone; these divide the activations of a sequence as well.
     for count in ranks:
-        words = f"services.{name}.procs {count} and " if count != now else ""
+        words = f"{setting}.procs {count} and " if count != now else ""
         for kind in ("context", "tensor", "expert"):
             for degree in DEGREES:
                 if count % degree or degree <= getattr(cfg.parallelism, f"{kind}_parallel_degree"):
@@ -81,7 +84,7 @@ def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float, divides_exper
                 changes = f"{prefix}{words}parallelism.{kind}_parallel_degree {degree}"
                 if kind != "expert":
                     yield changes, divided
-                elif divides_experts and name == "trainer":
+                elif divides_experts and kind == "trainer":
                     yield f"{changes} and trainer.backend titan", _changed(divided, "trainer", backend="titan")
     # Shorter packs come last, as they bound answers.
     seq_len = cfg.training.seq_len // 2
@@ -103,16 +106,18 @@ def longer_packs(cfg: TrainingRecipe, config: PreTrainedConfig, folder: Path, ma
     return fitting
 
 
-def engine_remedy(cfg: RecipeConfig, config: PreTrainedConfig, elements: int, machines: Machines) -> str:
+def engine_remedy(
+    cfg: RecipeConfig, config: PreTrainedConfig, elements: int, machines: Machines, name: str = "generator"
+) -> str:
     """The first change with which two sequences of full length fit a generator, in one sentence."""
     settings = cfg.generator
-    procs = cfg.services.generator.procs
+    procs = cfg.placement(name)["procs"]
     candidates: list[tuple[str, dict[str, Any], int]] = []
     # More GPUs keep all slots, and fewer slots keep the length of answers: shorter ones come last.
     if settings.engine == "vllm":
         heads = config.num_key_value_heads
         degrees = [procs * factor for factor in DEGREES if heads % (procs * factor) == 0]
-        candidates += [(f"services.generator.procs {degree}", {}, degree) for degree in degrees]
+        candidates += [(f"{setting_of(name)}.procs {degree}", {}, degree) for degree in degrees]
     # Of the embedded engine: its logits take memory for each slot.
     slots = settings.slots // 2 if settings.engine == "embedded" else 0
     while slots >= 2:
@@ -125,9 +130,9 @@ def engine_remedy(cfg: RecipeConfig, config: PreTrainedConfig, elements: int, ma
     for words, changes, degree in candidates:
         memory = engine_memory(config, elements, settings.model_copy(update=changes), degree, machines.device)
         if memory.sequences >= 2:
-            return f"the generator fits with {words}: {memory.sequences} sequences of full length at once"
+            return f"the {name} fits with {words}: {memory.sequences} sequences of full length at once"
     tensor = "" if settings.engine == "vllm" else "; generator.engine vllm divides the weights over several GPUs"
-    return f"the generator fits with none of: fewer generator.slots, a shorter generator.max_seq_len{tensor}"
+    return f"the {name} fits with none of: fewer generator.slots, a shorter generator.max_seq_len{tensor}"
 
 
 def _try(
@@ -153,12 +158,23 @@ def _divides_experts(cfg: TrainingRecipe, config: PreTrainedConfig) -> bool:
     return True
 
 
+def setting_of(service: str) -> str:
+    """The section that places a service."""
+    return service if service.startswith("models.") else f"services.{service}"
+
+
 def _with_ranks(cfg: TrainingRecipe, name: str, ranks: int) -> TrainingRecipe:
-    options: Options = cfg.services[name]
+    options = Options(**cfg.placement(name))
     changes = {"procs": ranks}
     if options.host_count is not None:
         changes["hosts"] = options.host_count * ranks // options.procs
-    return _changed(cfg, "services", **{name: options.model_copy(update=changes)})
+    changed = options.model_copy(update=changes)
+    if not name.startswith("models."):
+        return _changed(cfg, "services", **{name: changed})
+    assert isinstance(cfg, RLConfig)
+    _, model, part = name.split(".")
+    further = cfg.models[model].model_copy(update={part: changed})
+    return cfg.model_copy(update={"models": {**cfg.models, model: further}})
 
 
 def _changed(cfg: TrainingRecipe, section: str, **values: Any) -> TrainingRecipe:

@@ -37,8 +37,6 @@ def log_plan(cfg: TrainingRecipe, model: str, find: Callable[[TrainingRecipe], M
         return
     until = time.process_time() + SECONDS
     try:
-        if cfg.trained > 1:
-            raise ValueError(f"{cfg.trained} policies are trained")
         machines = (find or gpus_here)(cfg)
         # Imported here: the trainer's code comes along, a second that runs on CPUs need not wait.
         from .components import make_plan

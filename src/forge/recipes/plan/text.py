@@ -16,8 +16,9 @@ def plan_lines(plan: Plan, dollars_per_hour: float | None = None) -> Iterator[st
     machines = "CPU" if device.type == "cpu" else f"{plan.machines.count} x {device.name} ({device.memory / GB:.0f} GB)"
     yield f"{plan.model}: {plan.elements:,} parameters, on {machines}"
     yield ""
+    width = max(10, *(len(component.name) for component in plan.components))
     for component in plan.components:
-        yield from _component(component)
+        yield from _component(component, width)
     if plan.seconds:
         yield ""
         phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan.seconds.items())
@@ -28,16 +29,16 @@ def plan_lines(plan: Plan, dollars_per_hour: float | None = None) -> Iterator[st
     yield from (f"note: {note}" for note in plan.notes)
 
 
-def _component(component: ComponentPlan) -> Iterator[str]:
+def _component(component: ComponentPlan, width: int) -> Iterator[str]:
     # Host memory is what the machine has: only devices have a verdict.
     verdict = ""
     if component.with_gpus:
         verdict = "fits" if component.fits else f"DOES NOT FIT {readable(component.bound)}"
     processes = f"{component.processes} process{'es' if component.processes > 1 else ''}"
-    yield f"{component.name:<10} {readable(component.total):>8} in each of {processes}  {verdict}".rstrip()
+    yield f"{component.name:<{width}} {readable(component.total):>8} in each of {processes}  {verdict}".rstrip()
     parts = ", ".join(f"{name} {readable(size)}" for name, size in component.parts.items())
-    yield f"{'':<10} {parts}"
+    yield f"{'':<{width}} {parts}"
     if component.moment:
-        yield f"{'':<10} the most at: {component.moment}"
+        yield f"{'':<{width}} the most at: {component.moment}"
     if component.limits:
-        yield f"{'':<10} {component.limits}"
+        yield f"{'':<{width}} {component.limits}"

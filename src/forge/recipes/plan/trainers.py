@@ -69,12 +69,12 @@ def trainer_plan(
     """The plan of one component.
 
     Args:
-        name: of its service: trainer, critic or ref_model.
+        name: of its service: trainer, critic, ref_model, or one of a further policy, `models.rival.trainer`.
 
     Raises:
         ValueError: a model, or degrees of parallelism, that the trainer rejects.
     """
-    options: Options = cfg.services[name]
+    options = Options(**cfg.placement(name))
     passes, memory = _memory(cfg, config, folder, name, machines)
     divided = cfg.layout(name).over(options.procs)
     elements = passes.elements * divided.tensor_parallel_degree
@@ -85,7 +85,7 @@ def trainer_plan(
         "activations": memory.activations,
         "gathered": memory.gathered,
     }
-    if cfg.training.cpu_offload and name != "ref_model":
+    if cfg.training.cpu_offload and kind_of(name) != "ref_model":
         # FSDP2 keeps these in host memory, where the optimiser computes too.
         parts |= {"weights": 0, "gradients": 0, "optimizer": 0}
     plan = ComponentPlan(
@@ -102,15 +102,16 @@ def trainer_plan(
 def _memory(
     cfg: TrainingRecipe, config: PreTrainedConfig, folder: Path, name: str, machines: Machines
 ) -> tuple[Passes, TrainerMemory]:
-    options: Options = cfg.services[name]
+    options = Options(**cfg.placement(name))
+    kind = kind_of(name)
     layout = cfg.layout(name).over(options.procs)
     seq_len = cfg.training.seq_len
     settings = PassSettings(**cfg.training.trainer())
-    learns = name != "ref_model"
+    learns = kind != "ref_model"
     device_type = machines.device.type if options.with_gpus else "cpu"
     # One process computes in bfloat16 by way of FSDP on a GPU, as `forge.training.distributed.join` makes it.
     has_mesh = options.procs > 1 or (device_type != "cpu" and (settings.dtype == "bfloat16" or settings.cpu_offload))
-    head: Head = "value" if name == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
+    head: Head = "value" if kind == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
     # A micro-batch is full, and an update has several of them where a pack does not hold the batch.
     data = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
     length = min(cfg.reach(config), seq_len)
@@ -120,12 +121,12 @@ def _memory(
         weighted_scores if head == "policy" else weighted_values,
         settings,
         head=head,
-        lora=cfg.lora if name == "trainer" else None,
+        lora=cfg.lora if kind == "trainer" else None,
         parallelism=layout,
         world_size=options.procs,
         device_type=device_type,
         learns=learns,
-        backend=cfg.trainer.backend if name == "trainer" else "fsdp",
+        backend=cfg.trainer.backend if kind == "trainer" else "fsdp",
     )
     shards = layout.data_parallel_shard_degree * layout.context_parallel_degree if has_mesh else None
     accumulates = cfg.training.batch_size * samples_of(cfg) * length > seq_len * data
@@ -141,6 +142,11 @@ def _memory(
         learns=learns,
     )
     return passes, memory
+
+
+def kind_of(service: str) -> str:
+    """The kind of a service, also of a further model: `trainer` of `models.rival.trainer`."""
+    return service.rpartition(".")[2]
 
 
 def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
