@@ -57,6 +57,8 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
         load_engine("embedded", tmp_path, vllm={"seed": 1})
     with pytest.raises(ConfigError, match=r"needs generator\.engine: vllm"):
         EngineSettings(vllm={"seed": 1})
+    with pytest.raises(ConfigError, match=r"router_replay needs generator\.engine: embedded"):
+        EngineSettings(engine="vllm", router_replay=True)
     with pytest.raises(ValueError, match="must be one of embedded, vllm"):
         load_engine("sglang", tmp_path)
 
@@ -70,14 +72,16 @@ def test_where_it_is_missing_the_error_says_what_to_install(tmp_path: Path) -> N
 
 
 @installed
-def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path) -> None:
+def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before, model, new = processes(), build("llama"), build("llama", seed=1)
     model.save_pretrained(tmp_path)
+    capfd.readouterr()
     engine = load_engine("vllm", tmp_path, slots=2, version=4)
     assert OWNER not in os.environ
     completion = engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]
     assert error_of(model, completion) < 1e-4
     assert set(completion.versions) == {4}
+    assert capfd.readouterr().err == ""  # a start is quiet
     engine.update_weights(new.state_dict().items(), 5).result(60)
     assert error_of(new, engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]) < 1e-4
     futures = [engine.submit([1, i], Sampling(n=4, max_tokens=500)) for i in range(4)]
