@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import logging
 import math
 import os
 import secrets
@@ -78,6 +79,7 @@ def import_args() -> type[AsyncEngineArgs]:
         ("GOMP_SPINCOUNT", "2000"),
     ):
         os.environ.setdefault(name, value)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it misses Triton, also on a CPU
     from vllm import AsyncEngineArgs
 
     return AsyncEngineArgs
@@ -97,7 +99,13 @@ def inherited_environment() -> Iterator[None]:
 
 
 def check_keys(config: PreTrainedConfig) -> None:
-    """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read."""
+    """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read; or one
+    that vLLM's code of the family ignores or cannot compute."""
+    if config.model_type == "olmoe" and config.tie_word_embeddings:
+        # It would start with a head of random weights, and answer with noise until the first update.
+        raise ValueError("vLLM's OLMoE does not tie its head to the embeddings, as config.json says: choose embedded")
+    if config.model_type in ("qwen2", "qwen3") and len({*(config.layer_types or ())}) > 1:
+        raise ValueError(f"vLLM's {config.model_type} has no sliding window in only some layers: choose embedded")
     declared = {field.name for field in dataclasses.fields(type(config))}
     undeclared = {name: neutral for name, neutral in NEUTRAL_VALUES.items() if name not in declared}
     stray = [name for name, neutral in undeclared.items() if getattr(config, name, neutral) not in (neutral, None)]
