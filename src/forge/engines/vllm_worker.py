@@ -53,7 +53,7 @@ class WorkerExtension:
         those of a reload only in a kernel that is new. It would answer with the unpacked ones, without an error."""
         for module in self.model_runner.get_model().modules():
             method = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            if method is not None and hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
 
     def forge_release(self) -> None:
