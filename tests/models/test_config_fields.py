@@ -290,3 +290,13 @@ def test_keys_that_vllm_alone_would_compute(family: str, values: dict[str, Any],
         return
     with pytest.raises(ValueError, match=f"^vLLM computes {stray} of config.json"):
         check_keys(config)
+
+
+def test_models_that_vllm_alone_does_not_have() -> None:
+    with pytest.raises(ValueError, match="does not tie its head"):
+        check_keys(config_of("olmoe", tie_word_embeddings=True))
+    check_keys(config_of("olmoe", tie_word_embeddings=False))
+    windows = {"sliding_window": 8, "use_sliding_window": True, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match="no sliding window in only some layers"):
+        check_keys(config_of("qwen3", max_window_layers=1, **windows))
+    check_keys(config_of("qwen3", max_window_layers=0, **windows))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -21,7 +20,16 @@ from ..types import Completion, Sampling
 from .grammar import has_tokenizer
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .settings import EngineSettings
-from .vllm_args import OWNER, VLLMRequest, check_keys, engine_args, import_args, sampling_params, top_logprobs
+from .vllm_args import (
+    VLLMRequest,
+    check_keys,
+    engine_args,
+    import_args,
+    inherited_environment,
+    sampling_params,
+    settle,
+    top_logprobs,
+)
 from .weights import Handover, load_eos, read_config
 
 if TYPE_CHECKING:
@@ -29,10 +37,13 @@ if TYPE_CHECKING:
 
 # How vLLM pauses for an update: the mode for running sequences, and whether keys and values are dropped.
 PAUSE = {"continue": ("keep", False), "finish": ("wait", True), "recompute": ("keep", True)}
-CLOSE_TIMEOUT = 60  # seconds: vLLM's processes take some to end, and a hanging one must not keep the caller
+CLOSE_TIMEOUT = 60  # seconds: a hanging process must not keep the caller
+# Seconds in which vLLM's processes may end by themselves, before they are killed: by then they hold nothing of value.
+# The exit of one takes 2 to 3 s of CPU time, and a replica's teardown as a whole may take 5 s.
+CLOSE_GRACE = 3.0
 CHECK_INTERVAL = 1  # seconds between checks that vLLM's process is alive
 DEAD = "vLLM's engine process has died"
-STARTING = threading.Lock()  # guards OWNER, which all engines of this process share
+STARTING = threading.Lock()  # guards the environment, which all engines of this process share
 
 Command = Handover | Literal["release", "restore"]
 Order = tuple[Command, "Future[None]"]
@@ -83,7 +94,7 @@ class VLLMEngine:
         self._unstarted: dict[str, None] = {}  # vLLM's requests without a token, in order
         self._in_flight: dict[str, str] = {}  # requests in vLLM, with the label of the weights at their submission
         self._idle = asyncio.Event()  # set while there are none
-        self._started = self._generated = self._numbered = 0
+        self._started = self._generated = self._numbered = self._prefilled = self._reused = 0
         self._lock = threading.Lock()
         # Guarded by the lock.
         self._pending: set[Future[Any]] = set()
@@ -159,10 +170,12 @@ class VLLMEngine:
 
     def stats(self) -> dict[str, int]:
         """Running and waiting sequences, and the tokens delivered since the start (of running sequences only the first,
-        unless they have a listener). RuntimeError: the engine is closed, or has failed."""
+        unless they have a listener); `prefilled_tokens` and `reused_tokens` of prompts, as vLLM counts them for each
+        sample. RuntimeError: the engine is closed, or has failed."""
         with self._lock:
             self._check_alive()
-        return {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
+        counts = {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
+        return counts | {"prefilled_tokens": self._prefilled, "reused_tokens": self._reused}
 
     def held(self) -> list[int]:
         """None: vLLM takes no schedules."""
@@ -209,13 +222,8 @@ class VLLMEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             self._loop = asyncio.get_running_loop()
-            # vLLM's processes inherit the variable when they start.
-            with STARTING:
-                os.environ[OWNER] = str(os.getpid())
-                try:
-                    self._llm = AsyncLLM.from_engine_args(args)
-                finally:
-                    del os.environ[OWNER]
+            with STARTING, inherited_environment():
+                self._llm = AsyncLLM.from_engine_args(args)
         except ValueError as error:
             ready.set_exception(error)
             return
@@ -236,7 +244,7 @@ class VLLMEngine:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._llm.shutdown(timeout=CLOSE_TIMEOUT / 4)
+            self._llm.shutdown(timeout=CLOSE_GRACE)
             del self._llm  # it would log an error at interpreter exit
 
     def _end(self, error: BaseException) -> None:
@@ -245,7 +253,7 @@ class VLLMEngine:
             self._error = self._error or error
             pending = [*self._pending]
         for future in pending:
-            _settle(future, error=self._error)
+            settle(future, error=self._error)
         for command, _ in self._orders:
             if isinstance(command, Handover):
                 command.close()
@@ -276,11 +284,11 @@ class VLLMEngine:
         # All samples, or an error; one sample's error cancels the others.
         samples = [self._loop.create_task(self._sample(request, i)) for i in range(request.sampling.n)]
         try:
-            _settle(request.future, await asyncio.gather(*samples))
+            settle(request.future, await asyncio.gather(*samples))
         except Exception as error:
             if self._llm.errored:
                 self._end(EngineFailed(DEAD))
-            _settle(request.future, error=error)
+            settle(request.future, error=error)
         finally:
             for sample in samples:
                 sample.cancel()
@@ -318,6 +326,9 @@ class VLLMEngine:
                             return None
                         del self._unstarted[name]
                         self._started += 1
+                        reused = output.num_cached_tokens or 0
+                        self._reused += reused
+                        self._prefilled += len(request.prompt) - reused
                     ids = part.token_ids
                     completion.token_ids += ids
                     pairs = zip(ids, part.logprobs, strict=True)
@@ -336,6 +347,8 @@ class VLLMEngine:
             self._in_flight.pop(name, None)
             if not self._in_flight:
                 self._idle.set()
+        if part.finish_reason == "error" and request.sampling.grammar and not completion.token_ids:
+            raise ValueError("vLLM cannot use this grammar, or the tokenizer with one: its output says why")
         # An abort that no update asked for, or an error of vLLM.
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
@@ -412,7 +425,7 @@ class VLLMEngine:
             for command, future in [self._orders.popleft() for _ in range(count)]:
                 if isinstance(command, Handover):
                     command.close()
-                _settle(future)
+                settle(future)
             if self._memory == "allocated" and all(command != "release" for command, _ in self._orders):
                 self._open.set()
 
@@ -479,11 +492,3 @@ class VLLMEngine:
         else:
             await self._llm.wake_up(["weights"])
         self._memory = "restored"
-
-
-def _settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
-    if not future.done() and future.set_running_or_notify_cancel():
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)

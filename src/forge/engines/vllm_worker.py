@@ -40,9 +40,21 @@ class WorkerExtension:
 
     def forge_load(self, path: str, locations: list[TensorLocation], dtype: str) -> None:
         """Replace the model's tensors by those of a `Handover`."""
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            self._drop_kernels()
         # vLLM's messages turn tuples into lists.
         locations = [(name, tuple(shape), start) for name, shape, start in locations]
         self.reload_weights(weights_iterator=read_handover(path, locations, dtype))  # type: ignore[attr-defined]
+
+    def _drop_kernels(self) -> None:
+        """Have vLLM set up the kernels of its experts again: on a CPU they read packed weights, and vLLM 0.32 packs
+        those of a reload only in a kernel that is new. It would answer with the unpacked ones, without an error."""
+        for module in self.model_runner.get_model().modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
 
     def forge_release(self) -> None:
         """Free the key-value cache on a CPU, where vLLM's sleep mode does nothing."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +19,16 @@ from forge.engines.vllm_args import OWNER
 from forge.runtime.store import VersionStore
 from forge.types import Sampling
 
-from ..conftest import error_of
+from ..conftest import EOS, error_of, random_model
 from .conftest import build, processes, wait_for
 
-installed = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm has it")
+absent = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm has it")
+
+
+def installed(test: Callable[..., None]) -> Callable[..., None]:
+    """Skip a test where vLLM is missing; it may start processes, as the import of vLLM does."""
+    return pytest.mark.processes(absent(test))
+
 
 OWNED = """
 import os, signal, sys
@@ -57,6 +64,8 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
         load_engine("embedded", tmp_path, vllm={"seed": 1})
     with pytest.raises(ConfigError, match=r"needs generator\.engine: vllm"):
         EngineSettings(vllm={"seed": 1})
+    with pytest.raises(ConfigError, match=r"router_replay needs generator\.engine: embedded"):
+        EngineSettings(engine="vllm", router_replay=True)
     with pytest.raises(ValueError, match="must be one of embedded, vllm"):
         load_engine("sglang", tmp_path)
 
@@ -70,14 +79,16 @@ def test_where_it_is_missing_the_error_says_what_to_install(tmp_path: Path) -> N
 
 
 @installed
-def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path) -> None:
+def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before, model, new = processes(), build("llama"), build("llama", seed=1)
     model.save_pretrained(tmp_path)
+    capfd.readouterr()
     engine = load_engine("vllm", tmp_path, slots=2, version=4)
     assert OWNER not in os.environ
     completion = engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]
     assert error_of(model, completion) < 1e-4
     assert set(completion.versions) == {4}
+    assert capfd.readouterr().err == ""  # a start is quiet
     engine.update_weights(new.state_dict().items(), 5).result(60)
     assert error_of(new, engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]) < 1e-4
     futures = [engine.submit([1, i], Sampling(n=4, max_tokens=500)) for i in range(4)]
@@ -91,6 +102,22 @@ def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path) -> None:
     assert "engine process has died" in str(engine.update_weights(new.state_dict().items(), 6).exception(30))
     engine.close()
     assert processes() <= before
+
+
+@installed
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Its experts have a size that vLLM pads, and packs, at the start and at each update."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    models = [random_model("qwen3-moe", tied=True, seed=seed, eos=EOS, spread=0.2, **sizes) for seed in (0, 1)]
+    models[0].save_pretrained(tmp_path)
+    engine = load_engine("vllm", tmp_path, slots=4)
+    for version, model in enumerate((models[0], models[1], models[0])):
+        if version:
+            engine.update_weights(model.state_dict().items(), version).result(60)
+        for completion in engine.submit([1, 2, 3], Sampling(n=4, max_tokens=12, seed=3)).result(60):
+            assert set(completion.versions) == {version}
+            assert error_of(model, completion) < 1e-4
+    engine.close()
 
 
 @installed

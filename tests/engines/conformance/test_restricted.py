@@ -1,0 +1,126 @@
+"""What narrows the distribution: the tokens that are left, with the log-probabilities among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from forge.engines import load_engine
+from forge.engines.grammar import json_grammar
+from forge.types import Sampling
+
+from ...envs.conftest import bpe  # noqa: F401
+from ..conftest import logits_of, random_model
+from .conftest import LONGEST, Subject
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"right": {"type": "boolean"}},
+    "required": ["right"],
+    "additionalProperties": False,
+}
+
+
+def test_min_p_leaves_what_is_likely(subject: Subject, engine: Any) -> None:
+    sampling = Sampling(4, 12, temperature=1.5, min_p=0.2, seed=5)
+    for completion in engine.submit([4, 5, 6], sampling).result(60):
+        probabilities = (logits_of(subject.models[0], completion).double() / 1.5).softmax(-1)
+        for token, logprob, row in zip(completion.token_ids, completion.logprobs, probabilities, strict=True):
+            left = row[row >= 0.2 * row.max()].sum()
+            assert row[token] >= 0.2 * row.max()
+            assert logprob == pytest.approx(math.log(row[token] / left), abs=1e-4)
+
+
+def test_the_repetition_penalty_is_that_of_transformers(subject: Subject, engine: Any) -> None:
+    prompt = [7, 8, 9]
+    sampling = Sampling(max_tokens=30, temperature=0, repetition_penalty=1.4)
+    completion = engine.submit(prompt, sampling).result(60)[0]
+    expected = subject.models[0].generate(
+        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, repetition_penalty=1.4
+    )
+    assert completion.token_ids == expected[0, len(prompt) :].tolist()
+    plain = engine.submit(prompt, Sampling(max_tokens=30, temperature=0)).result(60)[0]
+    assert plain.token_ids != completion.token_ids
+
+
+def test_the_policys_own_logprobs_or_none(subject: Subject, engine: Any) -> None:
+    """The embedded engine reports them before anything is excluded; vLLM cannot, and says so."""
+    sampling = Sampling(2, 12, temperature=0.7, top_p=0.8, seed=5, logprobs_of="policy")
+    for completion in engine.submit([4, 5, 6], sampling).result(60):
+        if subject.name == "vllm":
+            assert all(math.isnan(logprob) for logprob in completion.logprobs)
+            continue
+        logprobs = (logits_of(subject.models[0], completion) / 0.7).log_softmax(-1)
+        expected = logprobs[range(len(completion.token_ids)), completion.token_ids].tolist()
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def reader(
+    subject: Subject,
+    bpe: PreTrainedTokenizerFast,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Any, PreTrainedModel]]:
+    """An engine of the same kind that has a tokenizer, and its model."""
+    subject.close()  # the memory of one vLLM
+    folder = tmp_path_factory.mktemp("reader")
+    model = random_model(
+        "qwen3",
+        tied=True,
+        seed=0,
+        eos=bpe.eos_token_id,
+        spread=0.2,
+        vocab_size=len(bpe),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+    )
+    model.save_pretrained(folder)
+    bpe.save_pretrained(folder)
+    engine = load_engine(subject.name, folder, slots=8)
+    yield engine, model
+    engine.close()
+
+
+def test_texts_that_end_an_answer(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811
+    engine, _ = reader
+    sampling = Sampling(max_tokens=60, seed=3)
+    free = engine.submit([5, 6, 7], sampling).result(60)[0]
+    text = bpe.decode(free.token_ids)
+    stop = text[len(text) // 2 :][:3]
+    ended = engine.submit([5, 6, 7], Sampling(max_tokens=60, seed=3, stop=(stop,))).result(60)[0]
+    count = len(ended.token_ids)
+    assert ended.token_ids == free.token_ids[:count]
+    assert ended.logprobs == pytest.approx(free.logprobs[:count], abs=1e-4)
+    assert ended.finish == "stop"
+    assert stop in bpe.decode(ended.token_ids)
+    assert stop not in bpe.decode(ended.token_ids[:-1])
+
+
+def test_words_that_are_not_drawn(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811
+    engine, _ = reader
+    free = engine.submit([5, 6, 7], Sampling(max_tokens=40, temperature=0)).result(60)[0]
+    word = next(text for text in map(bpe.decode, [[token] for token in free.token_ids]) if text.strip().isascii())
+    sampling = Sampling(max_tokens=40, temperature=0, bad_words=(word.strip(),))
+    without = engine.submit([5, 6, 7], sampling).result(60)[0]
+    banned = {tuple(bpe(form, add_special_tokens=False)["input_ids"]) for form in (word.strip(), " " + word.strip())}
+    assert (free.token_ids[0],) in banned or without.token_ids != free.token_ids
+    assert not any((token,) in banned for token in without.token_ids)
+
+
+def test_a_grammar(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811
+    engine, _ = reader
+    sampling = Sampling(n=3, max_tokens=60, seed=1, grammar=json_grammar(SCHEMA))
+    for completion in engine.submit([5, 6, 7], sampling).result(60):
+        assert completion.finish == "stop"
+        assert bpe.decode(completion.token_ids[:-1]) in ('{"right":true}', '{"right":false}')
+        assert all(logprob <= 0 for logprob in completion.logprobs)
