@@ -178,7 +178,7 @@ def test_a_tracer_records_its_steps():
     moments = drain().moments
     assert moments["call/total_duration_avg_s", Reduce.MEAN].count == 2
     assert ("block/half/duration_max_s", Reduce.MAX) in moments
-    with pytest.raises(ValueError, match="timer must be cpu or gpu"):
+    with pytest.raises(ValueError, match='timer must be "cpu" or "gpu"'):
         Tracer("x", timer="tpu")
 
 

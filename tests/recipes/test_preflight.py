@@ -29,6 +29,11 @@ AGENT = {"function": "apps.agent.main:play"}
 
 # Each breaks one rule: the recipe, its settings, and the message.
 CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
+    (
+        RLConfig,
+        {"cluster": {"store": "torchstore", "hosts": ["node1:7070"]}},
+        "cluster.store torchstore serves the processes of one machine: omit it, or cluster.hosts",
+    ),
     (RLConfig, {"from_scratch": {}}, "set either model (a folder or hub id) or from_scratch (a small model"),
     (
         RLConfig,

@@ -45,7 +45,7 @@ class StoreRef:
         return HostStore(host, local, self._home, self._home.named(cache_name(host)))
 
 
-async def share(store: VersionStore, deltas: Deltas = "auto") -> VersionStore | StoreRef:
+async def share(store: Store, deltas: Deltas = "auto") -> Store | StoreRef:
     """Let a store reach all hosts of this controller, also those that join later; without hosts it stays as it is.
 
     Args:
@@ -53,7 +53,7 @@ async def share(store: VersionStore, deltas: Deltas = "auto") -> VersionStore | 
     """
     running = runtime()
     pool = running.placement.pool
-    if pool is None:
+    if pool is None or not isinstance(store, VersionStore):
         return store
 
     async def start() -> StoreRef:

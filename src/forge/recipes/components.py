@@ -28,7 +28,7 @@ from ..observability.metrics import drain, on_the_clock
 from ..observability.runs import SERVED
 from ..runtime.controller import Service, drain_metrics
 from ..runtime.controller.handle import Handle
-from ..runtime.store import VersionStore
+from ..runtime.store import Store
 from ..system.files import write_atomic
 from .checkpoint import RunState
 from .evaluation import Evaluation, start_evaluation
@@ -49,7 +49,7 @@ class Job(NamedTuple):
     model: str
     held_out: list[Any]
     record: Run
-    store: VersionStore
+    store: Store
     preemption: Preemption | None = None  # where there are checkpoints
     hooks: Hooks = Hooks()
     sets: Mapping[str, list[Any]] = {}  # the held-out items of `eval.sets`

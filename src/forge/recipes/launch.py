@@ -26,8 +26,9 @@ from ..observability.lock import RunLock
 from ..runtime.cluster import REQUEUE
 from ..runtime.controller import ForgeError, forked_processes, run
 from ..runtime.controller.errors import RemoteError
+from ..runtime.controller.hosts import start_client
 from ..runtime.controller.private import log_to
-from ..runtime.store import VersionStore, use
+from ..runtime.store import Store, VersionStore, torchstore, use
 from ..system.checksums import DamagedFile
 from ..system.devices import NoAccelerator
 from ..system.files import FULL, fill_standard_files, is_full
@@ -164,6 +165,8 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             if start.finished:
                 log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
+            if cfg.cluster.store == "torchstore":
+                torchstore.package()
             model, held_out, sets, record = prepare(cfg, start)
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
@@ -181,11 +184,13 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
         store = VersionStore.create()
         use(store)
         closing.callback(store.close)
+        weights = torchstore.TorchStore() if cfg.cluster.store == "torchstore" else store
         try:
             run_preemption = preemption if cfg.checkpoint.every else None
+            job = Job(model, held_out, record, weights, run_preemption, hooks or Hooks(), sets)
             try:
                 run(
-                    recipe(cfg, Job(model, held_out, record, store, run_preemption, hooks or Hooks(), sets)),
+                    started(weights, recipe(cfg, job)),
                     cfg.cluster.configured_hosts,
                     cfg.cluster.wait,
                     on_preemption=None if run_preemption is None else run_preemption.request,
@@ -211,6 +216,15 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             if cfg.checkpoint.push_to_hub:
                 publish(exported, cfg.checkpoint.push_to_hub)
     return folder
+
+
+async def started(store: Store, training: Coroutine[Any, Any, None]) -> None:
+    """Train while the store is up, if it has to be started."""
+    if not isinstance(store, torchstore.TorchStore):
+        return await training
+    start_client()  # before the package does, so that Monarch's sockets are in the private folder
+    async with store:
+        await training
 
 
 def write_ending(record: Run, error: BaseException) -> None:

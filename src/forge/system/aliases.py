@@ -28,6 +28,13 @@ ALIASES = {
     "forge.losses.grpo_loss": "forge.losses",
     "forge.observability.metric_actors": "forge.actors.upstream.metric_actors",
     "forge.observability.perf_tracker": "forge.actors.upstream.perf_tracker",
+    "forge.env": "forge.actors.upstream.env",
+    "forge.store.api": "forge.runtime.store.calls",
+    "forge.store.logging": "forge.runtime.store.calls",
+    "forge.store.strategy": "forge.runtime.store.strategies",
+    "forge.store.transport": "forge.runtime.store",
+    "forge.store.transport.types": "forge.runtime.store",
+    "forge.store.utils": "forge.actors.upstream.torchstore",
     "forge.util": "forge.actors.upstream",
 }
 
@@ -36,7 +43,6 @@ ABSENT = {
     "forge.actors.coder": "forge_sandbox",
     "forge.rl": "forge.types, forge.data.packing and forge.training.credit",
     "forge.data.datasets": "forge.data.load.load_data",
-    "forge.env": "forge.envs",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from monarch.actor import Actor, current_rank, endpoint, shutdown_context, this_host
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 RANKS = 2
 
@@ -160,11 +160,38 @@ async def spmd(has_group: bool) -> None:
     dist.destroy_process_group()
 
 
+async def alone() -> None:
+    """Each of two ranks puts its half of a tensor on its own, and rank 1 one that it has all of."""
+    dist.init_process_group("gloo")
+    await ts.initialize_spmd()
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    halves = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    if rank == 0:
+        assert await ts.put("halves", halves) is None
+    dist.barrier()
+    if rank == 1:
+        assert not await ts.exists("halves")
+        try:
+            await ts.get("halves")
+        except KeyError as error:
+            print(f"rank 1: {error}", flush=True)
+        assert await ts.put("halves", halves) == 1
+        await ts.put("expert", DTensor.from_local(torch.ones(3), mesh, [Replicate()], run_check=False))
+    dist.barrier()
+    print(f"rank {rank}: {float((await ts.get('halves')).sum() + (await ts.get('expert')).sum()):g}", flush=True)
+    dist.barrier()
+    await ts.shutdown()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     task = sys.argv[1]
     torch.set_num_threads(1)
     if task.startswith("spmd"):
         asyncio.run(spmd(task == "spmd-group"))
+    elif task == "alone":
+        asyncio.run(alone())
     else:
         asyncio.run({"neighbours": neighbours, "weights": weights, "resharding": resharding}[task]())
         shutdown_context().get(timeout=10.0)

@@ -125,7 +125,11 @@ def test_batches(on_store):
                 await ts.get_batch(wrong)
         with pytest.raises(ValueError, match="put_batch needs"):
             await ts.put_batch({})
-        assert await ts.keys("key") == ["key1", "key2"]
+        await ts.put("key1.a/b", one)
+        assert await ts.keys("key1") == ["key1", "key1.a/b"]  # whole parts, not key10 or key2
+        assert await ts.keys("key1.a") == await ts.keys("key1.") == ["key1.a/b"]
+        assert await ts.keys("key") == await ts.keys("") == []
+        await ts.delete("key1.a/b")
         assert await ts.keys() == ["key1", "key2", "other"]
         await ts.delete_batch(["key1", "never", "other"])
         await ts.delete_batch(["key1"])
@@ -204,13 +208,36 @@ def test_stores_by_name_and_clients(on_store):
     on_store(main)
 
 
+def test_an_object_of_a_local_class_comes_back_elsewhere(on_store):
+    class Local:
+        number = 3
+
+    async def main():
+        await ts.put("local", Local())
+        program = "import asyncio, forge.store as ts; print(asyncio.run(ts.get('local')).number)"
+        read = await asyncio.to_thread(
+            subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        )
+        assert read.stdout == "3\n", read.stderr
+
+    on_store(main)
+
+
+def test_a_put_waits_for_no_other_rank(tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = run_program(command, "alone")
+    absent = "rank 1: 'halves' is partially committed: only the ranks [0] have put their parts"
+    assert {absent, "rank 0: 9", "rank 1: 9", "done"} <= {*output.splitlines()}
+
+
 def test_strategies_are_accepted_and_others_are_not(on_store):
     async def main():
         for strategy in (ts.LocalRankStrategy, ts.HostStrategy, ts.ControllerStorageVolumes):
             await ts.initialize(num_storage_volumes=4, strategy=strategy(), mesh=None)
         with pytest.raises(TypeError, match=r"strategy must be one of forge\.store"):
             await ts.initialize(strategy="LocalRankStrategy")
-        with pytest.raises(ValueError, match="default_transport_type gloo does nothing"):
+        await ts.initialize(strategy=ts.HostStrategy(ts.TransportType.Gloo))
+        with pytest.raises(TypeError, match="default_transport_type must be a TransportType, got 'gloo'"):
             ts.HostStrategy(default_transport_type="gloo")
 
     on_store(main)
@@ -225,6 +252,9 @@ def test_ranks_need_torchruns_variables(monkeypatch: pytest.MonkeyPatch):
         ts.spmd.SPMDEnv.from_env()
     monkeypatch.setenv("RANK", "3")
     assert ts.spmd.SPMDEnv.from_env() == ts.spmd.SPMDEnv(3, 1, 4, 2, "a", 7)
+    assert ts.spmd.SPMDEnv.from_env().group_rank == 1
+    with pytest.raises(ValueError, match="must be divisible by local_world_size"):
+        ts.spmd.SPMDEnv(0, 0, 3, 2, "a", 7)
     with pytest.raises(RuntimeError, match="shares the memory of one host, and the job has 2"):
         asyncio.run(ts.initialize_spmd())
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...observability import Reduce, record_metric
+from .env import DISABLE_PERF_METRICS, METRIC_TIMER_USES_GPU
 
 F = TypeVar("F", bound=Callable[..., Any])
 GIGABYTE = 1024**3
@@ -26,15 +27,17 @@ class Tracer:
     Args:
         prefix: of the metrics' names.
         track_memory: also record the most GPU memory in use until `stop`, in GB: `<prefix>/memory_peak_max_gb`.
-        timer: "cpu", or "gpu", which waits for the work on the GPU at each step.
+        timer: "cpu", or "gpu", which waits for the work on the GPU at each step; METRIC_TIMER_USES_GPU overrides it.
     """
 
     def __init__(self, prefix: str, track_memory: bool = False, timer: str = "cpu") -> None:
         if timer not in ("cpu", "gpu"):
-            raise ValueError(f"timer must be cpu or gpu, got {timer!r}")
+            raise ValueError(f'timer must be "cpu" or "gpu", got {timer!r}')
         self.prefix = prefix
         self.track_memory = track_memory and torch.cuda.is_available()
-        self.waits = timer == "gpu" and torch.cuda.is_available()
+        uses_gpu = timer == "gpu" if METRIC_TIMER_USES_GPU.get_value() is None else asks_for_gpu()
+        self.waits = uses_gpu and torch.cuda.is_available()
+        self.is_off = bool(DISABLE_PERF_METRICS.get_value())
         self.began: float | None = None
         self.last = 0.0
 
@@ -59,7 +62,7 @@ class Tracer:
         self._check("stop")
         assert self.began is not None
         self._record(f"{self.prefix}/total_duration", self._now() - self.began)
-        if self.track_memory:
+        if self.track_memory and not self.is_off:
             name = f"{self.prefix}/memory_peak_max_gb"
             record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
         self.began = None
@@ -75,9 +78,16 @@ class Tracer:
         return time.perf_counter()
 
     def _record(self, name: str, seconds: float) -> None:
+        if self.is_off:
+            return
         mean, longest = f"{name}_avg_s", f"{name}_max_s"
-        record_metric(mean, seconds)
+        record_metric(mean, seconds, Reduce.MEAN)
         record_metric(longest, seconds, Reduce.MAX)
+
+
+def asks_for_gpu() -> bool:
+    """Whether METRIC_TIMER_USES_GPU is true."""
+    return str(METRIC_TIMER_USES_GPU.get_value()).lower() in ("true", "1", "yes")
 
 
 class trace:

@@ -23,6 +23,9 @@ class ClusterConfig(Section):
     weight_deltas: Literal["auto", "always", "never"] = "auto"
     """Weights go to another host as differences to the version that it has, without loss ([weights.md](weights.md)):
     where that is quicker than whole versions (`auto`), `always`, or `never`."""
+    store: Literal["forge", "torchstore"] = "forge"
+    """What holds the weights between trainer and generators: this library's store, or TorchStore's package, which is
+    installed separately ([weights.md](weights.md#torchstores-package))."""
 
     @property
     def configured_hosts(self) -> list[str] | str | None:

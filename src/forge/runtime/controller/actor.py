@@ -65,6 +65,12 @@ class Launcher:
         self._cls = cls
         self._options = options
 
+    def __getattr__(self, name: str) -> Any:
+        """A setting by its name, such as `procs`, for programs of torchforge."""
+        if name.startswith("_") or name not in Options.model_fields:
+            raise AttributeError(f"{self._cls.__name__}.options(...) has no {name!r}: start it with as_service")
+        return getattr(self._options, name)
+
     def as_service(self, *args: object, **kwargs: object) -> Pending[Service]:
         """Start the replicas, each constructed with these arguments; await the returned coroutine until all are ready.
 

@@ -35,7 +35,7 @@ from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionCo
 from .journal import Journal
 from .protocol import Store
 from .spmd import initialize as initialize_spmd
-from .strategies import ControllerStorageVolumes, HostStrategy, LocalRankStrategy, TorchStoreStrategy
+from .strategies import ControllerStorageVolumes, HostStrategy, LocalRankStrategy, TorchStoreStrategy, TransportType
 from .transfer import Ranks
 from .values import TensorSlice
 from .versions import VersionStore
@@ -52,6 +52,7 @@ __all__ = [
     "Store",
     "TensorSlice",
     "TorchStoreStrategy",
+    "TransportType",
     "VersionConflict",
     "VersionStore",
     "client",

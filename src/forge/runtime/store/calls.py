@@ -21,13 +21,17 @@ from torch import Tensor
 
 from ...observability.console import configure_logging
 from . import default
+from .deferred import is_sharded, put_deferred, wait_for_put, whole
 from .errors import MissingVersion
 from .strategies import TorchStoreStrategy
+from .transfer import RankPart
 from .values import STRUCTURE, TensorSlice, are_tensors, decode, encode
 
 DEFAULT_NAME = "torchstore"
+PATIENCE = 300.0  # seconds that a put waits for other ranks
 # Before the name of a store and after it, in its keys: a character that is not on keyboards.
 SEPARATOR = "\x1f"
+DELIMITERS = (".", "/")  # between the parts of a key
 
 
 async def initialize(
@@ -67,13 +71,22 @@ async def put(
     *,
     store_name: str = DEFAULT_NAME,
     dtype: torch.dtype | None = None,
-    timeout: float = 300.0,
-) -> int:
+    timeout: float | None = None,
+) -> int | None:
     """Publish a tensor, DTensor or state dict, see `VersionStore.put`, or anything that pickle carries; return its
-    version."""
+    version.
+
+    Every rank puts its part of a sharded value. As in TorchStore, no rank waits for the others: the last one publishes,
+    and until then a version does not exist and None is returned. A rank's next use of the key waits for its put. A
+    DTensor that one rank has all of is put by this rank alone.
+
+    Args:
+        version: its number; a put with a number waits for the other ranks.
+        timeout: seconds to wait for the other ranks, then IncompleteVersion is raised; None without a number waits in
+            the background, and logs the ranks that are absent after 300.
+    """
     stored = value if are_tensors(value) else encode(value)
-    store = default.default_store()
-    return await asyncio.to_thread(store.put, _key(key, store_name), stored, version, dtype=dtype, timeout=timeout)
+    return await _publish(_key(key, store_name), stored, version, dtype, timeout)
 
 
 async def put_batch(entries: Mapping[str, Any], store_name: str = DEFAULT_NAME) -> None:
@@ -111,6 +124,7 @@ async def get(
     number = None if isinstance(version, TensorSlice) else version
     store = default.default_store()
     name = _key(key, store_name)
+    await wait_for_put(name)
     if block is not None:
         return await asyncio.to_thread(_read_block, name, block, target, number)
     value = await asyncio.to_thread(store.get, name, target, number, timeout=timeout)
@@ -158,9 +172,7 @@ async def put_state_dict(
     """
     if state_dict is None:
         raise ValueError(f"put_state_dict of {key!r} needs the state dict each time: nothing is registered beforehand")
-    store = default.default_store()
-    tensors = encode(state_dict)
-    await asyncio.to_thread(store.put, _key(key, store_name), tensors, dtype=transfer_dtype)
+    await _publish(_key(key, store_name), encode(state_dict), dtype=transfer_dtype)
 
 
 async def get_state_dict(
@@ -184,16 +196,19 @@ async def get_state_dict(
     """
     if direct_rdma and user_state_dict is None:
         raise ValueError("get_state_dict with direct_rdma needs a user_state_dict, whose tensors are filled")
+    await wait_for_put(_key(key, store_name))
     return await asyncio.to_thread(_read_state_dict, _key(key, store_name), user_state_dict, strict)
 
 
 async def exists(key: str, version: int | None = None, *, store_name: str = DEFAULT_NAME) -> bool:
     """Whether a key has this version, or any."""
+    await wait_for_put(_key(key, store_name))
     return await asyncio.to_thread(default.default_store().exists, _key(key, store_name), version)
 
 
 async def delete(key: str, *, store_name: str = DEFAULT_NAME) -> None:
     """Remove a key with all of its versions. MissingVersion: the key does not exist."""
+    await wait_for_put(_key(key, store_name))
     await asyncio.to_thread(default.default_store().delete, _key(key, store_name))
 
 
@@ -207,10 +222,20 @@ async def delete_batch(keys: Iterable[str], *, store_name: str = DEFAULT_NAME) -
 
 
 async def keys(prefix: str | None = None, *, store_name: str = DEFAULT_NAME) -> list[str]:
-    """Return the keys that have a version and begin with `prefix`, sorted."""
+    """Return the keys that have a version, sorted: all, or those under `prefix`.
+
+    A prefix ends at a dot or a slash, as TorchStore's does: "v1" has "v1" and "v1.weight", not "v10".
+    """
     base = _key("", store_name)
     names = await asyncio.to_thread(default.default_store().keys, base + (prefix or ""))
-    return [name.removeprefix(base) for name in names if SEPARATOR not in name.removeprefix(base)]
+    names = [name.removeprefix(base) for name in names if SEPARATOR not in name.removeprefix(base)]
+    return names if prefix is None else [name for name in names if is_under(name, prefix)]
+
+
+def is_under(key: str, prefix: str) -> bool:
+    """Whether the first parts of a key, which dots and slashes separate, are those of a prefix."""
+    following = key.removeprefix(prefix)[:1]
+    return key == prefix or (key.startswith(prefix) and (prefix[-1:] in DELIMITERS or following in DELIMITERS))
 
 
 async def wait(key: str, min_version: int = 0, *, store_name: str = DEFAULT_NAME, timeout: float = 300.0) -> int:
@@ -249,6 +274,24 @@ def reset_client(store_name: str = DEFAULT_NAME) -> None:
 def init_logging() -> None:
     """Configure forge's log lines, as TorchStore's function does its own; a second call changes nothing."""
     configure_logging()
+
+
+async def _publish(
+    key: str,
+    value: Tensor | Mapping[str, Any],
+    version: int | None = None,
+    dtype: torch.dtype | None = None,
+    timeout: float | None = None,
+) -> int | None:
+    store = default.default_store()
+    seconds = PATIENCE if timeout is None else timeout
+    await wait_for_put(key)
+    if not is_sharded(value):
+        return await asyncio.to_thread(store.put, key, whole(value), version, dtype=dtype, timeout=seconds)
+    # Programs of TorchStore give neither; a caller that gives one wants the error that names absent ranks.
+    if version is not None or timeout is not None:
+        return await asyncio.to_thread(store.put, key, value, version, dtype=dtype, timeout=seconds)
+    return await put_deferred(store, RankPart.of_value(key, value, dtype=dtype), seconds)
 
 
 def _key(key: str, store_name: str) -> str:

@@ -37,6 +37,17 @@ class SPMDEnv:
         """Hosts of the job."""
         return self.world_size // self.local_world_size
 
+    @property
+    def group_rank(self) -> int:
+        """The number of this rank's host."""
+        return self.rank // self.local_world_size
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.local_world_size:
+            raise ValueError(
+                f"world_size ({self.world_size}) must be divisible by local_world_size ({self.local_world_size})"
+            )
+
     @classmethod
     def from_env(cls, *, master_addr: str | None = None, master_port: int | None = None) -> SPMDEnv:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.

@@ -1,25 +1,39 @@
 """TorchStore's strategies, which say where its storage volumes are.
 
 Here a value is in the memory of the host where it was put, and readers on that host map it: there are no volumes to
-place, and each strategy is accepted.
+place, and each strategy is accepted. So is each transport: which one is used follows from where reader and writer are.
 """
 
 from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class TransportType(Enum):
+    """TorchStore's ways to move values. None is chosen: one host shares memory, hosts use RDMA where they have it."""
+
+    Unset = auto()
+    MonarchRPC = auto()
+    MonarchRDMA = auto()
+    TorchComms = auto()
+    TorchCommsRDMA = TorchComms
+    Gloo = auto()
+    SharedMemory = auto()
 
 
 class TorchStoreStrategy:
     """Base of the strategies.
 
+    Args:
+        default_transport_type: accepted and not used.
+
     Raises:
-        ValueError: a transport was chosen; it follows from where reader and writer are.
+        TypeError: it is not a `TransportType`.
     """
 
-    def __init__(self, default_transport_type: object = None) -> None:
-        if default_transport_type is not None:
-            raise ValueError(
-                f"default_transport_type {default_transport_type} does nothing: processes of one host share memory, "
-                "and hosts transfer by RDMA where they have it; omit it"
-            )
+    def __init__(self, default_transport_type: TransportType = TransportType.Unset) -> None:
+        if not isinstance(default_transport_type, TransportType):
+            raise TypeError(f"default_transport_type must be a TransportType, got {default_transport_type!r}")
 
 
 class LocalRankStrategy(TorchStoreStrategy):

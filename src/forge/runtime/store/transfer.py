@@ -25,6 +25,7 @@ from .manifest import Manifest, Shard, checksum, copy_and_hash
 from .parallel import in_threads
 from .segments import ALIGNMENT
 
+GROUP = "forge/store/group"  # the key of a process group's name in its own store
 ABANDONED_AFTER = 3600.0  # seconds after which no rank still waits for the outcome of a put
 
 Outcome = int | list[str]  # the published version, or the kind and text of an error
@@ -39,7 +40,7 @@ class Ranks:
     group: str = ""
 
 
-# The process group of the last put, and the name that its ranks agreed on: agreeing costs a collective.
+# The process group of the last put, and the name that its ranks agreed on.
 _group: tuple[object, str] | None = None
 _naming = threading.Lock()
 
@@ -74,6 +75,17 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
     return tensors, False
 
 
+def group_name() -> str:
+    """A name that the ranks of the process group share, and no other group has."""
+    global _group
+    with _naming:
+        if _group is None or _group[0] is not dist.group.WORLD:
+            # By its key-value store: a collective would hang in a rank that puts alone.
+            agreed = dist.distributed_c10d._get_default_store().compare_set(GROUP, "", uuid4().hex)
+            _group = dist.group.WORLD, agreed.decode()
+        return _group[1]
+
+
 @dataclass(frozen=True)
 class RankPart:
     """One rank's part of a version. The first rank writes replicated blocks, rank 0 plain tensors beside DTensors.
@@ -100,7 +112,7 @@ class RankPart:
     ) -> RankPart:
         """Collect this rank's part of a value, floating-point tensors as `dtype`.
 
-        With DTensors the default of `ranks` is the process group, in which the first call is a collective.
+        With DTensors the default of `ranks` is the process group.
 
         Raises:
             TypeError, ValueError: as `flatten`, or the version is not an integer from 0.
@@ -114,13 +126,7 @@ class RankPart:
             spread = any(is_dtensor(tensor) for tensor in tensors.values()) and dist.is_initialized()
             ranks = Ranks()
             if spread and dist.get_world_size() > 1:
-                global _group
-                with _naming:
-                    if _group is None or _group[0] is not dist.group.WORLD:
-                        names = [uuid4().hex]
-                        dist.broadcast_object_list(names, src=0)
-                        _group = dist.group.WORLD, names[0]
-                ranks = Ranks(dist.get_rank(), dist.get_world_size(), _group[1])
+                ranks = Ranks(dist.get_rank(), dist.get_world_size(), group_name())
         # Blocks are laid out one after the other, each at an aligned offset.
         blocks: list[tuple[Shard, Tensor | None]] = []
         size = 0
@@ -224,11 +230,15 @@ class CollectivePut:
 
         Raises:
             IncompleteVersion: a rank did not write within `timeout` seconds, or a tensor is not whole.
+            FileNotFoundError: the store was removed.
             VersionConflict, OSError: see `VersionStore.put`.
         """
         deadline = time.monotonic() + timeout
         pause = 0.0005
         while not self._outcome.exists():
+            # Without the folder no outcome can come.
+            if not self._attempt.exists():
+                raise FileNotFoundError(f"the weight store {self._attempt.parents[2]} was removed")
             late = time.monotonic() > deadline
             if late or not self.absent():
                 with locked():
@@ -253,6 +263,18 @@ class CollectivePut:
     def absent(self) -> list[int]:
         """The ranks that have not added their parts."""
         return [rank for rank, part in enumerate(self._parts) if not part.exists()]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the put has ended: the version is published, or it failed."""
+        return self._outcome.exists()
+
+
+def partial_put(folder: Path) -> list[int]:
+    """The ranks that have put their parts of a version whose other ranks have not yet; none if no put is open."""
+    attempts = (folder / "attempts").glob("*-*")
+    open_attempts = [path for path in attempts if not (path / "outcome").exists()]
+    return sorted({int(part.stem) for path in open_attempts for part in path.glob("*.part")})
 
 
 @dataclass
@@ -353,7 +375,8 @@ class OpenVersion:
 
     @property
     def _size(self) -> int:
-        return sum(memory.nbytes for memory in self.memory.values())
+        """Bytes of all blocks."""
+        return sum(shard.box.numel * getattr(torch, shard.dtype).itemsize for shard in self.manifest.shards)
 
     def _whole(self, names: Sequence[str], copies: bool = False) -> Iterator[Tensor]:
         """Full tensors, each joined from its blocks, or a view of the only one unless it shall be a copy."""

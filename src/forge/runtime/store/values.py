@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
@@ -76,7 +77,8 @@ def encode(value: object) -> dict[str, Tensor]:
             return type(part)(visit(_join(path, index), child) for index, child in enumerate(part))
         return part
 
-    structure = pickle.dumps(visit("", value))
+    # By value where a class is a program's own or a function's: readers may not be able to import it.
+    structure = cloudpickle.dumps(visit("", value))
     return tensors | {STRUCTURE: torch.from_numpy(np.frombuffer(structure, np.uint8).copy())}
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -27,7 +27,7 @@ from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionCo
 from .manifest import Manifest
 from .protocol import Store
 from .segments import Segments, locked
-from .transfer import CollectivePut, OpenVersion, RankPart, Ranks
+from .transfer import CollectivePut, OpenVersion, RankPart, Ranks, partial_put
 
 # By this name folders of a killed run are found and removed.
 PREFIX = "forge-weights-"
@@ -118,8 +118,12 @@ class VersionStore(Store):
             raise FileNotFoundError(f"the weight store {self.root} was removed")
         return self.put_part(RankPart.of_value(key, value, version, dtype, ranks), timeout)
 
-    def put_part(self, part: RankPart, timeout: float) -> int:
-        """Put a part from `RankPart.of_value`."""
+    def put_part(self, part: RankPart, timeout: float, on_wait: Callable[[], None] = lambda: None) -> int:
+        """Put a part from `RankPart.of_value`.
+
+        Args:
+            on_wait: called once the part is written, if other ranks have yet to put theirs.
+        """
         # Locked until the version is published or has failed: no other process may reuse the segment before.
         with ExitStack() as locks:
             try:
@@ -132,9 +136,9 @@ class VersionStore(Store):
                         collective = CollectivePut(self._folder(part.key), part.ranks)
                         collective.abort(f"rank {part.ranks.rank} could not put {part.key}: {error}")
                 raise
-            return self.publish(written, part.ranks, timeout)
+            return self.publish(written, part.ranks, timeout, on_wait)
 
-    def publish(self, part: Manifest, ranks: Ranks, timeout: float) -> int:
+    def publish(self, part: Manifest, ranks: Ranks, timeout: float, on_wait: Callable[[], None] = lambda: None) -> int:
         """Publish a segment that the caller wrote and keeps locked, as a version or one rank's part; see `put`."""
         with self._locked():
             if ranks.world == 1:
@@ -143,6 +147,8 @@ class VersionStore(Store):
             collective = CollectivePut(self._folder(part.key), ranks)
             if collective.add(part):
                 collective.settle(self._publish)
+        if not collective.is_settled:
+            on_wait()
         return collective.wait(self._locked, self._publish, timeout)
 
     @contextmanager
@@ -362,6 +368,8 @@ class VersionStore(Store):
 
     def _missing(self, key: str, version: int | None) -> MissingVersion:
         if not self.exists(key):
+            if ranks := partial_put(self._folder(key)):
+                return MissingVersion(f"{key!r} is partially committed: only the ranks {ranks} have put their parts")
             return MissingVersion(f"the store has no {key!r}; it holds {self.keys() or 'nothing'}")
         return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
 
