@@ -29,7 +29,7 @@ logging.getLogger("forge").propagate = True  # to caplog, which listens at the r
 # One a tier of the Makefile, chosen by --hypothesis-profile.
 settings.register_profile("check", deadline=None, max_examples=10, derandomize=True)
 settings.register_profile("test", deadline=None, max_examples=50)
-settings.register_profile("all", deadline=None, max_examples=100)
+settings.register_profile("all", deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=5000)  # for tests/data/test_fuzz.py, by hand
 settings.load_profile("test")
 

@@ -180,9 +180,17 @@ def test_white_space_digits_brackets_and_backslashes_take_linear_time(name):
     assert slow(SCORERS[name], False) == []
 
 
+# The last three compare answers with one another, a minute each.
 @pytest.mark.processes
-@pytest.mark.full
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name in ("Rule", "MathVerifier", "AnswerFrequency") else pytest.mark.full
+        )
+        for name in SCORERS
+    ],
+)
 def test_linear_time(name):
     assert slow(SCORERS[name], True) == []
 

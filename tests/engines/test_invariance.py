@@ -98,8 +98,11 @@ def prompt_of(length: int, seed: int, vocab: int) -> list[int]:
     [
         ("odd", None),
         *(pytest.param(name, None, marks=pytest.mark.full) for name in MODELS if name != "odd"),
-        *(pytest.param("odd", kind, marks=pytest.mark.full) for kind in ("int8", "fp8")),
-        *(pytest.param(name, "int8", marks=pytest.mark.full) for name in ("wide", "experts")),
+        *(pytest.param("odd", kind, marks=pytest.mark.slow) for kind in ("int8", "fp8")),
+        *(
+            pytest.param(name, "int8", marks=mark)
+            for name, mark in (("wide", pytest.mark.full), ("experts", pytest.mark.slow))
+        ),
     ],
 )
 def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str, quantization: str | None) -> None:

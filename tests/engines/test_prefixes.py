@@ -40,7 +40,12 @@ def prompts_of(tree: list, vocab: int) -> list[list[int]]:
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    "name", ["odd", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name != "odd")]
+    "name",
+    [
+        "odd",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("experts", "windows", "wide")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("joint", "partial", "tall")),
+    ],
 )
 def test_reuse_changes_no_bit(tmp_path: Path, name: str):
     save(tmp_path, name)

@@ -70,8 +70,16 @@ def test_a_value_is_computed_or_rejected(family: str, field: str) -> None:
     assert any(result.trainer for result in cells)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+# Two to five minutes of a core for ten families: CI has one of each kind.
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            family, marks=pytest.mark.full if family in ("llama", "qwen3", "gemma3_text") else pytest.mark.slow
+        )
+        for family in FAMILIES
+    ],
+)
 def test_all_values_of_all_fields_are_computed_or_rejected(family: str) -> None:
     cells = list(sweep([family]))
     assert faults(cells) == []

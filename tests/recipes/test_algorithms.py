@@ -77,6 +77,7 @@ forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows, reward="Chara
 """
 
 
+@pytest.mark.slow
 def test_a_module_that_is_passed_in_python(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
@@ -129,6 +130,7 @@ def test_distillation_needs_a_teacher_of_the_same_tokens(tmp_path):
     assert re.search(r"error: grpo.reference: the tokens of .*other are not those of", done.stdout + done.stderr)
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_response_are_rewarded(tmp_path):
     """A process reward model's reward of each step reaches PPO's critic; GRPO, which would sum them up, is an error."""
     tiny_model(kind=AutoModelForTokenClassification).save_pretrained(tmp_path / "prm")

@@ -35,7 +35,9 @@ def difference_names(path: Path) -> dict[int, set[str]]:
     return names
 
 
-@pytest.mark.parametrize("on_update", ["continue", pytest.param("finish", marks=pytest.mark.slow), "recompute"])
+@pytest.mark.parametrize(
+    "on_update", ["continue", *(pytest.param(name, marks=pytest.mark.slow) for name in ("finish", "recompute"))]
+)
 def test_50_steps_without_learning_leave_the_ratio_at_1(tmp_path, on_update):
     overrides = ["--async.max_policy_age", "2", "--generator.on_update", on_update, "--metrics.rollouts", "all"]
     code, output = finish(*command(tmp_path, *overrides, config=STILL))

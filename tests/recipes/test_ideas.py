@@ -105,6 +105,7 @@ class Judge:
         return sum(verdict.text == "a" for verdict in verdicts) / 2 + 0.1 * len(set(response))
 
 
+@pytest.mark.slow
 def test_a_judge_with_its_own_model(tmp_path):
     sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
     judge = forge.models.build_small_model(tmp_path / "judge", seed=1, alphabet="abc>", **sizes)

@@ -48,7 +48,10 @@ def test_a_signal_and_a_deadline_are_reasons():
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGTERM to all", "SIGUSR1", "deadline"])
+@pytest.mark.parametrize(
+    "how",
+    ["SIGTERM to all", "deadline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGUSR1"))],
+)
 def test_a_run_that_is_interrupted_goes_on_with_the_same_weights(how, tmp_path, whole):
     own = [*COMMAND, *LOCAL, "--run.root", str(tmp_path)]
     if how == "deadline":

@@ -108,7 +108,7 @@ def recurses(prompt, response, target):
     ("function", "message", "traced"),
     [
         pytest.param("another_type", "the reward another_type gave 'good': give a finite number", False),
-        pytest.param("nothing", "no episode of 64 groups in a row could be scored", False, marks=pytest.mark.full),
+        pytest.param("nothing", "no episode of 64 groups in a row could be scored", False, marks=pytest.mark.slow),
         pytest.param("leaves", "the reward leaves raised SystemExit", True, marks=pytest.mark.full),
         pytest.param(
             "ends_generators",
@@ -116,7 +116,7 @@ def recurses(prompt, response, target):
             True,
             marks=pytest.mark.full,
         ),
-        pytest.param("recurses", "RecursionError: maximum recursion depth exceeded", True, marks=pytest.mark.full),
+        pytest.param("recurses", "RecursionError: maximum recursion depth exceeded", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_reward_that_misbehaves_is_a_line_with_its_own_traceback(

@@ -109,7 +109,10 @@ def killed(trainer: Trainer) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", [SCRIPT, BACKGROUND], ids=["waited for", "in the background"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(SCRIPT, id="waited for", marks=pytest.mark.slow), pytest.param(BACKGROUND, id="in the background")],
+)
 def test_a_kill_at_any_moment_changes_nothing(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: list[Step]
 ):

@@ -120,7 +120,7 @@ def test_what_a_scheduler_sends_to_every_process_of_a_host_ends_none_of_the_run(
     controller.end()
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("comes_back", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_last_host_is_waited_for_as_long_as_configured(lab, comes_back):
     controller = Controller(lab[0], "replicas", "1", "1", hosts="m2", WAIT="60" if comes_back else "2")
     controller.read("ready")

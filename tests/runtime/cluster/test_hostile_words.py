@@ -154,7 +154,7 @@ def test_text_is_quoted_where_another_parser_of_yaml_would_read_a_number(text: s
     assert documents([{"x": text}]) == f'x: "{text}"\n'
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @examples
 @given(st.text())
 def test_kubernetes_gets_a_name_that_it_takes_or_one_line_says_so(text: str):

@@ -37,8 +37,8 @@ def test_manifests_are_valid():
         validate.validate(job.manifests()[1] | {"spec": {"clusterIp": "None"}}, VERSION, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.full
 def test_a_run_on_kubernetes(machines_missing, tmp_path):
     pytest.importorskip("kubernetes")
     pytest.importorskip("kubernetes_validate")

@@ -9,7 +9,7 @@ from tests.runtime.cluster.machines import Controller, Machines, wait_until
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 
-@pytest.mark.parametrize("writer", ["m2:7070", "home"])
+@pytest.mark.parametrize("writer", [pytest.param("m2:7070", marks=pytest.mark.slow), "home"])
 def test_a_step_is_sent_as_a_patch_and_whole_if_the_base_is_damaged(lab: Machines, writer: str):
     controller = Controller(lab[0], "weights", writer, "always", hosts="m2,m3")
     controller.read("ready")
@@ -52,6 +52,7 @@ def test_a_version_comes_whole_to_hosts_whose_version_no_other_host_has(lab: Mac
     controller.end()
 
 
+@pytest.mark.slow
 def test_versions_come_whole_where_patches_are_off(lab: Machines):
     controller = Controller(lab[0], "weights", "m2:7070", "never", hosts="m2,m3")
     controller.read("ready")
@@ -62,6 +63,7 @@ def test_versions_come_whole_where_patches_are_off(lab: Machines):
     controller.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lab", [4], indirect=True)
 def test_a_sender_that_is_lost_within_a_patch_costs_no_bit(lab: Machines):
     """A host that passes the patch on is killed: the next one in the chain takes it from the host that wrote it."""

@@ -39,7 +39,7 @@ def test_gpus_are_those_of_each_host(lab):
     assert controller.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("writer", ["m2:7070", "home"])
+@pytest.mark.parametrize("writer", ["m2:7070", pytest.param("home", marks=pytest.mark.slow)])
 def test_weights_reach_every_host(lab, writer):
     controller = Controller(lab[0], "weights", writer, hosts="m2,m3")
     controller.read("ready")
@@ -60,6 +60,7 @@ def test_weights_reach_every_host(lab, writer):
     controller.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lab", [4], indirect=True)
 def test_a_version_is_read_although_a_host_on_its_way_is_lost(lab):
     controller = Controller(lab[0], "weights", "m2:7070", hosts="m2,m3,m4")
@@ -131,6 +132,7 @@ def test_another_secret_is_one_line(lab):
     assert "host m2:7070 has another secret, or something else listens there" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_host_that_another_run_holds_says_which(lab):
     first = Controller(lab[0], "replicas", "1", "1", hosts="m2")
     first.read("ready")

@@ -219,7 +219,7 @@ def test_a_run_whose_server_is_killed_loses_nothing_and_has_another_at_once():
     assert [line for line in rest if "is dead" not in line and "serves again" not in line] == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_server_that_does_not_live_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "transformers.py").write_text("import os\nos._exit(9)\n")
     server = ForkServer(tmp_path, {"PYTHONPATH": str(tmp_path)})

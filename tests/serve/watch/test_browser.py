@@ -385,7 +385,7 @@ def trained(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("dapo", marks=pytest.mark.full)])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_every_token_of_a_step_is_accounted_for(tmp_path: Path, algorithm: str, trained: Path):
     """The page's numbers of a step add up to what the trainer logged."""
     root = trained
