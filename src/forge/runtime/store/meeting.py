@@ -15,8 +15,8 @@ from .transfer import Ranks
 ERRORS = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
 # Puts of a name so far in this process, as all ranks count them.
 _attempts: Counter[str] = Counter()
-# What this rank has said: of an earlier put once all ranks are in the next one, which removes it.
-_said: list[str] = []
+# Those of this rank: of an earlier put once all ranks are in the next one, which removes it.
+_message_names: list[str] = []
 
 
 class Meeting:
@@ -33,7 +33,7 @@ class Meeting:
         self._texts: dict[str, str] = {}
         _attempts[name] += 1
         self._name = f"{ranks.group}/{name}/{_attempts[name]}"
-        self._earlier = len(_said)
+        self._earlier = len(_message_names)
         self._error: Exception | None = None
 
     @property
@@ -66,9 +66,9 @@ class Meeting:
         self._set(f"{label}/{self._ranks.rank}", text)
         texts = self._wait(label, list(range(self._ranks.world)))
         # All ranks are here, so none still reads what was said in an earlier put.
-        for name in _said[: self._earlier]:
+        for name in _message_names[: self._earlier]:
             dist.distributed_c10d._get_default_store().delete_key(name)
-        del _said[: self._earlier]
+        del _message_names[: self._earlier]
         self._earlier = 0
         return texts
 
@@ -77,7 +77,7 @@ class Meeting:
         message = json.dumps([kind, text if self._error is None else str(self._error)])
         if self._ranks.world > 1:
             dist.distributed_c10d._get_default_store().set(f"{self._name}/{label}", message)
-            _said.append(f"{self._name}/{label}")
+            _message_names.append(f"{self._name}/{label}")
         else:
             self._texts[label] = message
 

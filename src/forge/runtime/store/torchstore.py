@@ -120,7 +120,9 @@ class TorchStore(Store):
         # Ranks of equal meshes have the same parts, which the package must not be given twice.
         earlier = [places for _, places in plans[: part.ranks.rank]]
         names = {shard.name for shard in shards if shard.name not in coordinates(value)}
-        names |= {name for name, place in coordinates(value).items() if all(place != o.get(name) for o in earlier)}
+        names |= {
+            name for name, place in coordinates(value).items() if all(place != places.get(name) for places in earlier)
+        }
         # Before anything is written: a conflict must not touch the values of the published version.
         if meeting.is_first and not meeting.failed(lambda: self._check(manifest)):
             meeting.tell("decision", "published" if number in self.versions(key) else "new")
