@@ -137,7 +137,7 @@ class HostileClient:
 
     async def send(self, path, body):
         headers = {"x-api-key": self.access.key}
-        answer = await self.http.post(f"{self.access.url}/v1{path}", json=body, headers=headers, timeout=60)
+        answer = await self.http.post(f"{self.access.url}/v1{path}", json=body, headers=headers, timeout=300)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

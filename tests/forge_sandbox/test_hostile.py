@@ -91,7 +91,7 @@ def test_not_held_without_a_sandbox(name, neighbourhoods, sandboxes):
     as_user = {} if os.geteuid() else {"user": ORDINARY, "group": ORDINARY}
     words = [python_of(None if os.geteuid() else ORDINARY), "-I", "-c", around.fill(ESCAPES[name][0])]
     result = subprocess.run(
-        words, capture_output=True, text=True, timeout=30, close_fds=False, env={"SECRET": around.text}, **as_user
+        words, capture_output=True, text=True, timeout=120, close_fds=False, env={"SECRET": around.text}, **as_user
     )
     until = time.monotonic() + 10.0
     seen = [around.harm(), *(["escaped"] if "ESCAPED" in result.stdout else [])]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.controller.patience import Patience
+from tests.runtime.cluster.machines import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -79,6 +80,8 @@ def test_a_run_with_a_fifth_of_a_core():
         assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
         assert all(" starting counter" in line for line in done.stderr.splitlines()), done.stderr
     finally:
+        # The last processes of the run may still be ending, which on a busy machine takes seconds.
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), 120, "an empty group")
         group.rmdir()
 
 

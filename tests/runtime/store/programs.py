@@ -194,5 +194,5 @@ if __name__ == "__main__":
         asyncio.run(alone())
     else:
         asyncio.run({"neighbours": neighbours, "weights": weights, "resharding": resharding}[task]())
-        shutdown_context().get(timeout=10.0)
+        shutdown_context().get(timeout=120.0)
     print("done", flush=True)
