@@ -205,6 +205,14 @@ def test_each_policy_has_its_critic(tmp_path, model):
         assert differs(weights(Path(model)), weights(parts / name))
 
 
+def test_a_further_policy_that_takes_shorter_sequences_is_one_line_before_the_start(tmp_path, model):
+    small = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 16}
+    short_model = build_small_model(tmp_path / "short", seed=9, alphabet="0123456789>", **small)
+    with pytest.raises(ValueError, match=r"models\.rival\.model: .* takes 16 tokens, and sequences may have 64: set"):
+        run(tmp_path, model, answers, {"rival": {"trains": True, "model": str(short_model)}})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_the_reference_of_each_policy_is_its_own_start(tmp_path, model):
     small = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
     other_model = build_small_model(tmp_path / "other", seed=9, alphabet="0123456789>", **small)

@@ -185,17 +185,20 @@ def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> Non
     for key, folder in models.items():
         config = model_config(folder)
         check_head(Path(folder), config)
-        if key.startswith("models."):  # it reads and writes text, by its own tokenizer
+        is_trained = f"{key.removesuffix('.model')}.trainer" in cfg.placements()  # one of several policies
+        if not key.startswith("models."):
+            check_vocabulary(key, folder, model)
+        elif not is_trained:  # it reads and writes text, by its own tokenizer
             continue
-        check_vocabulary(key, folder, model)
         limit = longest(config)
         rotary = rotary_limit(config)
         if limit < reach:
             message = (
                 f"{key}: {folder} takes {limit} tokens, and sequences may have {reach}: set training.seq_len to {limit}"
             )
-            # Beyond what its rotary embeddings extend to, transformers computes something without meaning.
-            if rotary is not None and rotary[0] < reach:
+            # Beyond what its rotary embeddings extend to, transformers computes something without meaning. A policy's
+            # requests would fail once the first episode is long.
+            if is_trained or (rotary is not None and rotary[0] < reach):
                 raise ValueError(message)
             log.warning("%s", message)
         if reference is not None and reference.procs > 1:
