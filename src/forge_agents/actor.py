@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from forge.envs.config import EpisodeConfig
 from forge.runtime.controller import ForgeActor, Service, endpoint
 
+from .address import AddressConfig
 from .gateway import Gateway
 from .listener import take_listener
 from .policies import Policy
@@ -49,6 +51,7 @@ class GatewayActor(ForgeActor):
         listener: path of the `SharedListener` whose socket it serves.
         journal: folder of the sessions' journal.
         providers: of models that somebody else serves, by name.
+        remote: the address for other machines, and the path of the `SharedListener` there.
     """
 
     vital = True
@@ -59,8 +62,10 @@ class GatewayActor(ForgeActor):
         listener: Path,
         journal: Path,
         providers: Mapping[str, Provider] | None = None,
+        remote: tuple[AddressConfig, Path] | None = None,
     ) -> None:
         self.providers = providers
+        self.remote = remote
         self.policies, self.listener, self.journal = policies, listener, journal
         self.gateway: Gateway | None = None
         self._begun = asyncio.Lock()
@@ -111,6 +116,11 @@ class GatewayActor(ForgeActor):
         self.gateway.forget(key)
 
     async def _serve(self, gateway: Gateway, ready: asyncio.Event) -> None:
-        async with gateway.listen(take_listener(self.listener)):
+        async with AsyncExitStack() as served:
+            await served.enter_async_context(gateway.listen(take_listener(self.listener)))
+            if self.remote is not None:
+                address, path = self.remote
+                by_tls = gateway.listen_by_tls(take_listener(path), address.context(), address.name)
+                await served.enter_async_context(by_tls)
             ready.set()
             await asyncio.Event().wait()

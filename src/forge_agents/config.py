@@ -10,6 +10,7 @@ from forge.config import ConfigError
 from forge.config.plugin import resolve
 from forge.config.sections import Section
 
+from .address import AddressConfig
 from .agent import AgentCommand
 from .collection_config import CollectionConfig
 
@@ -65,8 +66,12 @@ class AgentConfig(Section):
     """Calls beside the task, such as for titles and summaries."""
     concurrency: PositiveInt = 64
     """Agents at once."""
+    address: AddressConfig | None = None
+    """Where agents reach the gateway from other machines: of a `function`, whose parameter `address` is the URL."""
 
     def _check(self) -> None:
+        if self.address is not None and self.function is None:
+            raise ConfigError("episode.agent.address does nothing: it is of a function, and others run on this machine")
         if self.collection is not None:
             self._check_collection(self.collection)
             return

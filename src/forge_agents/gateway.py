@@ -8,6 +8,7 @@ import hashlib
 import logging
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +127,18 @@ class Gateway:
     @asynccontextmanager
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
         """Serve on a socket of `forge.system.web.bind` within the block; yields the address without `/v1`."""
-        host = listener.getsockname()[0]
+        async with listen(self._application(listener.getsockname()[0]), listener) as url:
+            self.url = url
+            yield url
+        await self._noted()
+
+    @asynccontextmanager
+    async def listen_by_tls(self, listener: socket.socket, context: ssl.SSLContext, host: str) -> AsyncIterator[str]:
+        """The same for other machines, which name the gateway `host`; sessions keep the address of `listen`."""
+        async with listen(self._application(host), listener, context) as url:
+            yield url
+
+    def _application(self, host: str) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, self.access(host)])
         for prefix in ("/v1", "", "/s/{key}/v1", "/s/{key}"):
             for path in DIALECTS:
@@ -136,10 +148,7 @@ class Gateway:
         for prefix in ("/v1beta", "/v1", "/s/{key}/v1beta", "/s/{key}/v1"):
             app.router.add_post(f"{prefix}/{GEMINI_MODEL}", self._answer)
             app.router.add_post(f"{prefix}/{GEMINI_COUNT}", self._count)
-        async with listen(app, listener) as url:
-            self.url = url
-            yield url
-        await self._noted()
+        return app
 
     def access(self, host: str) -> Any:
         """The middleware that says who may call: those that have a session's key, and no page of a browser."""

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from httpx import TransportError
@@ -17,6 +17,7 @@ from forge.config import ConfigError
 from forge.config.sections import build
 from forge.envs.environment import InfrastructureError
 from forge.recipes.models_config import POLICY
+from forge.system.web import bind
 from forge.types import Sample
 
 from .actor import GatewayActor, PolicySettings
@@ -55,12 +56,18 @@ async def agent_env(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> Age
         for name, further in cfg.models.items()
         if further.url is not None
     }
+    listeners = [listener]
+    remote = None
+    if agent.address is not None:
+        host, port = agent.address.endpoint()
+        listeners.append(SharedListener(host, port or 0))
+        remote = agent.address, listeners[-1].path
     gateway = await GatewayActor.options(num_replicas=1).as_service(
-        settings, listener.path, job.record.folder / "gateway", providers
+        settings, listener.path, job.record.folder / "gateway", providers, remote
     )
     await gateway.listen.route()
     runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
-    holder = asyncio.create_task(hold(listener, runner))
+    holder = asyncio.create_task(hold(listeners, runner))
     play = await agent_play(agent, runner)
     limits = {
         "max_turns": cfg.episode.max_turns,
@@ -109,8 +116,16 @@ async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
 
 
 def check_agent(values: Any) -> None:
-    """ConfigError: the program of the section is missing, or its collection or environment is missing or invalid."""
+    """Check what needs no process.
+
+    Raises:
+        ConfigError: the program of the section is missing, or its collection or environment is missing or invalid.
+        OSError: its address is in use.
+    """
     agent = agent_config(values)
+    if agent.address is not None:
+        host, port = agent.address.endpoint()
+        bind(host, port or 0, "port 0 in episode.agent.address.listen").close()
     if agent.collection is not None:
         check_collection(agent)
     elif agent.command is not None:
@@ -137,13 +152,14 @@ async def agent_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     return await command_play(agent, runner) if agent.command is not None else function_play(agent)
 
 
-async def hold(listener: SharedListener, runner: CommandRunner) -> None:
+async def hold(listeners: Sequence[SharedListener], runner: CommandRunner) -> None:
     """Hold what the episodes need until the run's event loop ends."""
     try:
         await asyncio.Event().wait()
     finally:
         await runner.close()
-        listener.close()
+        for listener in listeners:
+            listener.close()
 
 
 async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
@@ -193,10 +209,11 @@ def command_of(agent: AgentConfig, words: list[str]) -> Any:
 def function_play(agent: AgentConfig) -> Play:
     """How a coroutine plays a task: it gets a client of the session, and may return the reward."""
     function = agent.load_function()
-    takes_evaluation = "evaluation" in inspect.signature(function).parameters
+    names = inspect.signature(function).parameters
+    address = {"address": agent.address and agent.address.reached_at} if "address" in names else {}
 
     async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
-        options = {"evaluation": evaluation} if takes_evaluation else {}
+        options = {**address, **({"evaluation": evaluation} if "evaluation" in names else {})}
         # Plain http on loopback: no proxy, and no certificates, whose loading takes 20 ms for each client.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)

@@ -17,6 +17,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -142,8 +143,10 @@ def guard(
 
 
 @asynccontextmanager
-async def listen(app: web.Application, listener: socket.socket) -> AsyncIterator[str]:
-    """Serve an application on a socket of `bind` within the block; yields its URL."""
+async def listen(
+    app: web.Application, listener: socket.socket, context: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """Serve an application on a socket of `bind` within the block, by TLS with a context; yields its URL."""
     app.middlewares.insert(0, _handled)
     runner = web.AppRunner(
         app,
@@ -163,12 +166,17 @@ async def listen(app: web.Application, listener: socket.socket) -> AsyncIterator
     # For asyncio the backlog is also how many connections it accepts in one turn; the queue is set afterwards.
     try:
         server = await loop.create_server(
-            lambda: Connection(make_protocol(), connections, limit), sock=listener, backlog=ACCEPTED
+            lambda: Connection(make_protocol(), connections, limit),
+            sock=listener,
+            backlog=ACCEPTED,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else HEADER_TIME,
         )
         listener.listen(QUEUE)
         try:
             host, port = listener.getsockname()[:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            scheme = "http" if context is None else "https"
+            yield f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
             server.close()
     finally:
