@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from monarch.actor import HostMesh, ProcMesh, this_host
+from monarch.actor import Actor, HostMesh, ProcMesh, this_host
+from monarch.actor import endpoint as monarch_endpoint
 from monarch.job import LocalJob, ProcessJob
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -48,6 +50,19 @@ async def procs_of(count: int) -> AsyncIterator[ProcMesh]:
         await mesh.stop()
 
 
+class Slow(Actor):
+    """An actor that takes CPU time to be made, as one does whose modules are imported for the first time."""
+
+    def __init__(self, seconds: float) -> None:
+        start = time.process_time()
+        while time.process_time() - start < seconds:
+            sum(range(10**8))  # without a moment for other threads of the process
+
+    @monarch_endpoint
+    def ready(self) -> bool:
+        return True
+
+
 def run_within(seconds: float, main: Callable[[], Coroutine]) -> None:
     async def limited() -> None:
         async with asyncio.timeout(seconds):
@@ -59,6 +74,20 @@ def run_within(seconds: float, main: Callable[[], Coroutine]) -> None:
 def parent_of(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rsplit(")", 1)[1].split()[1])
+
+
+def test_another_actor_that_is_made_in_the_same_process_is_no_hang():
+    async def main() -> None:
+        async with procs_of(1) as mesh:
+            counter = await Counter.options(hosts=mesh, ping_timeout=1.0).as_actor(start=1)
+            (pid,) = [pid for _, pid in await counter.where.call()]
+            slow = mesh.spawn("slow", Slow, 4.0)
+            assert await slow.ready.call_one()
+            assert await counter.add.call(1) == [2]
+            assert [pid for _, pid in await counter.where.call()] == [pid]
+            await counter.stop()
+
+    run_within(100, main)
 
 
 def test_processes_of_a_user_serve_and_outlive_the_service():

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from monarch.actor import Actor, ProcMesh, this_host
 from torch import Tensor
 
+from ...runtime.controller._monarch import Actor, ProcMesh, this_host
 from ...system.boxes import Box, full_box
 
 __all__ = ["get_local_hostname", "get_local_tensor", "spawn_actors"]

@@ -76,13 +76,15 @@ def _candidates(cfg: TrainingRecipe, name: str, most_ranks: float, divides_exper
     # More ranks divide weights and state alone; these divide the activations of a sequence as well.
     for count in ranks:
         words = f"{setting}.procs {count} and " if count != now else ""
-        for kind in ("context", "tensor", "expert"):
+        for dimension in ("context", "tensor", "expert"):
             for degree in DEGREES:
-                if count % degree or degree <= getattr(cfg.parallelism, f"{kind}_parallel_degree"):
+                if count % degree or degree <= getattr(cfg.parallelism, f"{dimension}_parallel_degree"):
                     continue
-                divided = _changed(_with_ranks(cfg, name, count), "parallelism", **{f"{kind}_parallel_degree": degree})
-                changes = f"{prefix}{words}parallelism.{kind}_parallel_degree {degree}"
-                if kind != "expert":
+                divided = _changed(
+                    _with_ranks(cfg, name, count), "parallelism", **{f"{dimension}_parallel_degree": degree}
+                )
+                changes = f"{prefix}{words}parallelism.{dimension}_parallel_degree {degree}"
+                if dimension != "expert":
                     yield changes, divided
                 elif divides_experts and kind == "trainer":
                     yield f"{changes} and trainer.backend titan", _changed(divided, "trainer", backend="titan")
