@@ -181,6 +181,9 @@ def test_the_critic_and_the_reference_of_each_policy_are_placed():
     assert placed(**with_reference) == {"third.ref_model"}
     assert placed(grpo={**with_reference["grpo"], "reference": "w"}) == set()
     assert placed(algorithm="ppo") == {"rival.critic", "third.critic"}
+    # Named as the run's own model is: the same start.
+    models["third"]["model"] = "x"
+    assert placed(**with_reference) == set()
     models["rival"]["critic"] = {"procs": 2}
     with pytest.raises(ConfigError, match=r"models\.rival\.critic does nothing: the algorithm has no critic"):
         placed()

@@ -81,7 +81,7 @@ def run_file(suite: Suite, folder: Path, file: str) -> Iterator[Outcome]:
 
 
 def message(problem: ElementTree.Element) -> str:
-    """One line of an error: of a file that cannot be imported the last line of its traceback."""
+    """One line of an error: the last line of the traceback where the file itself raises."""
     summary = (problem.get("message") or "").strip()
     lines = [line for line in (problem.text or "").splitlines() if line.startswith("E ")]
     if summary == "collection failure" and lines:

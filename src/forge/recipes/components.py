@@ -120,8 +120,8 @@ class Job(NamedTuple):
 
 @dataclass
 class RLComponents:
-    """The components of the RL recipe. `reference` and `critic` are None where the algorithm needs none. `learners` are
-    all policies that train, the run's own first."""
+    """The components of the RL recipe. `learners` are all policies that train, the run's own first, each with its
+    reference and critic."""
 
     algorithm: Algorithm
     dataset: Handle
@@ -129,8 +129,6 @@ class RLComponents:
     policy: Handle
     trainer: Handle
     env: GroupEnv
-    reference: Handle | None
-    critic: Handle | None
     learners: dict[str, Learner]
     state: RunState
     evaluation: Evaluation
@@ -169,9 +167,10 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         replay_buffer(cfg, job, algorithm),
         learners(cfg, job, algorithm),
         reward(cfg) if single_turn else nothing(),
-        start_references(cfg, job) if has_reference else no_models(),
-        start_critics(cfg, job) if algorithm.needs_critic else no_models(),
+        start_references(cfg, job) if has_reference else nothing(),
+        start_critics(cfg, job) if algorithm.needs_critic else nothing(),
     )
+    references, critics = references or {}, critics or {}
     trained = {
         name: replace(learner, reference=references.get(name), critic=critics.get(name))
         for name, learner in trained.items()
@@ -196,8 +195,6 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         own_learner.policy,
         own_learner.trainer,
         env,
-        own_learner.reference,
-        own_learner.critic,
         trained,
         state,
         await start_evaluation(cfg, job.held_out, job.sets, job.record, env),
@@ -249,21 +246,21 @@ def service_of(policy: str, part: str) -> str:
 
 def start_of(cfg: RLConfig, job: Job, policy: str) -> str:
     """The folder of the weights that a policy starts from."""
-    return job.model if policy == POLICY else cfg.models[policy].model or job.model
+    model = None if policy == POLICY else cfg.models[policy].model
+    return job.model if model in (None, cfg.model) else model
 
 
 async def start_references(cfg: RLConfig, job: Job) -> dict[str, Handle]:
-    """Start the frozen model of each policy that trains. Policies that have the same one share it."""
-    models = {name: cfg.grpo.reference or start_of(cfg, job, name) for name in cfg.trained_models}
-    first_users = {model: name for name, model in reversed(models.items())}
-    services = await asyncio.gather(
+    """Start the frozen model of each policy that trains. Policies that start as the run's own share its reference."""
+    separate = [name for name in cfg.trained_models if f"models.{name}.ref_model" in cfg.placements()]
+    own, *others = await asyncio.gather(
+        reference(cfg, cfg.grpo.reference or job.model, cfg.grpo.temperature),
         *(
-            reference(cfg, model, cfg.grpo.temperature, service_of(name, "ref_model"))
-            for model, name in first_users.items()
-        )
+            reference(cfg, start_of(cfg, job, name), cfg.grpo.temperature, service_of(name, "ref_model"))
+            for name in separate
+        ),
     )
-    services_by_model = dict(zip(first_users, services, strict=True))
-    return {name: services_by_model[model] for name, model in models.items()}
+    return dict.fromkeys(cfg.trained_models, own) | dict(zip(separate, others, strict=True))
 
 
 async def start_critics(cfg: RLConfig, job: Job) -> dict[str, Handle]:
@@ -272,11 +269,6 @@ async def start_critics(cfg: RLConfig, job: Job) -> dict[str, Handle]:
         *(critic(cfg, start_of(cfg, job, name), job, service_of(name, "critic")) for name in cfg.trained_models)
     )
     return dict(zip(cfg.trained_models, critics, strict=True))
-
-
-async def no_models() -> dict[str, Handle]:
-    """Start no model, where the algorithm needs none."""
-    return {}
 
 
 async def policy_and_trainer(

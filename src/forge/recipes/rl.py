@@ -61,9 +61,7 @@ class Loop(Frame):
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         recorded_groups = self.record.pick(groups)
         batch = await self.make_batch(groups, version, recorded_groups)
-        metrics = await self.parts.trainer.train_step.route(batch)
-        if self.parts.critic is not None:
-            metrics |= await self.parts.critic.train_step.route(batch)
+        metrics = await self.parts.learners[POLICY].train_step(batch)
         dropped = await self.parts.buffer.take_dropped.route()
         self.log_schedule(entry, dropped, metrics)
         if recorded_groups:

@@ -224,12 +224,12 @@ class RLConfig(RecipeConfig):
         """The options of services and of further models."""
         placements = super().placements()
         for name, further in self.models.items():
-            parts = [*further.parts, *(self._judges_of(further) if further.trains else ())]
+            parts = [*further.parts, *(self._scoring_parts(further) if further.trains else ())]
             placements |= {path: self.placement(path) for path in (f"models.{name}.{part}" for part in parts)}
         return placements
 
-    def _judges_of(self, further: FurtherModel) -> list[str]:
-        """The parts of a further policy beside its trainer that the algorithm needs."""
+    def _scoring_parts(self, further: FurtherModel) -> list[str]:
+        """The critic and the reference model of a further policy, as far as it has its own."""
         has_own_start = self.grpo.reference is None and further.model not in (None, self.model)
         needed = {"critic": True, "ref_model": has_own_start}
         return [part for part, is_needed in needed.items() if is_needed and part not in self.idle]
@@ -301,7 +301,7 @@ class RLConfig(RecipeConfig):
         else:
             preflight.check(preflight.SINGLE_TURN_RULES, self)
         check_models(self.models, trains_several=self.trains_several)
-        self._check_judges(algorithm)
+        self._check_scoring_parts(algorithm)
         if self.multi_turn and any(settings.reward is not None for settings in self.eval.sets.values()):
             raise ConfigError("a reward of eval.sets does nothing: the environment scores episodes")
         if any(every % interval for every in self.eval.intervals().values()):
@@ -309,11 +309,11 @@ class RLConfig(RecipeConfig):
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )
 
-    def _check_judges(self, algorithm: Algorithm) -> None:
+    def _check_scoring_parts(self, algorithm: Algorithm) -> None:
         reference = "it shares the run's reference" if self.starts_reference(algorithm) else "the run has no reference"
         reasons = {"critic": "the algorithm has no critic", "ref_model": reference}
         for name, further in self.models.items():
-            for part in reasons.keys() - set(self._judges_of(further)):
+            for part in reasons.keys() - set(self._scoring_parts(further)):
                 if further[part] == Options():
                     continue
                 raise ConfigError(f"models.{name}.{part} does nothing: {reasons[part]}")

@@ -24,7 +24,8 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from .addresses import listening_error
+from .addresses import join_address, listening_error
+from .handshakes import accept_tls
 
 try:
     from aiohttp import web
@@ -163,22 +164,36 @@ async def listen(
     limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
     connections: dict[Connection, None] = {}
     loop = asyncio.get_running_loop()
-    # For asyncio the backlog is also how many connections it accepts in one turn; the queue is set afterwards.
+
+    def connection() -> Connection:
+        return Connection(make_protocol(), connections, limit)
+
+    async def connected(_transport: asyncio.Transport) -> None:
+        """Leave the connection to its protocol."""
+
+    def log_failure(host: str, port: int, error: OSError) -> None:
+        _log.debug("no TLS with %s: %s", join_address(host, port), error)
+
+    host, port = listener.getsockname()[:2]
     try:
-        server = await loop.create_server(
-            lambda: Connection(make_protocol(), connections, limit),
-            sock=listener,
-            backlog=ACCEPTED,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else HEADER_TIME,
-        )
+        if context is None:
+            # For asyncio the backlog is also how many connections it accepts in one turn; the queue is set afterwards.
+            server = await loop.create_server(connection, sock=listener, backlog=ACCEPTED)
+            listener.listen(QUEUE)
+            try:
+                yield f"http://{join_address(host, port)}"
+            finally:
+                server.close()
+            return
         listener.listen(QUEUE)
+        accepting = loop.create_task(
+            accept_tls(listener, context, lambda: (connection(), connected), log_failure, timeout=HEADER_TIME)
+        )
         try:
-            host, port = listener.getsockname()[:2]
-            scheme = "http" if context is None else "https"
-            yield f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+            yield f"https://{join_address(host, port)}"
         finally:
-            server.close()
+            accepting.cancel()
+            listener.close()
     finally:
         await runner.cleanup()
 

@@ -30,8 +30,8 @@ from ...system.boxes import full_box, is_dtensor
 from .deferred import is_whole
 from .errors import IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest, Shard, checksum
-from .meeting import Meeting
 from .protocol import Store
+from .rendezvous import Rendezvous
 from .transfer import OpenVersion, RankPart, flatten
 from .versions import MAX_HISTORY
 
@@ -110,12 +110,12 @@ class TorchStore(Store):
         part = RankPart.of_value(key, value, version, dtype)
         # Equal in all ranks: nothing is published until all have met.
         number = (self.versions(key) or [0])[-1] + 1 if part.version is None else part.version
-        meeting = Meeting(part.ranks, f"{self.name}/{key}/{number}", timeout)
+        rendezvous = Rendezvous(part.ranks, f"{self.name}/{key}/{number}", timeout)
         blocks = [(shard, values) for shard, values in part.blocks if values is not None]
         shards = tuple(located(shard, values) for shard, values in blocks)
         empty = tuple(shard for shard, values in part.blocks if values is None)
         plan = Manifest(key, number, part.single, shards + empty).to_json(), coordinates(value)
-        plans = [json.loads(text) for text in meeting.gather("plan", json.dumps(plan))]
+        plans = [json.loads(text) for text in rendezvous.gather("plan", json.dumps(plan))]
         manifest = Manifest.join(number, [Manifest.from_json(text) for text, _ in plans])
         # Ranks of equal meshes have the same parts, which the package must not be given twice.
         earlier = [places for _, places in plans[: part.ranks.rank]]
@@ -124,15 +124,15 @@ class TorchStore(Store):
             name for name, place in coordinates(value).items() if all(place != places.get(name) for places in earlier)
         }
         # Before anything is written: a conflict must not touch the values of the published version.
-        if meeting.is_first and not meeting.failed(lambda: self._check(manifest)):
-            meeting.tell("decision", "published" if number in self.versions(key) else "new")
-        if meeting.hear("decision") == "published":
+        if rendezvous.is_first and not rendezvous.failed(lambda: self._check(manifest)):
+            rendezvous.broadcast("decision", "published" if number in self.versions(key) else "new")
+        if rendezvous.receive("decision") == "published":
             return number
-        meeting.failed(lambda: self._write(value, manifest, names, dtype))
-        meeting.gather("written", "")
-        if meeting.is_first and not meeting.failed(lambda: self._publish(manifest)):
-            meeting.tell("outcome", "")
-        meeting.hear("outcome")
+        rendezvous.failed(lambda: self._write(value, manifest, names, dtype))
+        rendezvous.gather("written", "")
+        if rendezvous.is_first and not rendezvous.failed(lambda: self._publish(manifest)):
+            rendezvous.broadcast("outcome", "")
+        rendezvous.receive("outcome")
         return number
 
     @contextmanager

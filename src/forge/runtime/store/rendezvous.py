@@ -15,11 +15,11 @@ from .transfer import Ranks
 ERRORS = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
 # Puts of a name so far in this process, as all ranks count them.
 _attempts: Counter[str] = Counter()
-# Those of this rank: of an earlier put once all ranks are in the next one, which removes it.
+# Names of the texts of this rank; those of an earlier put are removed once all ranks are in the next one.
 _message_names: list[str] = []
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of one put. An error of one is raised in all.
 
     Args:
@@ -38,7 +38,7 @@ class Meeting:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that decides."""
+        """Whether this is the rank that decides for all."""
         return self._ranks.rank == 0
 
     def failed(self, work: Callable[[], object]) -> bool:
@@ -49,23 +49,23 @@ class Meeting:
             self._error = error
         return self._error is not None
 
-    def tell(self, label: str, text: str) -> None:
-        """Say something to the other ranks, as the first."""
+    def broadcast(self, label: str, text: str) -> None:
+        """Send a text to the other ranks, as the first."""
         self._set(f"{label}/0", text)
 
-    def hear(self, label: str) -> str:
-        """What the first rank says. IncompleteVersion: it says nothing in time; or its error."""
-        # A failed first rank has said nothing, and the others must not wait for it.
+    def receive(self, label: str) -> str:
+        """The text of the first rank. IncompleteVersion: it sends none in time; or its error."""
+        # A failed first rank has sent nothing, and the others must not wait for it.
         if self.is_first and self._error is not None:
             self._set(f"{label}/0", "")
         (text,) = self._wait(label, [0])
         return text
 
     def gather(self, label: str, text: str) -> list[str]:
-        """What every rank says. IncompleteVersion: names the ranks that say nothing in time; or the error of one."""
+        """The texts of all ranks. IncompleteVersion: names the ranks that send none in time; or the error of one."""
         self._set(f"{label}/{self._ranks.rank}", text)
         texts = self._wait(label, list(range(self._ranks.world)))
-        # All ranks are here, so none still reads what was said in an earlier put.
+        # All ranks are here, so none still reads the texts of an earlier put.
         for name in _message_names[: self._earlier]:
             dist.distributed_c10d._get_default_store().delete_key(name)
         del _message_names[: self._earlier]
