@@ -52,6 +52,7 @@ class AddressConfig(Section):
     def context(self) -> ssl.SSLContext:
         """TLS 1.2 or newer with the certificate. ConfigError: the files are absent, or no pair."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # An empty password: OpenSSL would ask for one at the terminal, and a job has none.
         try:
             context.load_cert_chain(self.certificate, self.private_key, password="")
         except (OSError, ssl.SSLError) as error:

@@ -135,6 +135,7 @@ class Gateway:
     @asynccontextmanager
     async def listen_by_tls(self, listener: socket.socket, context: ssl.SSLContext, host: str) -> AsyncIterator[str]:
         """The same for other machines, which name the gateway `host`; sessions keep the address of `listen`."""
+        # Another application, as a request must name the host of the address that it came to.
         async with listen(self._application(host), listener, context) as url:
             yield url
 

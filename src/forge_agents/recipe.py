@@ -56,6 +56,7 @@ async def agent_env(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> Age
         for name, further in cfg.models.items()
         if further.url is not None
     }
+    # Held by this process, so that clients on other machines wait as well while the gateway is replaced.
     listeners = [listener]
     remote = None
     if agent.address is not None:

@@ -88,6 +88,7 @@ def import_args() -> type[AsyncEngineArgs]:
 @contextmanager
 def inherited_environment() -> Iterator[None]:
     """Environment variables of vLLM's processes, which inherit them when they start within the block."""
+    # What a user has set stays: it may be how they look for a fault.
     added = {name: value for name, value in QUIET.items() if name not in os.environ}
     added[OWNER] = str(os.getpid())
     os.environ.update(added)

@@ -275,6 +275,7 @@ def batches(
                 batch = pa.ipc.open_stream(source, options=options).read_next_batch()
             except (StopIteration, pa.ArrowException, OSError, EOFError):  # the file is damaged from this batch on
                 return
+            # Readers see the columns of today, whichever version wrote the file.
             if ADDED in names and ADDED not in written.names:
                 batch = batch.append_column(schema().field(ADDED), pa.nulls(len(batch), pa.string()))
             yield message.end, batch

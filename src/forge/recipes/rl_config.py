@@ -230,6 +230,7 @@ class RLConfig(RecipeConfig):
 
     def _scoring_parts(self, further: FurtherModel) -> list[str]:
         """The critic and the reference model of a further policy, as far as it has its own."""
+        # Compared as they are written: folders are resolved later, and placements are needed before.
         has_own_start = self.grpo.reference is None and further.model not in (None, self.model)
         needed = {"critic": True, "ref_model": has_own_start}
         return [part for part, is_needed in needed.items() if is_needed and part not in self.idle]

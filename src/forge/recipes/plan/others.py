@@ -53,6 +53,7 @@ def model_of(
     """
     names = cfg.others()
     kind = kind_of(service)
+    # A critic or reference that is named is that of all policies; else each begins as its policy.
     keys = {"critic": ["critic.model"], "ref_model": ["grpo.reference", "distill.teacher"]}.get(kind, [])
     if service.startswith("models."):
         keys = [*keys, f"models.{service.split('.')[1]}.model"]
@@ -66,6 +67,7 @@ def model_of(
 def count_elements(folder: Path) -> int:
     """Parameters of a causal language model, from its config.json."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # Without memory: a model of 32B has its number of parameters in .2 s.
     with META:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return sum(weight.numel() for weight in model.parameters())
@@ -112,6 +114,7 @@ def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[
     with META:
         model = loader.from_config(config, dtype=getattr(torch, settings.dtype), trust_remote_code=False)
     model.eval()
+    # Long rows: attention's mask grows with the square of the width, all else with the tokens of the batch.
     width = min(length, longest(config), settings.max_tokens or length, settings.batch_tokens)
     rows = max(1, settings.batch_tokens // width)
     ids = torch.zeros((rows, width), dtype=torch.long, device=META)

@@ -234,6 +234,7 @@ async def keys(prefix: str | None = None, *, store_name: str = DEFAULT_NAME) -> 
 
 def is_under(key: str, prefix: str) -> bool:
     """Whether the first parts of a key, which dots and slashes separate, are those of a prefix."""
+    # TorchStore keeps its keys in a tree by these delimiters, so a prefix is a node of it.
     following = key.removeprefix(prefix)[:1]
     return key == prefix or (key.startswith(prefix) and (prefix[-1:] in DELIMITERS or following in DELIMITERS))
 

@@ -277,6 +277,7 @@ class TorchStore(Store):
 
     def _call(self, function: str, *args: Any) -> Any:
         """Call a function of the package, from any thread; every one may be repeated."""
+        # A repeated call puts or reads the same values, and the package ignores absent keys in a batch that is deleted.
         for _ in range(RETRIES):
             try:
                 return wait_for(getattr(package(), function)(*args, store_name=self.name))
