@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -30,7 +33,9 @@ from forge.runtime.controller import (
     endpoint,
     run,
 )
+from forge.runtime.controller.actor_host import ActorHost
 from forge.runtime.controller.user_meshes import UserPlacement, UserProcs
+from forge.runtime.monarch_names import reload_config_from_env
 from tests.runtime.controller.components import Counter, Joined
 from tests.runtime.controller.test_endings import alive, gone_within
 from tests.runtime.controller.test_recovery import states, until
@@ -115,6 +120,57 @@ def test_processes_of_a_user_serve_and_outlive_the_service():
             await singles.stop()
             assert await plain.slice(gpus=3).add.call_one(2) == 4
         assert gone_within(pids, 20)
+
+    run_within(100, main)
+
+
+def test_a_users_actor_may_import_forge_while_ours_is_made():
+    program = f"""
+import pickle, sys, threading, time
+
+def pause(event, details):  # in the middle of the user's import, until the other thread waits for it
+    if event == "exec" and details[0].co_filename.endswith("/controller/actor.py") and other.ident is None:
+        other.start()
+        while sys._current_frames()[other.ident].f_code.co_name != "acquire":
+            time.sleep(0.01)
+
+classes = []
+other = threading.Thread(target=lambda: classes.append(pickle.loads({pickle.dumps(ActorHost)!r})))
+sys.addaudithook(pause)
+from forge.runtime.controller import ForgeActor
+other.join()
+print(classes[0].__name__)
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (finished.stdout, finished.returncode) == ("ActorHost\n", 0), finished.stderr
+
+
+@pytest.fixture
+def impatient_monarch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Monarch gives up an actor after a pause of 2 s instead of 60 s."""
+    with monkeypatch.context() as patch:
+        for state in ("ACTOR", "PROC"):
+            patch.setenv(f"HYPERACTOR_MESH_GET_{state}_STATE_MAX_IDLE", "2s")
+        reload_config_from_env()
+        yield
+    reload_config_from_env()
+
+
+@pytest.mark.usefixtures("impatient_monarch")
+def test_processes_that_live_serve_again_though_monarch_gave_up_the_actor():
+    async def main() -> None:
+        async with procs_of(2) as mesh:
+            ranks = await Counter.options(hosts=mesh, ping_timeout=24.0).as_actor()
+            pids = [pid for _, pid in await ranks.where.call()]
+            os.kill(pids[1], signal.SIGSTOP)
+            await until(lambda: states(ranks) != ["up"])
+            assert "timeout waiting for message" in ranks.status().replicas[0].error
+            os.kill(pids[1], signal.SIGCONT)
+            await until(lambda: states(ranks) == ["up"])
+            assert ranks.status().restarts == 1
+            assert [pid for _, pid in await ranks.where.call()] == pids
+            await ranks.stop()
+            assert alive(pids) == pids
 
     run_within(100, main)
 

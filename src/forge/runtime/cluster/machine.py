@@ -262,7 +262,9 @@ class Machine:
 class RemoteProcess:
     """A process of another machine, with the interface of `Process`."""
 
-    stopped = False  # unknown from afar; the lease and pings notice its effects
+    # Both unknown from afar; the lease and pings notice the effects.
+    stopped = False
+    alive = False
 
     def __init__(self, machine: Machine, pid: int, ended: Callable[[], None]) -> None:
         self.machine = machine

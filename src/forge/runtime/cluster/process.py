@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import shutil
 import signal
 import socket
@@ -35,6 +36,10 @@ class Watched(Protocol):
     @property
     def stopped(self) -> bool:
         """Whether it is known to be stopped by a signal."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is known to run, or to be stopped by a signal."""
 
     def kill(self) -> None:
         """End it by force, if that is possible and allowed."""
@@ -67,6 +72,15 @@ class Process:
     def stopped(self) -> bool:
         """Whether it exists and was stopped by a signal (SIGSTOP)."""
         return is_stopped(self.pid)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        if self._handle is None:
+            return False
+        endings = select.poll()
+        endings.register(self._handle, select.POLLIN)
+        return not endings.poll(0)
 
     def kill(self) -> None:
         """Send SIGKILL, if it has not ended yet."""

@@ -6,7 +6,9 @@ Monarch queries the state of each process every 500 ms here (every 10 s by defau
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
 flight can delay the answers to the controller for tens of seconds. Monarch also gives up a process that needs more than
 30 s to start, as some do on a busy machine: here that is 300 s, and `Options.setup_timeout` for the whole start. At
-nice 19 beside 16 busy processes on two cores one had .4 s of CPU time in 124 s, and 60 s were too few.
+nice 19 beside 16 busy processes on two cores one had .4 s of CPU time in 124 s, and 60 s were too few. An actor that
+was not queried for 60 s by the clock of the day is stopped as an orphan, though the clock may have been set or the
+machine have slept: here that is 10 min, for the actors of a lost controller on hosts that only the user can stop.
 """
 
 import atexit
@@ -22,6 +24,7 @@ for _key, _value in {
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT": "15s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "10m",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "300s",
     "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "300s",
     "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "300s",

@@ -170,6 +170,12 @@ class ActorHost(Actor):
         return reply
 
 
+# A process of a user's mesh may import this package in one thread, for an actor of the user's, while Monarch unpickles
+# this class in another. By the name of the module Python would lock the module before the package, which is a deadlock
+# to the first thread (one run of the tests in ten).
+ActorHost.__module__ = __package__
+
+
 class Hosted:
     """One component of a process: its instance, and the thread of its plain endpoints."""
 

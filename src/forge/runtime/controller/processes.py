@@ -125,16 +125,21 @@ class ProcessGroup:
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
             self._pinging.add_done_callback(log_failure)
 
-    def fail(self, reason: str) -> None:
-        """Declare these processes lost, and with them every component that they host."""
+    def fail(self, reason: str, *, by_clock: bool = False) -> None:
+        """Declare these processes lost, and with them every component that they host.
+
+        Args:
+            by_clock: Monarch gave up the actor in them, as they gave no answer for some time.
+        """
         if self.dead is None:
             self.dead = reason
             self.stopped_by_signal = any(process.stopped for process in self.processes)
             if self.stopped_by_signal:
                 self.dead += ": it was stopped by a signal"
             self.kill()
-            # Its processes live on, or are dead for good: either way nothing is started in them again.
-            if self.borrowed:
+            # A user's processes live on, hung, or are dead for good: either way nothing is started in them again. After
+            # a pause of the machine they live, and only the actor is lost.
+            if self.borrowed and not (by_clock and all(process.alive for process in self.processes)):
                 self.hosts.give_up()
             for member in list(self.members):
                 member.fail(self.dead)

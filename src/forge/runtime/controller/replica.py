@@ -308,8 +308,10 @@ class Replica:
                 raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)") from None
             raise
         except SupervisionError as error:
-            self.group.fail(f"its process ended or stopped answering (seen while {label} was in flight)")
-            raise self.fail("its process ended or stopped answering") from error
+            account = str(error).strip().splitlines()[-1].strip()
+            reason = f"its process ended or stopped answering (seen while {label} was in flight: {account})"
+            self.group.fail(reason, by_clock="timeout waiting for message" in account)
+            raise self.fail(reason) from error
         except ValueError as error:
             if "error spawning proc mesh" not in str(error):
                 raise

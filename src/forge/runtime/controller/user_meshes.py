@@ -112,6 +112,7 @@ class ElsewhereProcess:
     """A process of a user's host that is another machine: Monarch notices its end, and nothing here reaches it."""
 
     stopped = False
+    alive = False  # Monarch's account is all there is
 
     def __init__(self, pid: int, machine: str) -> None:
         self.pid = pid
