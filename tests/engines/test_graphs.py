@@ -22,6 +22,7 @@ from tests.emulated import NAME, Emulation, emulated, lines
 
 from .captured import NotCapturable, checked_capture, compare, run, step_of
 from .test_emulated import LONGEST, assert_equal, decode, folders
+from .test_read_every import answers
 
 __all__ = ["folders"]  # a fixture
 
@@ -41,6 +42,23 @@ def test_captured_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[st
     """Requests of all kinds, a growing cache, updates, a release: what a graph could not hold would fail the engine."""
     expected = decode(folders[family], device="cpu")
     assert_equal(decode(folders[family], cuda_graphs=True), expected)
+
+
+def test_captured_steps_that_the_host_reads_later_draw_the_tokens_of_the_cpu(
+    folders: dict[str, Path], device: Emulation
+):
+    with EmbeddedEngine(folders["qwen3"], slots=8, max_seq_len=LONGEST, device="cpu") as engine:
+        expected = answers(engine)
+    for read_every in (2, 7):
+        with EmbeddedEngine(
+            folders["qwen3"], slots=8, max_seq_len=LONGEST, cuda_graphs=True, read_every=read_every
+        ) as engine:
+            answers_of_device = answers(engine)
+            replayed = engine._batch.graphs.replayed
+        assert replayed > 40
+        for answer, other in zip(answers_of_device, expected, strict=True):
+            assert answer.token_ids == other.token_ids
+            assert answer.finish == other.finish
 
 
 class CardGraph:
@@ -87,10 +105,10 @@ def test_graphs_that_replace_dropped_ones_have_another_pool(monkeypatch: pytest.
 
 
 def steps(
-    folder: Path, emulation: Emulation, tokens: int, listener: Any = None, **sampling: Any
+    folder: Path, emulation: Emulation, tokens: int, listener: Any = None, read_every: int = 1, **sampling: Any
 ) -> tuple[int, int, int, Any]:
     """Decode steps of three samples, those by a graph, launches and waits."""
-    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, cuda_graphs=True) as engine:
+    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, cuda_graphs=True, read_every=read_every) as engine:
         launches = emulation.launches
         with emulation.counted() as waits:
             asked = Sampling(n=3, max_tokens=tokens, seed=1, **sampling)
@@ -122,6 +140,18 @@ def test_a_step_is_one_graph_and_one_wait(
     assert (many[3] - few[3]).total() <= 40 * waits_a_step, lines(many[3] - few[3])
 
 
+def test_the_host_waits_once_for_several_steps(folders: dict[str, Path], device: Emulation):
+    few = steps(folders["qwen3"], device, 20, read_every=4)
+    many = steps(folders["qwen3"], device, 60, read_every=4)
+    assert (few[:2], many[:2]) == ((20, 19), (60, 59))
+    # The number of rows and the graph, and for four steps together the copy of which rows have ended.
+    assert many[2] - few[2] <= 40 * (LAUNCHES - 1) + 10
+    assert (many[3] - few[3]).total() <= 10, lines(many[3] - few[3])
+    # A stream is read token by token.
+    streamed = [steps(folders["qwen3"], device, n, lambda *_: None, read_every=4)[3] for n in (20, 60)]
+    assert (streamed[1] - streamed[0]).total() > 40
+
+
 def test_without_graphs_each_operator_is_a_launch(folders: dict[str, Path], device: Emulation):
     counts = []
     for tokens in (20, 60):
@@ -130,7 +160,7 @@ def test_without_graphs_each_operator_is_a_launch(folders: dict[str, Path], devi
             engine.submit([5, 6, 7], Sampling(n=3, max_tokens=tokens, seed=1)).result(60)
             counts.append(device.launches - launches)
     # As docs/engines.md says, of two layers.
-    assert round((counts[1] - counts[0]) / 40) == 138
+    assert round((counts[1] - counts[0]) / 40) == 141
 
 
 def test_top_logprobs_decode_without_a_graph(folders: dict[str, Path], device: Emulation):
@@ -165,7 +195,7 @@ def test_memory_that_is_replaced_without_a_word_is_found(folders: dict[str, Path
         advance = batch._captured
 
         def replacing(*arguments: Any) -> Any:
-            batch.temperature = batch.temperature.clone()
+            batch.state.temperature = batch.state.temperature.clone()
             return advance(*arguments)
 
         batch._captured = replacing  # type: ignore[method-assign]

@@ -1,11 +1,8 @@
 """The running batch (continuous batching): one token per step for each sequence in the first rows of the cache.
 
 Active rows are always rows 0 to B - 1, so that a decode step works on views. A waiting sample, or else the last row,
-replaces a finished row. The state of rows is in tensors, so that a step has the same few operations for any number of
-rows and one synchronisation with the device: for the finished rows.
-
-Each token is drawn by inverse transform sampling with its own uniform number: it depends on its row's logits and number
-alone, not on the rest of the batch.
+replaces a finished row. The state of rows is in tensors (`forge.engines.rows`), and the host reads one of them, once a
+step or less often: which rows have ended.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ from .decoder import Decoder
 from .graphs import Drawn, StepGraphs
 from .prefixes import TOKENS, Prefix, PrefixCache
 from .requests import Admission, EngineRequest, RunningSample, WeightSpan, accept, allowed_tokens, due, stream
-from .restrictions import Restrictions, Words
-from .sampling import draw, keep_allowed, top_logprobs, uniforms
+from .restrictions import Words
+from .rows import RowState
+from .sampling import keep_allowed, top_logprobs
 from .weights import Weights
 
 # A prompt waits a step for another that is being computed if they share so many tokens more than the cache has: fewer
 # are computed faster than a step takes.
 MIN_SHARED_TOKENS = 64
-MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
 
 class RunningBatch:
@@ -39,7 +36,7 @@ class RunningBatch:
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
     `prefix_bytes` bounds what is kept of computed prompts for later ones that begin with the same tokens. `words` reads
-    the texts of requests that have some.
+    the texts of requests that have some. The host reads which rows have ended every `read_every` steps.
     """
 
     def __init__(
@@ -50,10 +47,12 @@ class RunningBatch:
         prefix_bytes: int = 0,
         words: Words | None = None,
         graphs: StepGraphs | None = None,
+        read_every: int = 1,
     ):
         self.decoder = decoder
         self.words = words
         self.graphs = graphs
+        self.read_every = read_every
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.prefix_cache = PrefixCache(prefix_bytes)
@@ -61,27 +60,16 @@ class RunningBatch:
         self.free_rows: list[int] = []  # rows among these whose sample has ended
         self.preempted: deque[RunningSample] = deque()  # resume before waiting requests
         self.paused: list[RunningSample] = []  # until the weights come that draw their next token
-        self.steps = self.generated = self.prefilled = self.reused = 0
+        self.steps = self.drawn = self.discarded = self.prefilled = self.reused = 0
         # A long prompt in the cache's prefill row, and the number of its tokens there.
         self._prefilling: tuple[EngineRequest | RunningSample | None, int] = (None, 0)
         self._max_length = 0  # maximum positions of a running row, or of the prompt in the prefill row
         self._weight_history = [WeightSpan(0, decoder.weights.version, decoder.weights.identity)]
-        # State of each row on the device, so that a step takes the same operations for any number of rows.
-        device = decoder.device
-        length = decoder.cache.longest
-        rows = rounded(slots, WIDTH)
-        self.tokens, self.positions, self.ends = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
-        self.temperature = torch.ones(rows, device=device)
-        self.restrictions = Restrictions(rows, decoder.vocab, device)
-        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.count = torch.zeros((), dtype=torch.long, device=device)  # of rows, for a captured step
-        self.stops = torch.full((rows, 1), -1, device=device)
-        # By position, like the cache: the uniform numbers, and the tokens drawn with them.
-        self.uniform, self.logprobs = (torch.zeros(rows, length, device=device) for _ in range(2))
-        self.drawn = torch.zeros(rows, length, dtype=torch.long, device=device)
+        self.state = RowState(rounded(slots, WIDTH), decoder.cache.longest, decoder.vocab, decoder.device)
+        self.restrictions = self.state.restrictions
+        self.count = torch.zeros((), dtype=torch.long, device=decoder.device)  # of rows, for a captured step
         # Properties of all rows that `step` needs; `admit` updates them.
         self._max_offset = 0  # of a row's position from the number of steps
-        self._any_greedy = False
         self._constrained: list[int] = []  # rows with a grammar, and as an index
         self._constrained_index: Tensor | None = None
         self._streamed: list[int] = []  # rows with a listener
@@ -95,6 +83,11 @@ class RunningBatch:
         return len(self.rows) - len(self.free_rows)
 
     @property
+    def generated(self) -> int:
+        """Number of tokens of samples: those drawn, less the `discarded` ones after a sample's end."""
+        return self.drawn - self.discarded
+
+    @property
     def current_weights(self) -> WeightSpan:
         """Version and identity of the weights in use."""
         return self._weight_history[-1]
@@ -103,7 +96,7 @@ class RunningBatch:
         """Free weights, cache and computed prompts, when nothing runs; `switch` sets new weights."""
         self.rows, self.free_rows = [], []
         self._drop_prefixes(waiting)
-        self.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
+        self.state.positions.zero_()  # of idle rows, which decode as well: the new cache may be shorter
         if self.graphs is not None:
             self.graphs.clear()
         self.decoder.release()
@@ -259,13 +252,18 @@ class RunningBatch:
             if admission.item.prefix is not None:
                 self.decoder.cache.fill(admission.rows, [admission.item.prefix])
         self._prefill([admission for admission in admissions if admission.context and admission.item.prefix is None])
-        self._set_rows(placed)
+        self.state.place(placed)
+        # Their rows of the cache have the keys and values; those of a prompt are dropped with its last sample.
+        for row in placed.values():
+            row.prefix = None
+            if row.request.admitted == row.request.sampling.n:
+                row.request.prefix = None
 
     def _describe_rows(self) -> None:
         """Update the properties of all rows that `step` needs."""
         self._max_offset = max((row.context - row.start for row in self.rows), default=0)
         samplings = [row.request.sampling for row in self.rows]
-        self._any_greedy = any(s.temperature == 0 for s in samplings)
+        self.state.any_greedy = any(s.temperature == 0 for s in samplings)
         self.restrictions.describe(self.rows, self._index)
         self._constrained = [i for i, row in enumerate(self.rows) if row.matcher]
         self._constrained_index = self._index(self._constrained) if self._constrained else None
@@ -327,36 +325,6 @@ class RunningBatch:
             if isinstance(item, EngineRequest) and item.admitted < item.sampling.n:
                 item.prefix = tuple(part.clone() for part in prefix)
 
-    def _set_rows(self, placed: dict[int, RunningSample]) -> None:
-        """Set the state of rows to that of their new samples."""
-        device = self.decoder.device
-        requests = [row.request for row in placed.values()]
-        samplings = [request.sampling for request in requests]
-        # A row of stop tokens for each sample, padded to the longest.
-        width = max(self.stops.shape[1], *(len(request.stops) for request in requests))
-        if width > self.stops.shape[1]:
-            self.stops = torch.nn.functional.pad(self.stops, (0, width - self.stops.shape[1]), value=-1)
-        stops = [[*request.stops, *[-1] * (width - len(request.stops))] for request in requests]
-        index = torch.tensor(list(placed), device=device)
-        for state, values in (
-            (self.tokens, [row.tokens[-1] for row in placed.values()]),
-            (self.positions, [row.context for row in placed.values()]),
-            (self.ends, [len(request.prompt) - 1 + request.limit for request in requests]),
-            (self.temperature, [max(s.temperature, MIN_TEMPERATURE) if s.temperature else 1.0 for s in samplings]),
-            (self.greedy, [s.temperature == 0 for s in samplings]),
-            (self.stops, stops),
-        ):
-            state[index] = torch.tensor(values, dtype=state.dtype, device=device)
-        self.restrictions.place(index, placed)
-        for i, row in placed.items():
-            first = len(row.request.prompt) - 1
-            limit = row.request.limit
-            self.uniform[i, first : first + limit] = uniforms(row.request.seed, row.sample, limit)
-            # Its row of the cache has the keys and values; those of a prompt are dropped with its last sample.
-            row.prefix = None
-            if row.request.admitted == row.request.sampling.n:
-                row.request.prefix = None
-
     def _compact(self) -> None:
         """Move the last rows into the free ones, so that all rows in use are the first ones."""
         while self.free_rows:
@@ -366,50 +334,29 @@ class RunningBatch:
                 free = self.free_rows.pop(0)
                 row = self.rows[free] = self.rows[last]
                 self.decoder.cache.fill([free], [self.decoder.cache.read(last, row.context + self.steps - row.start)])
-                self.restrictions.move(free, last)
-                state_of_rows = (self.tokens, self.positions, self.ends, self.temperature, self.greedy, self.stops)
-                for state in (*state_of_rows, self.uniform, self.logprobs, self.drawn):
-                    state[free] = state[last]
+                self.state.move(free, last)
             else:
                 self.free_rows.pop()
             self.rows.pop()
 
     def step(self) -> list[EngineRequest]:
-        """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
-        rows = len(self.rows)
-        cache = self.decoder.cache
-        length = min(rounded(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
-        cache.reserve(length, rows, self._max_length)
-        # At least two rows: other kernels multiply a single one, and round differently.
-        width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
-        is_plain = self._constrained_index is None and self._with_top_index is None
-        if self.graphs is not None and is_plain and self.restrictions.can_be_captured:
-            tokens, logprobs, finished = (state[:rows] for state in self._captured(self.graphs, rows, width, length))
-        else:
-            logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)[:rows]
-            logits /= self.temperature[:rows, None]
-            policy = self.restrictions.policy(logits)
-            self.restrictions.exclude(logits)
-            if self._constrained_index is not None:
-                bits = allowed_tokens(map(self.rows.__getitem__, self._constrained), logits.shape[-1])
-                index = self._constrained_index
-                logits[index] = keep_allowed(logits[index], bits.to(logits.device))
-            self.restrictions.bound(logits)
-            tokens, logprobs, finished = self._draw(logits, 1, policy)
-        self.steps += 1
-        self.generated += rows
-        if self._with_top_index is not None:
-            for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
-                self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
-        if self._constrained_index is not None:
-            accept(map(self.rows.__getitem__, self._constrained), tokens[self._constrained_index].tolist())
-        ended_by_text = self.restrictions.follow(tokens, self.words) if self.words else set()
+        """Draw one token for every row, or as many as the host leaves unread; returns the requests that became
+        complete. Call `admit` before."""
+        # What the host follows token by token, it reads at every step.
+        is_plain = (
+            self._constrained_index is None and self._with_top_index is None and self.restrictions.can_be_captured
+        )
+        count = self.read_every if is_plain and not self._streamed and not self._scheduled else 1
+        for _ in range(count):
+            drawn, ended_by_text = self._advance(is_plain)
         complete = []
-        for i, ended in enumerate(finished.tolist()):  # `nonzero` would wait for the device once more
-            if not ended and i not in ended_by_text:
+        for i, end in enumerate(drawn.ends.tolist()):  # `nonzero` would wait for the device once more
+            if end < 0 and i not in ended_by_text:
                 continue
             row = self.rows[i]
-            completion = self._completion(i)
+            steps = self.steps if end < 0 else row.start + end - row.context
+            self.discarded += self.steps - steps
+            completion = self._completion(i, steps)
             stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
             completion.finish = "stop" if stopped else "length"
             row.request.completions[row.sample] = completion
@@ -417,10 +364,43 @@ class RunningBatch:
             if len(row.request.completions) == row.request.sampling.n:
                 complete.append(row.request)
         if self._streamed:
-            stream([self.rows[i] for i in self._streamed], self._streamed, tokens, logprobs, self.current_weights)
+            streamed = [self.rows[i] for i in self._streamed]
+            stream(streamed, self._streamed, drawn.tokens, drawn.logprobs, self.current_weights)
         if self._scheduled:
             self._pause()
         return complete
+
+    def _advance(self, is_plain: bool) -> tuple[Drawn, set[int]]:
+        """Draw one token for every row; returns these, and the rows whose answer a text has ended."""
+        rows = len(self.rows)
+        state = self.state
+        cache = self.decoder.cache
+        # Rows that have ended, and that the host has not read yet, need no room beyond their end.
+        longest = min(self._max_offset + self.steps + 1, self._max_length)
+        length = min(rounded(longest, self.decoder.granule), cache.longest)
+        cache.reserve(length, rows, self._max_length)
+        # At least two rows: other kernels multiply a single one, and round differently.
+        width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
+        self.steps += 1
+        self.drawn += rows
+        if self.graphs is not None and is_plain:
+            return Drawn(*(result[:rows] for result in self._captured(self.graphs, rows, width, length))), set()
+        logits = self.decoder.decode(state.tokens[:width], state.positions[:width], length)[:rows]
+        logits /= state.temperature[:rows, None]
+        policy = self.restrictions.policy(logits)
+        self.restrictions.exclude(logits)
+        if self._constrained_index is not None:
+            bits = allowed_tokens(map(self.rows.__getitem__, self._constrained), logits.shape[-1])
+            index = self._constrained_index
+            logits[index] = keep_allowed(logits[index], bits.to(logits.device))
+        self.restrictions.bound(logits)
+        drawn = state.draw(logits, policy=policy)
+        if self._with_top_index is not None:
+            for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
+                self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
+        if self._constrained_index is not None:
+            accept(map(self.rows.__getitem__, self._constrained), drawn.tokens[self._constrained_index].tolist())
+        return drawn, self.restrictions.follow(drawn.tokens, self.words) if self.words else set()
 
     def _pause(self) -> None:
         """Take out the rows whose next token is of later weights; they keep their keys and values."""
@@ -433,35 +413,20 @@ class RunningBatch:
                 self.paused.append(row)
                 self.free_rows.append(i)
 
-    def _draw(self, logits: Tensor, moves: Tensor | int, policy: Tensor | None = None) -> Drawn:
-        """Draw a token for each row of logits (B, V), and record it at the row's position, which then `moves`."""
-        rows = len(logits)
-        positions = self.positions[:rows]
-        columns = positions[:, None]
-        uniform = self.uniform[:rows].gather(1, columns)[:, 0]
-        tokens, logprobs = draw(logits, uniform, self.greedy[:rows] if self._any_greedy else None)
-        self.restrictions.record(logprobs, policy, tokens)
-        self.tokens[:rows] = tokens
-        self.drawn[:rows].scatter_(1, columns, tokens[:, None])
-        self.logprobs[:rows].scatter_(1, columns, logprobs[:, None])
-        positions += moves
-        finished = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
-        return Drawn(tokens, logprobs, finished)
-
     def _captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
         """The same by a graph, for idle rows as well, which stay where they are: `rows` may change between its runs."""
         restricted = self.restrictions.is_bounding
 
         def advance() -> Drawn:
-            logits = self.decoder.decode(self.tokens[:width], self.positions[:width], length)
-            logits /= self.temperature[:width, None]
+            logits = self.decoder.decode(self.state.tokens[:width], self.state.positions[:width], length)
+            logits /= self.state.temperature[:width, None]
             if restricted:
                 logits = self.restrictions.bound_all(logits)
-            return self._draw(logits, self.decoder.row_ids[:width] < self.count)
+            return self.state.draw(logits, self.decoder.row_ids[:width] < self.count)
 
         self.count.fill_(rows)
-        inputs = (self.decoder.weights, self.decoder.cache.keys, self.decoder.cache.values, self.stops)
-        return graphs.run((width, length, restricted, self._any_greedy), inputs, advance)
+        inputs = (self.decoder.weights, self.decoder.cache.keys, self.decoder.cache.values, self.state.stops)
+        return graphs.run((width, length, restricted, self.state.any_greedy), inputs, advance)
 
     def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
         """The experts of the tokens in row i. Prompts skip the last layer: a preempted sample's tokens, which are then
@@ -473,23 +438,24 @@ class RunningBatch:
             np.copyto(recomputed, earlier, where=recomputed == UNKNOWN_EXPERT)
         return experts
 
-    def _completion(self, i: int) -> Completion:
-        """All tokens of the sample in row i until now, including those before it was preempted."""
+    def _completion(self, i: int, steps: int | None = None) -> Completion:
+        """All tokens of the sample in row i until now, or until `steps`, including those before it was preempted."""
         row = self.rows[i]
         resumed = row.resumed
-        drawn = slice(row.context, row.context + self.steps - row.start)
+        steps = self.steps if steps is None else steps
+        drawn = slice(row.context, row.context + steps - row.start)
         versions = list(resumed.versions)
         identities = dict(resumed.identities)
         # The version of each token, by the steps in which this row drew.
         for span, end in self._spans():
-            count = end - max(span.start, row.start)
+            count = min(end, steps) - max(span.start, row.start)
             if count > 0:
                 versions += [span.version] * count
                 identities[span.version] = span.identity
         completion = Completion(
             "",
-            resumed.token_ids + self.drawn[i, drawn].tolist(),
-            resumed.logprobs + self.logprobs[i, drawn].tolist(),
+            resumed.token_ids + self.state.drawn[i, drawn].tolist(),
+            resumed.logprobs + self.state.logprobs[i, drawn].tolist(),
             {},
             resumed.prompt_ids,
             versions,

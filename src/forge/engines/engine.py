@@ -105,7 +105,9 @@ class EmbeddedEngine:
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
         prefix_bytes = int(options.prefix_cache_mb * 1e6)
-        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
+        self._batch = RunningBatch(
+            decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs, options.read_every
+        )
         self._waiting: deque[EngineRequest] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False
@@ -194,8 +196,8 @@ class EmbeddedEngine:
 
     def stats(self) -> dict[str, int]:
         """See `Engine.stats`; also `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
-        `decode_steps` and `cache_bytes`. A preempted sample counts as waiting, tokens recomputed after a weight update
-        as prefilled.
+        `decode_steps`, `discarded_tokens` (drawn after the end of their samples, see `read_every`) and `cache_bytes`.
+        A preempted sample counts as waiting, tokens recomputed after a weight update as prefilled.
         """
         batch = self._batch
         with self._wake:
@@ -209,6 +211,7 @@ class EmbeddedEngine:
             "prefilled_tokens": batch.prefilled,
             "reused_tokens": batch.reused,
             "decode_steps": batch.steps,
+            "discarded_tokens": batch.discarded,
             "cache_bytes": batch.decoder.cache.nbytes,
         }
 

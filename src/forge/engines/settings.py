@@ -47,6 +47,10 @@ class EngineSettings(Section):
     """Capture decode steps as CUDA graphs: one launch a step instead of hundreds (`embedded`, on a GPU, no mixture of
     experts). Null: where that is possible. Requests with a grammar or `top_logprobs` decode without them
     ([engines.md](engines.md))."""
+    read_every: PositiveInt = 1
+    """Decode steps between two looks of the host at which sequences have ended (`embedded`): the device need not wait
+    for it meanwhile, and draws up to `read_every` - 1 tokens too many of each, which are discarded. Requests with a
+    grammar, stop texts or a stream are read at every step ([engines.md](engines.md#cuda-graphs))."""
     router_replay: bool = False
     """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""
@@ -70,6 +74,8 @@ class EngineSettings(Section):
                 "generator.quantization is of the embedded engine: vLLM's own was not verified to survive weight "
                 "updates, omit it"
             )
+        if self.engine == "vllm" and self.read_every != 1:
+            raise ValueError("generator.read_every is of the embedded engine: vLLM schedules by itself, omit it")
         if self.engine == "vllm" and self.cuda_graphs is not None:
             raise ValueError(
                 "generator.cuda_graphs is of the embedded engine: vLLM has its own, omit it "

@@ -1,0 +1,77 @@
+"""Ended rows that the host reads some steps later: the same samples, and what was drawn too much is discarded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge.engines import EmbeddedEngine
+from forge.engines.settings import EngineSettings
+from forge.types import Completion, Sampling
+
+from .conftest import VOCAB, drive, random_model
+
+LONGEST = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers end at many lengths, as some tokens are stops."""
+    folder = tmp_path_factory.mktemp("models")
+    random_model("qwen3", max_position_embeddings=LONGEST, spread=0.1).save_pretrained(folder)
+    return folder
+
+
+def answers(engine: EmbeddedEngine, seed: int = 0) -> list[Completion]:
+    """Completions of requests of all kinds that end by tokens, by lengths, or at the longest sequence."""
+    random = np.random.default_rng(seed)
+    stops = tuple(range(5, 5 + VOCAB // 30))
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"n": 3}, {"top_logprobs": 2}, {"repetition_penalty": 1.2}]
+    futures = []
+    for i in range(18):
+        prompt = random.integers(5, VOCAB, random.integers(1, 60)).tolist()
+        limit = int(random.choice([1, 4, 20, 2 * LONGEST]))
+        settings = kinds[random.integers(len(kinds))]
+        futures.append(engine.submit(prompt, Sampling(max_tokens=limit, seed=i, stop_token_ids=stops, **settings)))
+    return [completion for future in futures for completion in future.result(120)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_are_those_of_an_engine_that_reads_every_step(seed: int, folder: Path):
+    with EmbeddedEngine(folder, slots=5, max_seq_len=LONGEST) as engine:
+        expected = answers(engine, seed)
+        assert engine.stats()["discarded_tokens"] == 0
+    assert {completion.finish for completion in expected} == {"stop", "length"}
+    for read_every in (3, 16, 1000):
+        with EmbeddedEngine(folder, slots=5, max_seq_len=LONGEST, read_every=read_every) as engine:
+            assert answers(engine, seed) == expected  # bit for bit, log-probabilities and versions too
+            stats = engine.stats()
+        assert stats["generated_tokens"] == sum(len(completion.token_ids) for completion in expected)
+        assert stats["discarded_tokens"] > 0
+
+
+@pytest.mark.parametrize("on_update", ["continue", "recompute"])
+def test_versions_are_those_of_the_weights_that_drew(on_update: str, folder: Path):
+    later = random_model("qwen3", max_position_embeddings=LONGEST, spread=0.1, seed=1).state_dict()
+    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, read_every=4, on_update=on_update) as engine:
+        drive(engine, {8: lambda: engine.update_weights(later.items(), 1, "one")})
+        (completion,) = engine.submit([5, 6, 7], Sampling(max_tokens=21, seed=0)).result(60)
+    assert completion.versions == [0] * 8 + [1] * 13
+    assert completion.identities == {0: "", 1: "one"}
+
+
+def test_a_cancelled_request_frees_its_rows(folder: Path):
+    with EmbeddedEngine(folder, slots=2, max_seq_len=LONGEST, read_every=8) as engine:
+        cancelled = engine.submit([5, 6], Sampling(n=2, max_tokens=LONGEST, seed=0))
+        waiting = engine.submit([7], Sampling(max_tokens=5, seed=1))
+        cancelled.cancel()
+        (completion,) = waiting.result(60)
+    with EmbeddedEngine(folder, slots=2, max_seq_len=LONGEST) as engine:
+        assert engine.submit([7], Sampling(max_tokens=5, seed=1)).result(60) == [completion]
+
+
+def test_vllm_has_none():
+    with pytest.raises(ValueError, match=r"generator.read_every is of the embedded engine"):
+        EngineSettings(engine="vllm", read_every=8)
