@@ -52,6 +52,14 @@ def test_samples_are_those_of_an_engine_that_reads_every_step(seed: int, folder:
         assert stats["discarded_tokens"] > 0
 
 
+def test_no_step_is_beyond_the_longest_answer(folder: Path):
+    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, read_every=16) as engine:
+        with engine._wake:  # both at once, so that the same step admits them
+            futures = [engine.submit([5, 6, i], Sampling(max_tokens=i, seed=0)) for i in (3, 21)]
+        assert [len(completion.token_ids) for future in futures for completion in future.result(60)] == [3, 21]
+        assert engine.stats()["decode_steps"] == 21
+
+
 @pytest.mark.parametrize("on_update", ["continue", "recompute"])
 def test_versions_are_those_of_the_weights_that_drew(on_update: str, folder: Path):
     later = random_model("qwen3", max_position_embeddings=LONGEST, spread=0.1, seed=1).state_dict()

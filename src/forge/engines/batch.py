@@ -346,7 +346,9 @@ class RunningBatch:
         is_plain = (
             self._constrained_index is None and self._with_top_index is None and self.restrictions.can_be_captured
         )
-        count = self.read_every if is_plain and not self._streamed and not self._scheduled else 1
+        count = 1
+        if self.read_every > 1 and is_plain and not self._streamed and not self._scheduled:
+            count = min(self.read_every, max(row.tokens_left(self.steps) for row in self.rows))
         for _ in range(count):
             drawn, ended_by_text = self._advance(is_plain)
         complete = []

@@ -99,6 +99,10 @@ class RunningSample:
             drawn -= count
         return self.spans[-1][0]
 
+    def tokens_left(self, steps: int) -> int:
+        """The number of tokens that it may still draw after this number of the batch's steps."""
+        return self.request.limit - len(self.resumed.token_ids) - (steps - self.start)
+
     @property
     def context(self) -> int:
         """Number of these tokens in the cache: all but the last."""
