@@ -55,7 +55,9 @@ def expected(model: Path) -> np.ndarray:
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "degrees", [{}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}], ids=["shards", "tensor", "context"]
+    "degrees",
+    [{}, pytest.param({"tensor_parallel_degree": 2}, marks=pytest.mark.slow), {"context_parallel_degree": 2}],
+    ids=["shards", "tensor", "context"],
 )
 def test_two_processes_score_as_one_does(model: Path, degrees: dict[str, int]):
     batch = pack(episodes())

@@ -99,6 +99,7 @@ def test_two_policies_train_from_their_own_tokens(tmp_path, model):
     assert samplers == {(True, "policy", "generator"), (False, "rival", "rival_generator")}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_policies_resumes_to_the_same_weights(tmp_path, model):
     models = {"rival": {"trains": True}}
     training = {**SETTINGS["training"], "steps": 4}

@@ -70,13 +70,11 @@ def test_a_value_is_computed_or_rejected(family: str, field: str) -> None:
     assert any(result.trainer for result in cells)
 
 
-# Two to five minutes of a core for ten families: CI has one of each kind.
+# Two to five minutes of a core for ten families: CI has two.
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(
-            family, marks=pytest.mark.full if family in ("llama", "qwen3", "gemma3_text") else pytest.mark.slow
-        )
+        pytest.param(family, marks=pytest.mark.full if family in ("llama", "qwen3") else pytest.mark.slow)
         for family in FAMILIES
     ],
 )

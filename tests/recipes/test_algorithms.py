@@ -86,6 +86,7 @@ def test_a_module_that_is_passed_in_python(tmp_path):
     assert all("train/kl" in row and "train/clip_fraction" not in row for row in history[1:])
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic_goes_on_where_it_was(tmp_path):
     """In lock-step, from the checkpoint of the second of four steps: the same numbers and the same weights."""
     overrides = ["--algorithm", "ppo", "--async.max_policy_age", "0", "--training.mini_batches", "2"]

@@ -173,7 +173,7 @@ forge.dpo(None, dataset={"path": "pairs.jsonl", "epochs": 2}, name="dpo", **more
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_run_ends_with_its_epochs_and_has_its_model(tmp_path):
     pairs = [{"prompt": f"{n}+1=", "chosen": n + 1, "rejected": n} for n in range(6)]

@@ -66,7 +66,7 @@ def in_script(folder: Path, code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_closure_as_reward_in_a_script(tmp_path: Path):
     output = in_script(tmp_path, CLOSURE)
     result = Result(tmp_path / "runs" / "closure")

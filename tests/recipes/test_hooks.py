@@ -162,7 +162,11 @@ def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
     return rows
 
 
-@pytest.mark.parametrize("sampler", [{"use": "frontier", "memory": 1.0}, Retire], ids=["frontier", "retire"])
+@pytest.mark.parametrize(
+    "sampler",
+    [pytest.param({"use": "frontier", "memory": 1.0}, marks=pytest.mark.slow), Retire],
+    ids=["frontier", "retire"],
+)
 def test_a_run_with_a_sampler_that_was_resumed_four_times_drew_the_same_rows(tmp_path, sampler):
     settings = {
         "dataset": SETTINGS["dataset"] | {"sampler": sampler},

@@ -48,7 +48,7 @@ def test_the_folder_of_the_run_is_removed(tmp_path: Path):
     assert process.returncode == 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_weight_store_is_removed(tmp_path: Path):
     process = running(tmp_path)
     (store,) = Path("/dev/shm").glob(f"forge-weights-{process.pid}-*")

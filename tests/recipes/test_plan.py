@@ -384,6 +384,7 @@ def test_each_component_is_planned_by_its_own_model(tmp_path: Path):
     assert own_critic.parts["weights"] == pytest.approx(4 * elements["0.6B"], rel=0.3)
 
 
+@pytest.mark.slow
 def test_reward_models_that_do_not_fit_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     models = [{"path": "Qwen/Qwen3-8B", "name": name, "dtype": "bfloat16"} for name in "abcdefg"]
     words = ["--reward.verifiers", yaml.safe_dump({"reward_models": models}, default_flow_style=True, width=10**6)]

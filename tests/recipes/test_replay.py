@@ -158,6 +158,7 @@ def test_a_prompt_in_flight_at_the_checkpoint_is_named(run: Path) -> None:
         first_versions(plan, Seen(0, early - {max(early)}), 3)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
     config = ASYNCHRONOUS | {"checkpoint": {"every": 3, "keep": STEPS}, "generator": {"slots": 2}}
     path = tmp_path / "test.yaml"

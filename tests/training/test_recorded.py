@@ -92,7 +92,7 @@ def test_a_loss_without_weights_has_no_parts(model: Path):
     assert np.nanmean(recorded["entropy"]) == pytest.approx(metrics["entropy"], rel=TOLERANCE)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_ranks_record_what_one_does(two_ranks: Callable[[str], list[Recorded]], model: Path):
     first, second = two_ranks("recorded")
     metrics, batch, alone = recorded_step(make_trainer(model, mini_batches=2, epochs=2), LOSS, "token_mean")

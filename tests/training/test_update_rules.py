@@ -306,7 +306,7 @@ def on_four(wide: Path, tmp_path_factory: pytest.TempPathFactory, published: Ver
     return conftest.run(4, folder, models, published, scenarios)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.costly
 @pytest.mark.parametrize(("kind", "layout"), ON_FOUR)

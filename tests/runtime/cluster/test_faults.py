@@ -136,6 +136,7 @@ def test_the_last_host_is_waited_for_as_long_as_configured(lab, comes_back):
     controller.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lab", [4], indirect=True)
 def test_a_training_run_survives_the_loss_of_any_host(lab, tmp_path):
     """In lock-step, every group trained once means the same weights, whatever was lost meanwhile."""

@@ -135,7 +135,7 @@ def test_a_host_that_ssh_does_not_reach_is_one_line(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.slow
 def test_torchrun_starts_it(machines_missing, tmp_path):
     if machines_missing:
         pytest.skip(machines_missing)

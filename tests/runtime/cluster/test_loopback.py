@@ -42,7 +42,7 @@ def work(folder: Path, root: Path) -> subprocess.Popen:
     return subprocess.Popen([*command, "--register", str(folder)], cwd=ROOT, env=environment())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_replicas_live_at_hosts_that_come_and_go(workers, tmp_path):
     controller = Controller(Here(), "replicas", "2", "2", hosts=str(tmp_path / "list"))
     controller.read("ready")

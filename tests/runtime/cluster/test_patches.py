@@ -39,6 +39,7 @@ def test_a_step_is_sent_as_a_patch_and_whole_if_the_base_is_damaged(lab: Machine
     controller.end()
 
 
+@pytest.mark.slow
 def test_a_version_comes_whole_to_hosts_whose_version_no_other_host_has(lab: Machines):
     controller = Controller(lab[0], "weights", "home", "always", hosts="m2,m3")
     controller.read("ready")

@@ -208,7 +208,7 @@ with forked_processes():
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_whose_server_is_killed_loses_nothing_and_has_another_at_once():
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
