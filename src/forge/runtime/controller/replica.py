@@ -308,7 +308,7 @@ class Replica:
                 raise ReplicaDied(f"{self.failed.result()} (while {label} was in flight)") from None
             raise
         except SupervisionError as error:
-            account = str(error).strip().splitlines()[-1].strip()
+            account = _last_line(error)
             reason = f"its process ended or stopped answering (seen while {label} was in flight: {account})"
             self.group.fail(reason, by_clock="timeout waiting for message" in account)
             raise self.fail(reason) from error
@@ -320,13 +320,20 @@ class Replica:
         except ActorError as error:
             # The message could not be unpickled, or its answer not pickled. The actor lives.
             text = str(error).strip()
-            summary = text.splitlines()[-1] if text else type(error).__name__
-            raise RemoteError(f"{self}.{label} could not be called or answered: {summary}") from RemoteTraceback(text)
+            raise RemoteError(
+                f"{self}.{label} could not be called or answered: {_last_line(error)}"
+            ) from RemoteTraceback(text)
         finally:
             self._answers.discard(reply)
             # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
             reply.add_done_callback(lambda late: late.cancelled() or late.exception())
             reply.cancel()
+
+
+def _last_line(error: Exception) -> str:
+    """What an error of Monarch says after its traceback, or its class."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 def find_suspects(replicas: Sequence[Replica], now: float) -> set[Request]:
