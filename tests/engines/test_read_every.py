@@ -52,6 +52,17 @@ def test_samples_are_those_of_an_engine_that_reads_every_step(seed: int, folder:
         assert stats["discarded_tokens"] > 0
 
 
+def test_experts_are_those_of_an_engine_that_reads_every_step(tmp_path: Path):
+    random_model("qwen3-moe", max_position_embeddings=LONGEST, spread=0.1).save_pretrained(tmp_path)
+    settings = {"slots": 5, "max_seq_len": LONGEST, "router_replay": True}
+    with EmbeddedEngine(tmp_path, **settings) as engine:
+        expected = answers(engine)
+    with EmbeddedEngine(tmp_path, read_every=5, **settings) as engine:
+        for answer, other in zip(answers(engine), expected, strict=True):
+            assert (answer.token_ids, answer.logprobs) == (other.token_ids, other.logprobs)
+            np.testing.assert_array_equal(answer.experts, other.experts)
+
+
 def test_no_step_is_beyond_the_longest_answer(folder: Path):
     with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, read_every=16) as engine:
         with engine._wake:  # both at once, so that the same step admits them
