@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge.engines import batch
+from forge.engines import batch, rows
 from forge.engines.interface import EngineFailed
 from forge.runtime.store import VersionStore, transfer
 from forge.training import flex, policy, step, trainer
@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[Place, Check, type[Exception], str]] = {
     "many copies": (in_place_of(step, "to_device", one_by_one), waits, AssertionError, "to the device"),
     "a mask as an index": (in_place_of(step.Metrics, "add", by_mask), waits, AssertionError, "index by a mask"),
     "rows of the engine": (
-        in_place_of(batch, "draw", lambda draw: lambda logits, uniform, greedy: draw(logits, uniform.cpu(), greedy)),
+        in_place_of(rows, "draw", lambda draw: lambda logits, uniform, greedy: draw(logits, uniform.cpu(), greedy)),
         decode,
         EngineFailed,
         "DeviceMix",
@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[Place, Check, type[Exception], str]] = {
         AssertionError,
         "index on the CPU",
     ),
-    "a read of the engine": (in_place_of(batch, "draw", with_read), decode_waits, AssertionError, "item"),
+    "a read of the engine": (in_place_of(rows, "draw", with_read), decode_waits, AssertionError, "item"),
     "casts": (in_place_of(transfer, "copy_and_hash", cast_on_cpu), put, AssertionError, "with a cast by the CPU"),
 }
 

@@ -89,6 +89,7 @@ def test_arguments_of_torchforges_are_answered():
         Counter.as_service(engine_args={})
 
 
+@pytest.mark.processes  # the first of a test process makes the folder of runs
 def test_a_provisioner_of_torchforges_is_for_this_machine():
     from forge.controller.provisioner import init_provisioner
 
