@@ -63,6 +63,31 @@ def test_experts_are_those_of_an_engine_that_reads_every_step(tmp_path: Path):
             np.testing.assert_array_equal(answer.experts, other.experts)
 
 
+def test_prompts_that_wait_are_computed_at_every_step(folder: Path):
+    steps = []
+    for read_every in (1, 8):
+        with EmbeddedEngine(
+            folder, slots=16, max_seq_len=LONGEST, prefill_tokens=128, prefix_cache_mb=0, read_every=read_every
+        ) as engine:
+            with engine._wake:
+                futures = [engine.submit([5 + i] * 100, Sampling(max_tokens=40, seed=i)) for i in range(16)]
+                futures.append(engine.submit([4] * 150, Sampling(max_tokens=40, seed=99)))
+            [future.result(60) for future in futures]
+            steps.append(engine.stats()["decode_steps"])
+    # Without, a prompt would be computed every eighth step, and the last one begin at step 128.
+    assert steps[1] <= steps[0] + 8
+
+
+def test_generated_tokens_grow(folder: Path):
+    counts = []
+    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, read_every=64) as engine:
+        future = engine.submit([5], Sampling(n=40, max_tokens=LONGEST, stop_token_ids=tuple(range(5, 9)), seed=0))
+        while not future.done():
+            counts.append(engine.stats()["generated_tokens"])
+        assert sum(len(completion.token_ids) for completion in future.result()) == engine.stats()["generated_tokens"]
+    assert counts == sorted(counts)
+
+
 def test_no_step_is_beyond_the_longest_answer(folder: Path):
     with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, read_every=16) as engine:
         with engine._wake:  # both at once, so that the same step admits them

@@ -1,8 +1,8 @@
 """The running batch (continuous batching): one token per step for each sequence in the first rows of the cache.
 
 Active rows are always rows 0 to B - 1, so that a decode step works on views. A waiting sample, or else the last row,
-replaces a finished row. The state of rows is in tensors (`forge.engines.rows`), and the host reads one of them, once a
-step or less often: which rows have ended.
+replaces a finished row. The state of rows is in tensors (`forge.engines.rows`); once a step, or less often, the host
+reads which rows have ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class RunningBatch:
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
     `prefix_bytes` bounds what is kept of computed prompts for later ones that begin with the same tokens. `words` reads
-    the texts of requests that have some. The host reads which rows have ended every `read_every` steps.
+    the texts of requests that have some. The host reads which rows have ended every `read_every` steps, and at each one
+    while samples wait beside free rows.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class RunningBatch:
         self.free_rows: list[int] = []  # rows among these whose sample has ended
         self.preempted: deque[RunningSample] = deque()  # resume before waiting requests
         self.paused: list[RunningSample] = []  # until the weights come that draw their next token
-        self.steps = self.drawn = self.discarded = self.prefilled = self.reused = 0
+        # `discarded`: tokens drawn after the end of their samples, which `generated` does not count.
+        self.steps = self.generated = self.discarded = self.prefilled = self.reused = 0
         # A long prompt in the cache's prefill row, and the number of its tokens there.
         self._prefilling: tuple[EngineRequest | RunningSample | None, int] = (None, 0)
         self._max_length = 0  # maximum positions of a running row, or of the prompt in the prefill row
@@ -69,6 +71,7 @@ class RunningBatch:
         self.restrictions = self.state.restrictions
         self.count = torch.zeros((), dtype=torch.long, device=decoder.device)  # of rows, for a captured step
         # Properties of all rows that `step` needs; `admit` updates them.
+        self._is_filling = False  # whether samples wait for their prompts, and not for a row
         self._max_offset = 0  # of a row's position from the number of steps
         self._constrained: list[int] = []  # rows with a grammar, and as an index
         self._constrained_index: Tensor | None = None
@@ -81,11 +84,6 @@ class RunningBatch:
     def running(self) -> int:
         """Number of unfinished rows."""
         return len(self.rows) - len(self.free_rows)
-
-    @property
-    def generated(self) -> int:
-        """Number of tokens of samples: those drawn, less the `discarded` ones after a sample's end."""
-        return self.drawn - self.discarded
 
     @property
     def current_weights(self) -> WeightSpan:
@@ -167,12 +165,13 @@ class RunningBatch:
             spent = self._prefill_long(first)
             queue = chain([first], queue)
         admissions = self._plan(queue, free, spent)
-        if not admissions and not self.free_rows and not compacted:
-            return
-        if admissions:
-            self._place(admissions, waiting)
-        self._compact()
-        self._describe_rows()
+        if admissions or self.free_rows or compacted:
+            if admissions:
+                self._place(admissions, waiting)
+            self._compact()
+            self._describe_rows()
+        waits = bool(self.preempted) or any(request.startable(version) for request in waiting)
+        self._is_filling = waits and len(self.rows) < self.slots
 
     def _prefill_long(self, item: EngineRequest | RunningSample) -> int:
         """Compute a piece of the prompt whose turn it is if it is too long for one step; returns the piece's length."""
@@ -181,6 +180,7 @@ class RunningBatch:
         if self._capacity(length) <= self.running and self._capacity(length) < cache.capacity(length):
             # Longer sequences have ended: a shorter cache has more rows.
             cache.resize(cache.padded_length(length), len(self.rows))
+            self.state.positions[len(self.rows) :] = 0  # of idle rows, which decode as well
         if self._capacity(length) <= self.running:
             return 0
         self._max_length = length
@@ -342,22 +342,17 @@ class RunningBatch:
     def step(self) -> list[EngineRequest]:
         """Draw one token for every row, or as many as the host leaves unread; returns the requests that became
         complete. Call `admit` before."""
-        # What the host follows token by token, it reads at every step.
-        is_plain = (
-            self._constrained_index is None and self._with_top_index is None and self.restrictions.can_be_captured
-        )
-        count = 1
-        if self.read_every > 1 and is_plain and not self._streamed and not self._scheduled:
-            count = min(self.read_every, max(row.tokens_left(self.steps) for row in self.rows))
+        count = self._steps_unread()
         for _ in range(count):
-            drawn, ended_by_text = self._advance(is_plain)
+            drawn, ended_by_text = self._advance()
+        unused = 0
         complete = []
-        for i, end in enumerate(drawn.ends.tolist()):  # `nonzero` would wait for the device once more
+        for i, end in enumerate(drawn.ended_at.tolist()):  # `nonzero` would wait for the device once more
             if end < 0 and i not in ended_by_text:
                 continue
             row = self.rows[i]
             steps = self.steps if end < 0 else row.start + end - row.context
-            self.discarded += self.steps - steps
+            unused += self.steps - steps
             completion = self._completion(i, steps)
             stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
             completion.finish = "stop" if stopped else "length"
@@ -365,6 +360,8 @@ class RunningBatch:
             self.free_rows.append(i)
             if len(row.request.completions) == row.request.sampling.n:
                 complete.append(row.request)
+        self.generated += count * len(self.rows) - unused
+        self.discarded += unused
         if self._streamed:
             streamed = [self.rows[i] for i in self._streamed]
             stream(streamed, self._streamed, drawn.tokens, drawn.logprobs, self.current_weights)
@@ -372,7 +369,15 @@ class RunningBatch:
             self._pause()
         return complete
 
-    def _advance(self, is_plain: bool) -> tuple[Drawn, set[int]]:
+    def _steps_unread(self) -> int:
+        """The number of steps until the host reads: it follows some requests token by token, and prompts are computed
+        between two reads."""
+        followed = self._constrained or self._with_top or self._streamed or self._scheduled or self.restrictions.watched
+        if self.read_every == 1 or followed or self._is_filling:
+            return 1
+        return min(self.read_every, max(row.tokens_left(self.steps) for row in self.rows))
+
+    def _advance(self) -> tuple[Drawn, set[int]]:
         """Draw one token for every row; returns these, and the rows whose answer a text has ended."""
         rows = len(self.rows)
         state = self.state
@@ -384,8 +389,8 @@ class RunningBatch:
         # At least two rows: other kernels multiply a single one, and round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         self.steps += 1
-        self.drawn += rows
-        if self.graphs is not None and is_plain:
+        is_plain = self._constrained_index is None and self._with_top_index is None
+        if self.graphs is not None and is_plain and self.restrictions.can_be_captured:
             return Drawn(*(result[:rows] for result in self._captured(self.graphs, rows, width, length))), set()
         logits = self.decoder.decode(state.tokens[:width], state.positions[:width], length)[:rows]
         logits /= state.temperature[:rows, None]
@@ -416,7 +421,7 @@ class RunningBatch:
                 self.free_rows.append(i)
 
     def _captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
-        """The same by a graph, for idle rows as well, which stay where they are: `rows` may change between its runs."""
+        """Draw by a graph, for idle rows as well, which stay where they are: `rows` may change between its runs."""
         restricted = self.restrictions.is_bounding
 
         def advance() -> Drawn:

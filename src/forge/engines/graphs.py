@@ -20,12 +20,12 @@ MOST = 64  # graphs that are kept, the most recently used ones: each has its own
 
 
 class Drawn(NamedTuple):
-    """The tokens that a decode step draws, one of each row; their log-probabilities; and the position of its last
-    token, where a row has ended, or else -1."""
+    """The tokens that a decode step draws, one of each row; their log-probabilities; and where a row has ended,
+    the position of its last token, or else -1."""
 
     tokens: Tensor
     logprobs: Tensor
-    ends: Tensor
+    ended_at: Tensor
 
 
 Step = Callable[[], Drawn]

@@ -49,8 +49,9 @@ class EngineSettings(Section):
     ([engines.md](engines.md))."""
     read_every: PositiveInt = 1
     """Decode steps between two looks of the host at which sequences have ended (`embedded`): the device need not wait
-    for it meanwhile, and draws up to `read_every` - 1 tokens too many of each, which are discarded. Requests with a
-    grammar, stop texts or a stream are read at every step ([engines.md](engines.md#cuda-graphs))."""
+    for it meanwhile, and draws tokens after a sequence's end, which are discarded. It looks at every step while prompts
+    wait beside free rows, and while a request has a grammar, stop texts, bad words, `top_logprobs`, a stream or a
+    schedule ([engines.md](engines.md#cuda-graphs))."""
     router_replay: bool = False
     """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""

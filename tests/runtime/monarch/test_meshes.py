@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from monarch.actor import Actor, HostMesh, ProcMesh, this_host
@@ -145,6 +146,37 @@ print(classes[0].__name__)
     assert (finished.stdout, finished.returncode) == ("ActorHost\n", 0), finished.stderr
 
 
+class Lone(ForgeActor):
+    """Counts the components of its kind that live in its process, and the calls that run at once."""
+
+    counts: ClassVar = {"components": 0, "calls": 0}
+    largest: ClassVar = 0
+
+    def setup(self) -> None:
+        self.add("components", 1)
+
+    def teardown(self) -> None:
+        self.add("components", -1)
+
+    def add(self, what: str, number: int) -> None:
+        Lone.counts[what] += number
+        Lone.largest = max(Lone.largest, *Lone.counts.values())
+
+    @endpoint
+    def work(self, seconds: float) -> None:
+        self.add("calls", 1)
+        time.sleep(seconds)
+        self.add("calls", -1)
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    def most(self) -> int:
+        return Lone.largest
+
+
 @pytest.fixture
 def impatient_monarch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Monarch gives up an actor after a pause of 2 s instead of 60 s."""
@@ -160,15 +192,21 @@ def impatient_monarch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_processes_that_live_serve_again_though_monarch_gave_up_the_actor():
     async def main() -> None:
         async with procs_of(2) as mesh:
-            ranks = await Counter.options(hosts=mesh, ping_timeout=24.0).as_actor()
-            pids = [pid for _, pid in await ranks.where.call()]
+            ranks = await Lone.options(hosts=mesh, ping_timeout=24.0).as_actor()
+            pids = await ranks.pid.call()
+            working = asyncio.create_task(ranks.work.call(6.0))
+            await until(lambda: ranks.status().replicas[0].in_flight == 1)
             os.kill(pids[1], signal.SIGSTOP)
             await until(lambda: states(ranks) != ["up"])
             assert "timeout waiting for message" in ranks.status().replicas[0].error
             os.kill(pids[1], signal.SIGCONT)
             await until(lambda: states(ranks) == ["up"])
             assert ranks.status().restarts == 1
-            assert [pid for _, pid in await ranks.where.call()] == pids
+            assert await ranks.pid.call() == pids
+            # What was there before has ended: its call, then the component.
+            assert await ranks.most.call() == [1, 1]
+            with suppress(ReplicaDied):
+                await working
             await ranks.stop()
             assert alive(pids) == pids
 

@@ -34,6 +34,8 @@ from .request import Kwargs
 Answer = tuple[int, Any]
 Function = Callable[[], Any]
 
+# The newest of each name in a process that forge did not start.
+_named: dict[str, ActorHost] = {}
 # The token of the request that the running task serves, and that its thread inherits.
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
 
@@ -47,9 +49,13 @@ class ActorHost(Actor):
     """
 
     def __init__(self, name: str | None = None) -> None:
+        # One that Monarch gave up in this process, though it lives.
+        self._predecessor: ActorHost | None = None
         if name is not None:
             os.environ.setdefault(PROCESS_NAME, name)
             configure_logging()
+            self._predecessor = _named.get(name)
+            _named[name] = self
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
         # Unfetched calls of fanouts, by token.
@@ -72,6 +78,9 @@ class ActorHost(Actor):
 
         async def start() -> None:
             async with self._setting_up:
+                if self._predecessor is not None:
+                    await self._predecessor.clear()
+                    self._predecessor = None
                 await hosted.in_thread(lambda: hosted.build(definition))
                 await hosted.run("setup")
             if context.incarnation:
@@ -164,10 +173,21 @@ class ActorHost(Actor):
     @concurrent_endpoint
     async def close(self, number: int) -> Answer:
         """Run a component's `teardown`. The owner of the process stops it, unless it hosts other components."""
+        return await self._close(number)
+
+    async def _close(self, number: int) -> Answer:
         hosted = self._hosted.pop(number)
         reply = await hosted.guarded("teardown", lambda: hosted.run("teardown"))
         hosted.thread.shutdown(wait=False)
         return reply
+
+    async def clear(self) -> None:
+        """Close all components, once what runs in their threads has ended: others take their place."""
+        for task in [*self._serving.values(), *self._casts.values()]:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        for number, hosted in list(self._hosted.items()):
+            await hosted.in_thread(lambda: None)  # behind what runs there
+            await self._close(number)
 
 
 # A process of a user's mesh may import this package in one thread, for an actor of the user's, while Monarch unpickles
