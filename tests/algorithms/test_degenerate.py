@@ -180,16 +180,14 @@ def test_white_space_digits_brackets_and_backslashes_take_linear_time(name):
     assert slow(SCORERS[name], False) == []
 
 
-# The last three compare answers with one another, a minute each.
+# 40 s of each MathReward, of which CI has one, and a minute of those that compare answers with one another.
+COSTLY = {"MathReward of a number", "MathReward of a choice", "Rule", "MathVerifier", "AnswerFrequency"}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=pytest.mark.slow if name in ("Rule", "MathVerifier", "AnswerFrequency") else pytest.mark.full
-        )
-        for name in SCORERS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in COSTLY else pytest.mark.full) for name in SCORERS],
 )
 def test_linear_time(name):
     assert slow(SCORERS[name], True) == []

@@ -134,7 +134,7 @@ def test_an_edited_file_is_named_by_its_checksum(folder, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.slow
 def test_runs_that_are_resumed_and_lose_processes_are_sound(tmp_path):
     """Twenty interruptions: by an error in the controller, with deaths of generator and trainer in between."""
     numbers = itertools.count(1)
