@@ -1,7 +1,7 @@
 """Actors and services on Monarch. Knows processes and messages, nothing of reinforcement learning."""
 
 from .actor import ForgeActor, endpoint
-from .actor_host import ActorHost  # noqa: F401  (see there)
+from .actor_host import ActorHost  # noqa: F401  (processes find it by this name)
 from .context import ActorContext, request_id
 from .errors import CallTimeout, ForgeError, PoisonRequest, RemoteError, ReplicaDied, ServiceStopped, Unrecoverable
 from .handle import Local

@@ -7,7 +7,7 @@ notices when a process ends or hangs. Monarch's own judgement is the last resort
 flight can delay the answers to the controller for tens of seconds. Monarch also gives up a process that needs more than
 30 s to start, as some do on a busy machine: here that is 300 s, and `Options.setup_timeout` for the whole start. At
 nice 19 beside 16 busy processes on two cores one had .4 s of CPU time in 124 s, and 60 s were too few. An actor that
-was not queried for 60 s by the clock of the day is stopped as an orphan, though the clock may have been set or the
+was not queried for 60 s of wall-clock time is stopped as an orphan, though the clock may have been set or the
 machine have slept: here that is 10 min, for the actors of a lost controller on hosts that only the user can stop.
 """
 

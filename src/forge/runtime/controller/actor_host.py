@@ -34,7 +34,7 @@ from .request import Kwargs
 Answer = tuple[int, Any]
 Function = Callable[[], Any]
 
-# The newest of each name in a process that forge did not start.
+# The newest `ActorHost` of each name, in a process that forge did not start.
 _named: dict[str, ActorHost] = {}
 # The token of the request that the running task serves, and that its thread inherits.
 _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token", default=None)
@@ -49,7 +49,7 @@ class ActorHost(Actor):
     """
 
     def __init__(self, name: str | None = None) -> None:
-        # One that Monarch gave up in this process, though it lives.
+        # Of the same name in this process: Monarch gave it up, though it lives.
         self._predecessor: ActorHost | None = None
         if name is not None:
             os.environ.setdefault(PROCESS_NAME, name)

@@ -142,7 +142,7 @@ class ProcessGroup:
             if self.borrowed and not (by_clock and all(process.alive for process in self.processes)):
                 self.hosts.give_up()
             for member in list(self.members):
-                member.fail(self.dead, blameless=by_clock)
+                member.fail(self.dead)
 
     def kill(self) -> None:
         """SIGKILL to all processes."""
