@@ -19,6 +19,7 @@ from forge.observability import Reduce, record_metric
 from forge.rewards.config import VerifiersConfig
 from forge.rewards.panel import Panel
 from forge.rewards.reward import report_missing
+from forge.rewards.settings import ModelSettings, RewardModelSettings
 from forge.rewards.verifier import Scores
 
 from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
@@ -135,6 +136,10 @@ class Ensemble:
     def files(self) -> list[str]:
         """The ensemble's files."""
         return [str(self.path / name) for name in (VERIFIERS, AGGREGATOR)]
+
+    def planned_models(self) -> list[ModelSettings]:
+        """The models that `setup` loads, for plans. ValueError, FileNotFoundError: the folder has no ensemble."""
+        return [] if self.panel is not None else load_ensemble(self.path)[0].planned_models()
 
     def check(self) -> None:
         """ValueError, FileNotFoundError: the folder has no ensemble, or one that is unsupported as a reward."""
@@ -279,6 +284,10 @@ class Distilled:
         """Files whose content decides scores."""
         return [str(self.path / DISTILLED)]
 
+    def planned_models(self) -> list[ModelSettings]:
+        """The model that `setup` loads, for plans. FileNotFoundError: not the folder of a distilled verifier."""
+        return [RewardModelSettings(path=str(self.path), **self._reading(), **self._settings)]
+
     def check(self) -> None:
         """FileNotFoundError: not the folder of a distilled verifier."""
         if not (self.path / DISTILLED).is_file():
@@ -288,10 +297,14 @@ class Distilled:
         """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
         from forge.rewards import RewardModel
 
-        self.check()
-        reading = json.loads((self.path / DISTILLED).read_text())["reading"]
-        self.model = RewardModel(self.path, self.names[0], **reading, **self._settings)
+        self.model = RewardModel(self.path, self.names[0], **self._reading(), **self._settings)
         return self
+
+    def _reading(self) -> dict[str, Any]:
+        """How the model reads texts. FileNotFoundError: not the folder of a distilled verifier."""
+        self.check()
+        reading: dict[str, Any] = json.loads((self.path / DISTILLED).read_text())["reading"]
+        return reading
 
     @property
     def fingerprint(self) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, PositiveFloat
 
-from ..config.plugin import load_plugin
+from ..config.plugin import Object, load_plugin
 from ..config.sections import ConfigError, Section
 from .cache import Cache
 from .panel import Panel
 from .rule_verifiers import AnswerFrequency, MathVerifier, Rule
 from .rules import load_reward
-from .settings import JudgeSettings, ProcessRewardModelSettings, RewardModelSettings
+from .settings import JudgeSettings, ModelSettings, ProcessRewardModelSettings, RewardModelSettings
 from .verifier import Verifier
 
 
@@ -84,6 +85,11 @@ class VerifiersConfig(Section):
         names += [spec.name or spec.model for spec in self.judges]
         return names + [name for plugin in self._plugins("verifiers") for name in plugin.names]
 
+    def planned_models(self) -> list[ModelSettings]:
+        """The models that the panel loads, of plugins too. ValueError, OSError: those of a plugin cannot be read."""
+        plugins = models_of(self._plugins("verifiers"))
+        return [*self.reward_models, *self.process_reward_models, *plugins]
+
     def panel(self) -> Panel:
         """Load all verifiers. ValueError, OSError: a model or plugin cannot be loaded."""
         # Imported where needed: torch takes seconds, judges need an extra.
@@ -117,3 +123,13 @@ class VerifiersConfig(Section):
 
     def _plugins(self, location: str) -> list[Any]:
         return [load_plugin(item, f"{location}.plugins[{number}]") for number, item in enumerate(self.plugins)]
+
+
+def models_of(scorers: Iterable[Object]) -> list[ModelSettings]:
+    """The models that verifiers load: those which their method `planned_models`, where they have one, names.
+
+    Raises:
+        ValueError, OSError: the settings of one cannot be read.
+    """
+    loading = [scorer for scorer in scorers if hasattr(scorer, "planned_models")]
+    return [settings for scorer in loading for settings in scorer.planned_models()]

@@ -88,6 +88,7 @@ class Verifier(Protocol):
     - `def warning(targets)`: a line about the data set's targets to log before the run, or "".
     - `def setup()`: loads models; called once, in the process that scores.
     - `files`: paths of files whose content decides its scores; a resumed run checks them.
+    - `def planned_models()`: the settings of the models that `setup` loads, as `RewardModelSettings`, for `forge plan`.
     - `learns = True` with `async def state_dict()` and `async def load_state_dict(state)`: its state is part of
       checkpoints.
     """

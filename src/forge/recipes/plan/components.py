@@ -102,7 +102,13 @@ def make_plan(
         further = _engine(cfg, further_config, elements, machines, service)
         assert further is not None
         plan.components.append(further[0])
-    if (rewards := reward_plan(cfg, config, machines, find)) is not None:
+    try:
+        rewards = reward_plan(cfg, config, machines, find)
+    except FileNotFoundError as error:
+        # An ensemble names its models in a file that an earlier program writes.
+        rewards = None
+        plan.notes.append(f"the reward's models are not in this plan: {error}")
+    if rewards is not None:
         plan.components.append(rewards)
     _add_seconds(plan, cfg, config, trainer, engine and engine[1])
     if machines.device.type != "cpu" and trainer.plan.with_gpus:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from ...models.architecture import longest
+from ...rewards.config import models_of
 from ...rewards.settings import ModelSettings, ProcessRewardModelSettings
 from ...runtime.controller import Options
 from ..schema import RecipeConfig, TrainingRecipe
@@ -80,13 +81,17 @@ def reward_plan(
 
     Args:
         config: of the policy, whose sequences they read.
+
+    Raises:
+        FileNotFoundError: a verifier's files, which name its models, are not there yet.
     """
-    verifiers = cfg.reward.verifiers if isinstance(cfg, RecipeConfig) else None
-    options = cfg.service("reward")
-    models = [*verifiers.reward_models, *verifiers.process_reward_models] if verifiers is not None else []
+    if not isinstance(cfg, RecipeConfig):
+        return None
+    verifiers = cfg.reward.verifiers
+    models = [*(verifiers.planned_models() if verifiers is not None else ()), *models_of(cfg.scorers)]
     if not models:
         return None
-    options = options or Options()
+    options = cfg.service("reward") or Options()
     memory = [scoring_memory(settings, find(settings.path), cfg.reach(config)) for settings in models]
     with_gpus = options.with_gpus and any(settings.device != "cpu" for settings in models)
     return ComponentPlan(
