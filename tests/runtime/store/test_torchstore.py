@@ -12,6 +12,7 @@ from pathlib import Path
 import forge.store as ts
 import pytest
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 PROGRAMS = Path(__file__).parent / "programs.py"
 pytestmark = pytest.mark.processes  # a store has a shell that removes it
@@ -182,6 +183,63 @@ def test_state_dicts(on_store):
             await ts.get_state_dict("policy", direct_rdma=True)
         with pytest.raises(ValueError, match=r"two tensors have the name 'a\.b'"):
             await ts.put_state_dict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}, "n": 1}, "twice")
+
+    on_store(main)
+
+
+def test_parts_of_a_state_dict_are_keys(on_store):
+    async def main():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 4, "shapes": [[3], [4]]}
+        state |= {"pair": (torch.ones(2), 1), "several": [torch.zeros(1), {"x": 1}], 7: None}
+        mine = await ts.client("mine")
+        for key, put in (("v0", ts), ("runs/1", ts), ("v0", mine)):
+            await put.put_state_dict(state, key)
+            # As torch itself names the parts, and TorchStore with it.
+            values, mapping = flatten_state_dict(state)
+            names = sorted([*values, "MAPPING"])
+            assert await put.keys(key) == [key, *(f"{key}/{name}" for name in names)]
+            assert await put.get(f"{key}/MAPPING") == mapping
+            fetched = await put.get_batch([f"{key}/{name}" for name in values])
+            for name, value in values.items():
+                got = fetched[f"{key}/{name}"]
+                assert torch.equal(got, value) if isinstance(value, torch.Tensor) else str(got) == str(value), name
+        assert await ts.keys("v0/model.0") == ["v0/model.0.bias", "v0/model.0.weight"]
+        assert await ts.keys() == ["runs/1", "v0"]  # as they were put
+
+        memory = torch.empty(3, 4, dtype=torch.bfloat16)
+        assert await ts.get("v0/model.0.weight", inplace_tensor=memory) is memory
+        assert torch.equal(memory, model[0].weight.bfloat16())
+        block = ts.TensorSlice((1, 0), local_shape=(2, 2), global_shape=(3, 4))
+        assert torch.equal(await ts.get("v0/model.0.weight", tensor_slice_spec=block), model[0].weight[1:3, :2])
+        with pytest.raises(ValueError, match="v0/step is not a tensor, but 4"):
+            await ts.get("v0/step", inplace_tensor=memory)
+        with pytest.raises(ValueError, match=r"shape \(3, 4\)"):
+            await ts.get("v0/model.0.weight", inplace_tensor=torch.empty(4, 3))
+        with pytest.raises(ValueError, match="is a part of the state dict 'v0', which is deleted as a whole"):
+            await ts.delete("v0/step")
+        for absent in ("v0/model", "v0/none", "v1/step", "v0/step/x", "/v0", "v0/"):
+            assert not await ts.exists(absent)
+            with pytest.raises(KeyError):
+                await ts.get(absent)
+        # A newer version, and what was put under a part's own name.
+        await ts.put_state_dict({"step": 5}, "v0")
+        assert await ts.get("v0/step") == 5
+        assert await ts.get("v0/step", version=1) == 4
+        assert not await ts.exists("v0/model.0.weight")
+        await ts.put("v0/step", torch.ones(1))
+        assert torch.equal(await ts.get("v0/step"), torch.ones(1))
+        assert (await ts.get_state_dict("v0"))["step"] == 5
+        await ts.delete_batch(await ts.keys("v0"))
+        assert await ts.keys("v0") == []
+        # Neither tensors nor objects have parts; a mapping of tensors has, however it was put.
+        await ts.put_batch({"tensor": torch.ones(2), "object": {"a": 1}, "weights": {"a": torch.ones(3)}})
+        assert not await ts.exists("tensor/a")
+        assert await ts.keys("object") == ["object"]
+        assert torch.equal(await ts.get("weights/a"), torch.ones(3))
 
     on_store(main)
 

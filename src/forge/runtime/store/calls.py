@@ -5,7 +5,8 @@
     await ts.get_state_dict("v0", user_state_dict=model.state_dict())
 
 Reads and writes run in a thread, so that the event loop stays free. A key that is put again has another version;
-readers of the last one keep what they have. `store_name` keeps keys apart; all names live in one store.
+readers of the last one keep what they have. `v0/0.weight` reads a part of the state dict `v0`. `store_name` keeps keys
+apart; all names live in one store.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...observability.console import configure_logging
 from . import default
 from .deferred import is_sharded, put_deferred, wait_for_put, whole
 from .errors import MissingVersion
+from .parts import DELIMITER, find_part, part_names, possible_parts, read_part
 from .strategies import TorchStoreStrategy
 from .transfer import RankPart
 from .values import STRUCTURE, TensorSlice, are_tensors, decode, encode
@@ -124,7 +126,11 @@ async def get(
     number = None if isinstance(version, TensorSlice) else version
     store = default.default_store()
     name = _key(key, store_name)
-    await wait_for_put(name)
+    await _wait_for_puts(name)
+    part = await asyncio.to_thread(find_part, store, name, number)
+    if part is not None:
+        box = None if block is None else block.box
+        return await asyncio.to_thread(read_part, store, part, target, box, number)
     if block is not None:
         return await asyncio.to_thread(_read_block, name, block, target, number)
     value = await asyncio.to_thread(store.get, name, target, number, timeout=timeout)
@@ -172,7 +178,7 @@ async def put_state_dict(
     """
     if state_dict is None:
         raise ValueError(f"put_state_dict of {key!r} needs the state dict each time: nothing is registered beforehand")
-    await _publish(_key(key, store_name), encode(state_dict), dtype=transfer_dtype)
+    await _publish(_key(key, store_name), encode(state_dict, has_parts=True), dtype=transfer_dtype)
 
 
 async def get_state_dict(
@@ -201,15 +207,30 @@ async def get_state_dict(
 
 
 async def exists(key: str, version: int | None = None, *, store_name: str = DEFAULT_NAME) -> bool:
-    """Whether a key has this version, or any."""
-    await wait_for_put(_key(key, store_name))
-    return await asyncio.to_thread(default.default_store().exists, _key(key, store_name), version)
+    """Whether a key has this version, or any; of a part of a state dict, whether that has it."""
+    name = _key(key, store_name)
+    store = default.default_store()
+    await _wait_for_puts(name)
+    if await asyncio.to_thread(store.exists, name, version):
+        return True
+    return await asyncio.to_thread(find_part, store, name, version) is not None
 
 
 async def delete(key: str, *, store_name: str = DEFAULT_NAME) -> None:
-    """Remove a key with all of its versions. MissingVersion: the key does not exist."""
-    await wait_for_put(_key(key, store_name))
-    await asyncio.to_thread(default.default_store().delete, _key(key, store_name))
+    """Remove a key with all of its versions.
+
+    Raises:
+        MissingVersion: the key does not exist.
+        ValueError: it is a part of a state dict, which is removed as a whole.
+    """
+    name = _key(key, store_name)
+    store = default.default_store()
+    await _wait_for_puts(name)
+    part = await asyncio.to_thread(find_part, store, name)
+    if part is not None:
+        owner = part.key.removeprefix(_key("", store_name))
+        raise ValueError(f"{key!r} is a part of the state dict {owner!r}, which is deleted as a whole")
+    await asyncio.to_thread(store.delete, name)
 
 
 async def delete_batch(keys: Iterable[str], *, store_name: str = DEFAULT_NAME) -> None:
@@ -222,14 +243,18 @@ async def delete_batch(keys: Iterable[str], *, store_name: str = DEFAULT_NAME) -
 
 
 async def keys(prefix: str | None = None, *, store_name: str = DEFAULT_NAME) -> list[str]:
-    """Return the keys that have a version, sorted: all, or those under `prefix`.
+    """Return the keys that have a version, sorted: all, or with the parts of state dicts those under `prefix`.
 
-    A prefix ends at a dot or a slash, as TorchStore's does: "v1" has "v1" and "v1.weight", not "v10".
+    A prefix ends at a dot or a slash, as TorchStore's does: "v1" has "v1", "v1.weight" and "v1/weight", not "v10".
     """
     base = _key("", store_name)
-    names = await asyncio.to_thread(default.default_store().keys, base + (prefix or ""))
+    names = await asyncio.to_thread(default.default_store().keys, base)
     names = [name.removeprefix(base) for name in names if SEPARATOR not in name.removeprefix(base)]
-    return names if prefix is None else [name for name in names if is_under(name, prefix)]
+    if prefix is None:
+        return names
+    owners = [name for name in names if is_under(name, prefix) or prefix.startswith(f"{name}{DELIMITER}")]
+    parts = await asyncio.to_thread(_parts_of, owners, base)
+    return sorted(name for name in {*owners, *parts} if is_under(name, prefix))
 
 
 def is_under(key: str, prefix: str) -> bool:
@@ -297,6 +322,18 @@ async def _publish(
 
 def _key(key: str, store_name: str) -> str:
     return key if store_name == DEFAULT_NAME else f"{SEPARATOR}{store_name}{SEPARATOR}{key}"
+
+
+async def _wait_for_puts(key: str) -> None:
+    """Wait for this process's puts of a key, and of the state dicts that it may be a part of."""
+    for owner in (key, *(part.key for part in possible_parts(key))):
+        await wait_for_put(owner)
+
+
+def _parts_of(owners: Iterable[str], base: str) -> list[str]:
+    """The parts of state dicts, as keys, without the name of their store."""
+    store = default.default_store()
+    return [f"{owner}{DELIMITER}{name}" for owner in owners for name in part_names(store, base + owner)]
 
 
 def _read_block(key: str, block: TensorSlice, target: Tensor | None, version: int | None) -> Tensor:

@@ -339,19 +339,22 @@ class OpenVersion:
             self._fill_box(shards, box, values.detach())
 
     @torch.no_grad()
-    def read_box(self, box: Box, target: Tensor | None = None) -> Tensor:
-        """Return a block of a single tensor: `target`, filled, or a new tensor.
+    def read_box(self, box: Box, target: Tensor | None = None, name: str = "") -> Tensor:
+        """Return a block of a tensor: `target`, filled, or a new tensor.
+
+        Args:
+            name: of the tensor in a state dict; empty for a version that is one tensor.
 
         Raises:
-            ValueError: the version is a state dict, the block is not within the tensor, or the target has another
-                shape.
+            ValueError: the version is a state dict and no name is given, the block is not within the tensor, or the
+                target has another shape.
             CorruptWeights: as of `read`.
         """
-        if not self.manifest.single:
+        if not name and not self.manifest.single:
             raise ValueError(f"{self.manifest.key} is a state dict: a block can be read of one tensor")
-        shards = self.manifest.by_name[""]
+        shards = self.manifest.by_name[name]
         if box.meet(full_box(shards[0].shape)) != box:
-            raise ValueError(f"{self._label('')} has shape {shards[0].shape}: the block {box} is not within it")
+            raise ValueError(f"{self._label(name)} has shape {shards[0].shape}: the block {box} is not within it")
         values = torch.empty(box.size, dtype=getattr(torch, shards[0].dtype)) if target is None else target
         if tuple(values.shape) != box.size or is_dtensor(values):
             raise ValueError(f"the block {box} needs a plain tensor of shape {box.size}, got {tuple(values.shape)}")

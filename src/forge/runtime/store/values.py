@@ -47,6 +47,13 @@ class Leaf:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """The structure of a state dict, whose parts may be read one by one; that of an object is not marked."""
+
+    value: Any
+
+
 def are_tensors(value: object) -> bool:
     """Whether a value is a tensor or a mapping that has nothing but tensors, however nested."""
     if isinstance(value, Mapping):
@@ -54,8 +61,11 @@ def are_tensors(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def encode(value: object) -> dict[str, Tensor]:
+def encode(value: object, *, has_parts: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a value by dotted names, and the structure around them.
+
+    Args:
+        has_parts: the value is a state dict, whose parts are keys (`forge.runtime.store.parts`).
 
     Raises:
         ValueError: two tensors have the same name, or one has that of the structure.
@@ -78,26 +88,30 @@ def encode(value: object) -> dict[str, Tensor]:
         return part
 
     # By value where a class is a program's own or a function's: readers may not be able to import it.
-    structure = cloudpickle.dumps(visit("", value))
-    return tensors | {STRUCTURE: torch.from_numpy(np.frombuffer(structure, np.uint8).copy())}
+    structure = visit("", value)
+    encoded = cloudpickle.dumps(Nested(structure) if has_parts else structure)
+    return tensors | {STRUCTURE: torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())}
 
 
 def decode(tensors: Mapping[str, Tensor]) -> Any:
     """Return the value of `encode`, from all of its tensors; those without a structure are returned as they are."""
     if STRUCTURE not in tensors:
         return dict(tensors)
-
-    def visit(part: Any) -> Any:
-        if isinstance(part, Leaf):
-            return tensors[part.name]
-        if isinstance(part, dict):
-            return {name: visit(child) for name, child in part.items()}
-        if type(part) in (list, tuple):
-            return type(part)(map(visit, part))
-        return part
-
     # Of a process of this run: the store's folder is its user's alone.
-    return visit(pickle.loads(tensors[STRUCTURE].numpy().tobytes()))
+    return filled(pickle.loads(tensors[STRUCTURE].numpy().tobytes()), tensors)
+
+
+def filled(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a structure with tensors in their places."""
+    if isinstance(structure, Nested):
+        return filled(structure.value, tensors)
+    if isinstance(structure, Leaf):
+        return tensors[structure.name]
+    if isinstance(structure, dict):
+        return {name: filled(child, tensors) for name, child in structure.items()}
+    if type(structure) in (list, tuple):
+        return type(structure)(filled(child, tensors) for child in structure)
+    return structure
 
 
 def _join(path: str, name: object) -> str:
