@@ -1,8 +1,8 @@
 """A stand-in for Kubernetes whose pods are machines: no API server can be installed from PyPI, npm or Debian.
 
 It answers what the real Python client sends, over https with a token, checks every object strictly against Kubernetes'
-own schemas, and does what the StatefulSet and Job controllers, the kubelet and the DNS of pods would do. It knows no
-scheduling, quotas, admission or RBAC.
+own schemas, and does what the StatefulSet and Job controllers, the kubelet, the DNS of pods, and the operator of
+Monarch's meshes would do. It knows no scheduling, quotas, admission or RBAC.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
-from tests.runtime.cluster.machines import Machine, Machines
+from tests.runtime.cluster.machines import Machine, Machines, inside
 
 VERSION = "1.37.0"
 TOKEN = "of-the-tests"
+ACCOUNT = Path("/run/secrets/kubernetes.io/serviceaccount")
+INDEX = "apps.kubernetes.io/pod-index"
+MESH = "monarch.pytorch.org/mesh-name"
 
 
 def listening(machine: Machine, port: int) -> socket.socket:
@@ -51,11 +55,16 @@ def expanded(words: list[str], variables: dict[str, str]) -> list[str]:
 
 
 class Cluster:
-    """The objects that were created, and the pods that run for them: workers on all machines but the first."""
+    """The objects that were created, and the pods that run for them: workers on all machines but the first.
 
-    def __init__(self, lab: Machines, folder: Path) -> None:
+    `image` is the environment of every container.
+    """
+
+    def __init__(self, lab: Machines, folder: Path, image: dict[str, str] | None = None) -> None:
         self.lab, self.folder = lab, folder
+        self.image = {"PATH": os.environ["PATH"]} if image is None else image
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: dict[str, list[tuple[subprocess.Popen, dict[str, Any]]]] = {}  # of Monarch's meshes
         self.codes: list[int] = []  # of the controller's pods
         self.starter = ThreadPoolExecutor(1)
         certify = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
@@ -85,6 +94,46 @@ class Cluster:
             ],
         }
         (folder / "kubeconfig").write_text(json.dumps(config))
+
+    def account(self, machine: Machine, environment: dict[str, str]) -> dict[str, str]:
+        """Give a machine what a pod's service account has; the environment of its programs."""
+        for name, text in (("token", TOKEN), ("ca.crt", (self.folder / "ca.pem").read_text()), ("namespace", "lab")):
+            words = ["sh", "-c", f'mkdir -p {ACCOUNT}; printf %s "$0" >{ACCOUNT / name}', text]
+            machine.run(words, check=True)
+        server = {"KUBERNETES_SERVICE_HOST": self.lab[0].address, "KUBERNETES_SERVICE_PORT": "6443"}
+        return environment | server
+
+    def create_mesh(self, mesh: dict[str, Any]) -> None:
+        """What the operator does with one of Monarch's meshes: pods with labels, each on a free machine."""
+        name = mesh["metadata"]["name"]
+        self.objects["MonarchMesh", name] = mesh
+        taken = sum(map(len, self.pods.values()))
+        spec = mesh["spec"]["podTemplate"]["spec"]
+        self.pods[name] = []
+        for index, node in enumerate(self.lab[1 + taken : 1 + taken + mesh["spec"]["replicas"]]):
+            labels = {INDEX: str(index), MESH: name, "app.kubernetes.io/name": "monarch-worker"}
+            started = self.start(spec, node, labels)
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": f"{name}-{index}", "namespace": "lab", "labels": labels},
+                "spec": {"containers": spec["containers"]},
+                "status": {"podIP": node.address, "conditions": [{"type": "Ready", "status": "True"}]},
+            }
+            self.pods[name].append((started, pod))
+
+    def delete_mesh(self, name: str) -> None:
+        """End its pods. KeyError: there is none."""
+        del self.objects["MonarchMesh", name]
+        for started, _ in self.pods.pop(name):
+            if started.poll() is None:
+                subprocess.run(["kill", str(inside(started))], check=False)
+
+    def selected(self, selector: str) -> list[dict[str, Any]]:
+        """The pods of Monarch's meshes whose labels are those of a selector, `a=b,c=d`."""
+        wanted = dict(term.split("=") for term in selector.split(","))
+        pods = [pod for mesh in self.pods.values() for _, pod in mesh]
+        return [pod for pod in pods if wanted.items() <= pod["metadata"]["labels"].items()]
 
     def create(self, found: dict[str, Any]) -> None:
         """
@@ -126,24 +175,27 @@ class Cluster:
                 return
             failures += code not in ignored
 
-    def start(self, pod: dict[str, Any], node: Machine) -> subprocess.Popen:
+    def start(self, pod: dict[str, Any], node: Machine, labels: dict[str, str] | None = None) -> subprocess.Popen:
         """What the kubelet does with a pod's container."""
         (container,) = pod["containers"]
-        own = {"PATH": os.environ["PATH"]}
+        own = dict(self.image)
         for variable in container["env"]:
             source = variable.get("valueFrom", {})
             if "secretKeyRef" in source:
                 secret = self.objects["Secret", source["secretKeyRef"]["name"]]
                 own[variable["name"]] = secret["stringData"][source["secretKeyRef"]["key"]]
             elif "fieldRef" in source:
-                assert source["fieldRef"]["fieldPath"] == "status.podIP"
-                own[variable["name"]] = node.address
+                field = source["fieldRef"]["fieldPath"]
+                label = re.fullmatch(r"metadata\.labels\['(.*)'\]", field)
+                assert label or field == "status.podIP"
+                own[variable["name"]] = (labels or {})[label[1]] if label else node.address
             else:
                 own[variable["name"]] = variable["value"]
         words = expanded([*container["command"], *container.get("args", [])], own)
         log = (self.folder / f"{container['name']}-{node.name}.log").open("a")
         # A process ends with the thread that started it: not that of a request.
-        started = self.starter.submit(node.start, words, container["workingDir"], env=own, stdout=log, stderr=log)
+        folder = container.get("workingDir", "/")
+        started = self.starter.submit(node.start, words, folder, env=own, stdout=log, stderr=log)
         return started.result()
 
 
@@ -151,16 +203,50 @@ def handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def is_known(self) -> bool:
+            """Whether the request has the token; answers it otherwise."""
+            known = (self.headers.get("Authorization") or "").lower() == f"bearer {TOKEN}"
+            if not known:
+                self.answer(401, {"kind": "Status", "code": 401})
+            return known
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if (self.headers.get("Authorization") or "").lower() != f"bearer {TOKEN}":
-                self.answer(401, {"kind": "Status", "code": 401})
+            if not self.is_known():
+                return
+            if body["kind"] == "MonarchMesh":
+                cluster.create_mesh(body)
+                self.answer(201, body)
                 return
             try:
                 cluster.create(body)
                 self.answer(201, body)
             except ValueError as error:
                 self.answer(422, {"kind": "Status", "code": 422, "message": str(error)})
+
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            if not self.is_known():
+                return
+            if not path.endswith("/pods"):
+                name = path.rpartition("/")[2]
+                mesh = cluster.objects.get(("MonarchMesh", name))
+                self.answer(200 if mesh else 404, mesh or {"kind": "Status", "code": 404})
+                return
+            settings = parse_qs(query)
+            assert settings["watch"] == ["true"], query
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for pod in cluster.selected(settings["labelSelector"][0]):
+                self.wfile.write(json.dumps({"type": "ADDED", "object": pod}).encode() + b"\n")
+            self.close_connection = True
+
+        def do_DELETE(self) -> None:
+            if self.is_known():
+                cluster.delete_mesh(self.path.partition("?")[0].rpartition("/")[2])
+                self.answer(200, {"kind": "Status", "status": "Success"})
 
         def answer(self, status: int, what: dict[str, Any]) -> None:
             text = json.dumps(what).encode()
