@@ -1,6 +1,6 @@
 """A run of agents that loses its processes: 64 at once, and every 30 s generator, trainer or gateway is killed.
 
-python benchmarks/agent_soak.py --minutes 10
+python -m benchmarks.agent_soak --minutes 10
 
 At the end every token of every episode must be trained once or be in the account with a reason, no episode may have
 trained twice, and none may have a reward that its agent did not give. It prints one line of figures, or fails.

@@ -1,7 +1,7 @@
 """What a GPU's host waits for, launches, compiles again and copies, counted without a GPU, beside what it was before.
 
-    python benchmarks/gpu_counts.py             # the table of docs/benchmarks.md, half a minute
-    python benchmarks/gpu_counts.py --packs 200
+    python -m benchmarks.gpu_counts             # the table of docs/benchmarks.md, half a minute
+    python -m benchmarks.gpu_counts --packs 200
 
 On the emulated device of the tests (a Qwen3 of two layers). "Before" are the figures of a review of commit 7bd30ee, on
 that device or an H100, which are not measured again here.

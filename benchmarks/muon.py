@@ -1,7 +1,7 @@
 """Muon's step with its matrices divided over ranks against every rank computing all of them: seconds, peak, bytes sent.
 
-    python benchmarks/muon.py
-    python benchmarks/muon.py --ranks 2 --width 1024
+    python -m benchmarks.muon
+    python -m benchmarks.muon --ranks 2 --width 1024
 
 Gloo ranks of one thread each, FSDP2 (and HSDP on four), float32 weights. Both sides take turns on the same gradients.
 """

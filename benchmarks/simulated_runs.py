@@ -1,8 +1,8 @@
 """The simulator against real runs: step seconds of held-out settings, predicted from the traces of three others.
 
     make quickstart                                              # leaves the model that the runs start from
-    OMP_NUM_THREADS=1 python benchmarks/simulated_runs.py --runs build/simulated
-    python benchmarks/simulated_runs.py --published async_vs_sync.tsv
+    OMP_NUM_THREADS=1 python -m benchmarks.simulated_runs --runs build/simulated
+    python -m benchmarks.simulated_runs --published async_vs_sync.tsv
 
 Three lock-step runs with quick rewards give all durations: of a decode step, of a training step, and of the rest. The
 other settings differ from them in `async.max_policy_age`, batch, samples, slots, weight updates and the reward's

@@ -252,3 +252,15 @@ def _check_configuration(recipe: str, words: list[str]) -> None:
     except ConfigError as error:
         if "is not installed here" not in str(error):
             pytest.fail(f"{' '.join(words)}: {error}")
+
+
+def test_benchmarks_start_by_the_commands_that_are_written():
+    """A script that imports another benchmark needs `python -m`: a path puts its own folder on the path alone."""
+    texts = [path.read_text() for path in [*PAGES, *sorted((ROOT / "benchmarks").glob("*.py"))]]
+    commands = {match for text in texts for match in re.findall(r"python3? (-m )?benchmarks[/.](\w+)", text)}
+    assert len(commands) > 30
+    for as_module, name in sorted(commands):
+        source = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        modules = {node.module or "" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+        imports_others = any(module.partition(".")[0] in ("benchmarks", "tests") for module in modules)
+        assert as_module or not imports_others or "sys.path[:0]" in source, f"write python -m benchmarks.{name}"
