@@ -132,7 +132,7 @@ def test_a_replica_that_missed_an_update_in_lock_step(model, store):
     run(main())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_replica_that_missed_an_update_when_age_is_allowed(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=DeafGenerator, age=4)
@@ -170,7 +170,7 @@ def test_a_swap_that_fails_half_way(model, store):
     run(main())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_version_counter_that_advances_without_weights(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=CountingGenerator)

@@ -56,7 +56,7 @@ def expected(model: Path) -> np.ndarray:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "degrees",
-    [{}, pytest.param({"tensor_parallel_degree": 2}, marks=pytest.mark.slow), {"context_parallel_degree": 2}],
+    [{}, *(pytest.param({f"{kind}_parallel_degree": 2}, marks=pytest.mark.slow) for kind in ("tensor", "context"))],
     ids=["shards", "tensor", "context"],
 )
 def test_two_processes_score_as_one_does(model: Path, degrees: dict[str, int]):

@@ -234,6 +234,7 @@ def test_a_client_that_hangs_up_at_the_last_event_has_received_the_answer(model,
     assert len(rows) == 60
 
 
+@pytest.mark.slow
 def test_a_folder_is_appended_to_by_the_same_model_alone(recorded, model, tmp_path):
     folder, _ = recorded
     for file in folder.iterdir():

@@ -265,6 +265,7 @@ def test_a_debate_before_a_frozen_judge(tmp_path, model):
         assert row.get("episode/unscored", 0.0) == 0.0
 
 
+@pytest.mark.slow
 def test_rewards_for_other_players_end_the_run(tmp_path, model):
     async def wrong(client, sample):
         await answers(client, sample)

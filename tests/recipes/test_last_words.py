@@ -40,7 +40,7 @@ def ended(process: subprocess.Popen) -> list[str]:
     return output.splitlines()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_folder_of_the_run_is_removed(tmp_path: Path):
     process = running(tmp_path)
     (tmp_path / "runs/test").rename(tmp_path / "gone")  # at once: the run still writes into it
@@ -82,7 +82,7 @@ def test_the_disk_is_full(tmp_path: Path):
         assert re.fullmatch(said, ended(process)[-1])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_terminal_closes(tmp_path: Path):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a run would ignore it, as its parent does
     process = running(tmp_path)

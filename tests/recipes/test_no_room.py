@@ -72,7 +72,7 @@ def test_shared_memory_without_room_for_the_weights_is_known_before_the_start(tm
     assert {path.name for path in tmp_path.iterdir()} == {"tiny-initial"}
 
 
-@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_in_mid_run_costs_no_step(step: int, disk: SmallDisk, uninterrupted: str):
     fills = f"{disk.place}/fill:{step * CALLS + 1}"
     code, lines = ended(disk.inside(words(disk.place), ROOT), FILLS=fills)
