@@ -2,7 +2,7 @@
 
     make quickstart                                              # leaves the model that the runs start from
     OMP_NUM_THREADS=1 python -m benchmarks.simulated_runs --runs build/simulated
-    python -m benchmarks.simulated_runs --published async_vs_sync.tsv
+    python -m benchmarks.simulated_runs --published benchmarks/published_pairs.tsv
 
 Three lock-step runs with quick rewards give all durations: of a decode step, of a training step, and of the rest. The
 other settings differ from them in `async.max_policy_age`, batch, samples, slots, weight updates and the reward's
