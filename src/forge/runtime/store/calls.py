@@ -27,7 +27,7 @@ from .errors import MissingVersion
 from .parts import DELIMITER, find_part, part_names, possible_parts, read_part
 from .strategies import TorchStoreStrategy
 from .transfer import RankPart
-from .values import STRUCTURE, TensorSlice, are_tensors, decode, encode
+from .values import STATE_DICT, STRUCTURES, TensorSlice, are_tensors, decode, encode
 
 DEFAULT_NAME = "torchstore"
 PATIENCE = 300.0  # seconds that a put waits for other ranks
@@ -178,7 +178,7 @@ async def put_state_dict(
     """
     if state_dict is None:
         raise ValueError(f"put_state_dict of {key!r} needs the state dict each time: nothing is registered beforehand")
-    await _publish(_key(key, store_name), encode(state_dict, has_parts=True), dtype=transfer_dtype)
+    await _publish(_key(key, store_name), encode(state_dict, STATE_DICT), dtype=transfer_dtype)
 
 
 async def get_state_dict(
@@ -346,8 +346,8 @@ def _read_state_dict(key: str, target: dict[str, Any] | None, strict: bool) -> d
         if target is None:
             value: dict[str, Any] = decode(snapshot.fill())
             return value
-        names = {*snapshot.manifest.by_name} - {STRUCTURE}
-        tensors = {name: tensor for name, tensor in encode(target).items() if name != STRUCTURE}
+        names = {*snapshot.manifest.by_name} - STRUCTURES
+        tensors = {name: tensor for name, tensor in encode(target).items() if name not in STRUCTURES}
         if strict and names != tensors.keys():
             differing = sorted(names ^ tensors.keys())
             raise ValueError(

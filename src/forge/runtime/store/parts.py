@@ -15,14 +15,15 @@ from torch import Tensor
 
 from ...system.boxes import Box
 from .errors import MissingVersion
+from .manifest import Manifest
 from .protocol import Store
 from .transfer import OpenVersion
-from .values import STRUCTURE, Leaf, Nested, filled
+from .values import STATE_DICT, STRUCTURE, Leaf, filled
 
 DELIMITER = "/"  # between the key of a state dict and the name of a part
-MAPPING = "MAPPING"  # the part that is the path of each other one
+MAPPING = "MAPPING"  # the part that has the place of each other one
 
-Path = tuple[object, ...]  # keys of mappings and indices of lists
+Place = tuple[object, ...]  # keys of mappings and indices of lists
 
 
 class Part(NamedTuple):
@@ -44,19 +45,27 @@ def find_part(store: Store, key: str, version: int | None = None) -> Part | None
     if store.exists(key, version):
         return None
     for part in possible_parts(key):
-        if part.name in part_names(store, part.key, version):
+        manifest = _manifest(store, part.key, version)
+        if manifest is None:
+            continue
+        # Tensors are known without the version, which may be on another host.
+        is_tensor = part.name in manifest.by_name and part.name != STATE_DICT
+        if is_tensor or part.name in part_names(store, part.key, version):
             return part
     return None
 
 
 def part_names(store: Store, key: str, version: int | None = None) -> list[str]:
     """The names of a state dict's parts; none of a key that has another value, or does not exist."""
-    if not store.exists(key, version):
+    manifest = _manifest(store, key, version)
+    if manifest is None:
         return []
+    if STATE_DICT not in manifest.by_name:
+        return [*manifest.by_name, MAPPING]
     try:
-        with store.open(key, version) as snapshot:
+        with store.open(key, manifest.version) as snapshot:
             return [*_leaves(snapshot), MAPPING]
-    except (MissingVersion, NotAStateDict):  # deleted meanwhile
+    except MissingVersion:  # dropped meanwhile
         return []
 
 
@@ -72,10 +81,11 @@ def read_part(
     with store.open(part.key, version) as snapshot:
         leaves = _leaves(snapshot)
         if part.name == MAPPING:
-            return {name: path for name, (path, _) in leaves.items()}
-        if part.name not in leaves:
+            return {name: place for name, (place, _) in leaves.items()}
+        # A tensor in a tuple has a name, too, though the tuple is one leaf.
+        if part.name not in leaves and part.name not in snapshot.manifest.by_name:
             raise MissingVersion(f"{part.key} version {snapshot.version} has no {part.name!r}")
-        value = leaves[part.name][1]
+        value = leaves[part.name][1] if part.name in leaves else Leaf(part.name)
         if into is None and block is None:
             return filled(value, _Tensors(snapshot))
         if not isinstance(value, Leaf):
@@ -87,29 +97,30 @@ def read_part(
         return into
 
 
-class NotAStateDict(ValueError):
-    """A version is one tensor, or an object."""
+def _manifest(store: Store, key: str, version: int | None) -> Manifest | None:
+    """The manifest of a state dict; None of another value, or if there is none."""
+    versions = store.versions(key) if version is None else [version] if store.exists(key, version) else []
+    if not versions:
+        return None
+    manifest = store.manifest(key, versions[-1])
+    return None if manifest.single or STRUCTURE in manifest.by_name else manifest
 
 
-def _leaves(snapshot: OpenVersion) -> dict[str, tuple[Path, Any]]:
-    """The path and the value of each part, a `Leaf` for a tensor. NotAStateDict: there are none."""
+def _leaves(snapshot: OpenVersion) -> dict[str, tuple[Place, Any]]:
+    """The place and the value of each part of a state dict, a `Leaf` for a tensor."""
     shards = snapshot.manifest.by_name
-    if snapshot.manifest.single:
-        raise NotAStateDict(f"{snapshot.manifest.key} is one tensor")
-    if STRUCTURE not in shards:  # a mapping of tensors alone
+    if STATE_DICT not in shards:  # a mapping of tensors alone
         return {name: ((name,), Leaf(name)) for name in shards}
-    # Of a process of this run, as `decode` reads it.
-    structure = pickle.loads(_Tensors(snapshot)[STRUCTURE].numpy().tobytes())
-    if not isinstance(structure, Nested):
-        raise NotAStateDict(f"{snapshot.manifest.key} is an object")
     from torch.distributed.checkpoint._traverse import traverse_state_dict  # takes half a second to import
 
-    leaves: dict[str, tuple[Path, Any]] = {}
+    # Of a process of this run, as `decode` reads it.
+    structure = pickle.loads(_Tensors(snapshot)[STATE_DICT].numpy().tobytes())
+    leaves: dict[str, tuple[Place, Any]] = {}
 
-    def add(path: Path, value: Any) -> None:
-        leaves[".".join(map(str, path))] = path, value
+    def add(place: Place, value: Any) -> None:
+        leaves[".".join(map(str, place))] = place, value
 
-    traverse_state_dict(structure.value, add, lambda value: isinstance(value, Leaf))
+    traverse_state_dict(structure, add, lambda value: isinstance(value, Leaf))
     return leaves
 
 

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from ...system.boxes import Box
 
-# The tensor, of bytes, that says how the others are nested, with everything but the tensors.
+# The tensor, of bytes, that says how the others are nested, with everything but the tensors: of an object, and of a state
+# dict, whose parts are keys (`forge.runtime.store.parts`).
 STRUCTURE = "__structure__"
+STATE_DICT = "__state_dict__"
+STRUCTURES = {STRUCTURE, STATE_DICT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,6 @@ class Leaf:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Nested:
-    """The structure of a state dict, whose parts may be read one by one; that of an object is not marked."""
-
-    value: Any
-
-
 def are_tensors(value: object) -> bool:
     """Whether a value is a tensor or a mapping that has nothing but tensors, however nested."""
     if isinstance(value, Mapping):
@@ -61,14 +57,14 @@ def are_tensors(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def encode(value: object, *, has_parts: bool = False) -> dict[str, Tensor]:
+def encode(value: object, structure_name: str = STRUCTURE) -> dict[str, Tensor]:
     """Return the tensors of a value by dotted names, and the structure around them.
 
     Args:
-        has_parts: the value is a state dict, whose parts are keys (`forge.runtime.store.parts`).
+        structure_name: STRUCTURE, or STATE_DICT.
 
     Raises:
-        ValueError: two tensors have the same name, or one has that of the structure.
+        ValueError: two tensors have the same name, or one has that of a structure.
         pickle.PicklingError, AttributeError, TypeError: a part without tensors cannot be pickled.
     """
     tensors: dict[str, Tensor] = {}
@@ -77,7 +73,7 @@ def encode(value: object, *, has_parts: bool = False) -> dict[str, Tensor]:
     def visit(path: str, part: Any) -> Any:
         if isinstance(part, Tensor):
             name = path or "value"
-            if name in tensors or name == STRUCTURE:
+            if name in tensors or name in STRUCTURES:
                 raise ValueError(f"two tensors have the name {name!r}")
             tensors[name] = part
             return Leaf(name)
@@ -88,23 +84,21 @@ def encode(value: object, *, has_parts: bool = False) -> dict[str, Tensor]:
         return part
 
     # By value where a class is a program's own or a function's: readers may not be able to import it.
-    structure = visit("", value)
-    encoded = cloudpickle.dumps(Nested(structure) if has_parts else structure)
-    return tensors | {STRUCTURE: torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())}
+    encoded = cloudpickle.dumps(visit("", value))
+    return tensors | {structure_name: torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())}
 
 
 def decode(tensors: Mapping[str, Tensor]) -> Any:
     """Return the value of `encode`, from all of its tensors; those without a structure are returned as they are."""
-    if STRUCTURE not in tensors:
+    encoded = [tensors[name] for name in STRUCTURES & tensors.keys()]
+    if not encoded:
         return dict(tensors)
     # Of a process of this run: the store's folder is its user's alone.
-    return filled(pickle.loads(tensors[STRUCTURE].numpy().tobytes()), tensors)
+    return filled(pickle.loads(encoded[0].numpy().tobytes()), tensors)
 
 
 def filled(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a structure with tensors in their places."""
-    if isinstance(structure, Nested):
-        return filled(structure.value, tensors)
     if isinstance(structure, Leaf):
         return tensors[structure.name]
     if isinstance(structure, dict):
