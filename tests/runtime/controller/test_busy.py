@@ -90,7 +90,7 @@ def test_patience_ends_with_cpu_time_or_without_a_wish_for_it(program: str):
     process = subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    patience = Patience([process.pid], 0.6)
+    patience = Patience.of([process.pid], 0.6)
     while patience.is_left():
         signal.sigtimedwait([], 0.05)
     spins = program.startswith("while")

@@ -1,13 +1,14 @@
-"""Services on the hosts of a job of Monarch's, as a program of its user: `job_program slurm|kubernetes FOLDER`.
+"""Services on the hosts of a job of Monarch's, as a program of its user: `job_program KIND FOLDER`.
 
-Prints a JSON object with what `tests/runtime/monarch/test_jobs.py` checks. A file `lost` in the folder asks for the
-last part: one of the hosts is gone by then.
+Prints JSON objects with what `tests/runtime/monarch/test_jobs.py` checks. A file `lost` in the folder asks for the last
+part: a host or a process is gone by then. `submit` sends a Slurm job that runs this program as `batch` within itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -32,6 +33,10 @@ class Adder(ForgeActor):
         return socket.gethostname()
 
     @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
     def add(self, number: int) -> int:
         self.value += number
         return self.value
@@ -47,7 +52,7 @@ class Judge(Adder):
 
 def new_job(kind: str, folder: Path) -> Any:
     """The job of a user who follows Monarch's documentation."""
-    if kind == "slurm":
+    if kind != "kubernetes":
         from monarch.job import SlurmJob
 
         settings = {"exclusive": False, "log_dir": str(folder), "job_start_timeout": 120, "time_limit": "00:20:00"}
@@ -62,14 +67,18 @@ def new_job(kind: str, folder: Path) -> Any:
 
 async def main(kind: str, folder: Path) -> None:
     job = new_job(kind, folder)
-    job.apply()
-    state = job.state(cached_path=None)
+    if kind == "batch":
+        state = job.state()  # of the job that this program is in
+    else:
+        job.apply()
+        state = job.state(cached_path=None)
     # Each component gets the mesh of its name.
     adders = await Adder.options(hosts=state, num_replicas=2).as_service(10)
     judge = await Judge.options(hosts=state).as_actor(0)
     large = torch.ones(3_000_000)  # more than a message's frame of some transports
     report: dict[str, Any] = {
-        "adders": sorted(await adders.host.fanout()),
+        "adders": await adders.host.fanout(),
+        "pids": await adders.pid.fanout(),
         "judge": await judge.host.call(),
         "sums": sorted(await adders.add.fanout(5)),
         "total": await judge.total.call(large),
@@ -79,13 +88,23 @@ async def main(kind: str, folder: Path) -> None:
     lost = folder / "lost"
     while not lost.exists():
         await asyncio.sleep(WAIT)
-    # The other replica serves all calls, those that were sent to the lost host as well.
+    # The other replica serves all calls, those that were sent to the lost one as well.
     answers = await asyncio.gather(*(adders.host.route() for _ in range(20)))
-    print(json.dumps({"after": sorted({*answers})}), flush=True)
+    print(json.dumps({"answers": len(answers), "hosts": sorted({*answers})}), flush=True)
     await judge.stop()
     await adders.stop()
     job.kill()
 
 
+def submit(folder: Path) -> None:
+    """Submit a job whose client is this program."""
+    program = f"{sys.executable} -m tests.runtime.monarch.job_program batch {folder}"
+    new_job("slurm", folder).apply(client_script=program)
+
+
 if __name__ == "__main__":
-    run(main(sys.argv[1], Path(sys.argv[2])))
+    _, kind, name = sys.argv
+    if kind == "submit":
+        submit(Path(name))
+    else:
+        run(main(kind, Path(name)))

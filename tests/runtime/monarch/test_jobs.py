@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ def machines_missing() -> str | None:
     return missing()
 
 
+PROGRAM = [sys.executable, "-m", "tests.runtime.monarch.job_program"]
+
+
 class Program:
     """`job_program` on a machine."""
 
     def __init__(self, machine: Machine, kind: str, folder: Path, variables: dict[str, str]) -> None:
         self.errors = folder / "program.err"
-        command = [sys.executable, "-m", "tests.runtime.monarch.job_program", kind, str(folder)]
         with self.errors.open("w") as file:
+            command = [*PROGRAM, kind, str(folder)]
             self.process = machine.start(
                 command, str(ROOT), env=variables, stdout=subprocess.PIPE, stderr=file, text=True
             )
@@ -51,56 +55,102 @@ class Program:
         report: dict[str, Any] = json.loads(line)
         return report
 
-    def check_services(self, hosts: list[str]) -> None:
-        """Check the first report: a component on each host of its mesh."""
+    def check_services(self) -> None:
+        """Check the first report."""
         report = self.read()
-        assert sorted([*report["adders"], *report["judge"]]) == hosts, report
-        assert len(report["adders"]) == 2
-        assert report["sums"] == [15, 15]
-        assert report["total"] == [3_000_000.0]
-        assert report["here"] == "m1"
-        self.adder = report["adders"][0]
-        self.other = report["adders"][1]
+        check_report(report, "m1")
+        self.adder, self.other = report["adders"]
+        self.adder_pid = report["pids"][0]
 
-    def check_loss(self, folder: Path) -> None:
-        """Check what is left once a host is lost, and the end."""
+    def lose(self, machines: Machines, loss: str) -> None:
+        """End the process of the first adder, or its host."""
+        (host,) = [machine for machine in machines if machine.name == self.adder]
+        if loss == "host":
+            host.kill()
+        else:
+            host.run(["kill", "-9", str(self.adder_pid)], check=True)
+
+    def answers_after(self, folder: Path) -> list[str]:
+        """Hosts that answer once a host or a process is lost; checks that all calls are answered, and the end."""
         (folder / "lost").touch()
-        assert self.read() == {"after": [self.other]}
-        assert self.process.wait(60) == 0, self.errors.read_text()[-3000:]
+        report = self.read()
+        assert report["answers"] == 20
+        assert self.process.wait(120) == 0, self.errors.read_text()[-3000:]
+        hosts: list[str] = report["hosts"]
+        return hosts
 
 
-@pytest.mark.skipif(bool(slurm.missing()), reason=str(slurm.missing()))
-def test_services_on_a_job_of_slurm(machines_missing: str | None, tmp_path: Path):
+def check_report(report: dict[str, Any], host: str) -> None:
+    """Check that a component is on each host of its mesh and answers there, to a program on this host."""
+    assert sorted([*report["adders"], *report["judge"]]) == ["m2", "m3", "m4"], report
+    assert len(report["adders"]) == 2
+    assert report["sums"] == [15, 15]
+    assert report["total"] == [3_000_000.0]
+    assert report["here"] == host
+
+
+@pytest.fixture
+def cluster(machines_missing: str | None, tmp_path: Path) -> Iterator[slurm.Slurm]:
     if machines_missing:
         pytest.skip(machines_missing)
-    with slurm.Slurm(4, shared=[ROOT, sys.prefix, tmp_path]) as cluster:
-        programs = tmp_path / "bin"
-        programs.mkdir()
-        (programs / "squeue").write_text(f"#!{sys.executable}\n{SQUEUE}")
-        (programs / "squeue").chmod(0o755)
-        variables = environment() | cluster.environment
-        variables |= {name: environment()[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        variables["PATH"] = f"{programs}:{cluster.environment['PATH']}"
-        program = Program(cluster[0], "slurm", tmp_path, variables)
-        program.check_services(["m2", "m3", "m4"])
-        next(machine for machine in cluster if machine.name == program.adder).kill()
-        program.check_loss(tmp_path)
-        cluster.wait(lambda: not cluster.say("squeue", "--noheader"), 60, "an empty queue")
+    if slurm.missing():
+        pytest.skip(str(slurm.missing()))
+    with slurm.Slurm(4, shared=[ROOT, sys.prefix, tmp_path]) as machines:
+        yield machines
 
 
-def test_services_on_a_job_of_kubernetes(machines_missing: str | None, tmp_path: Path):
+def user_environment(cluster: slurm.Slurm, folder: Path) -> dict[str, str]:
+    """The environment of a user of the cluster, with a squeue that Monarch can read."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "squeue").write_text(f"#!{sys.executable}\n{SQUEUE}")
+    (programs / "squeue").chmod(0o755)
+    variables = environment() | cluster.environment
+    variables |= {name: environment()[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    return variables | {"PATH": f"{programs}:{cluster.environment['PATH']}"}
+
+
+def test_services_in_a_batch_job_of_slurm(cluster: slurm.Slurm, tmp_path: Path):
+    variables = user_environment(cluster, tmp_path)
+    (tmp_path / "lost").touch()  # nothing is lost here
+    submitted = cluster[0].run([*PROGRAM, "submit", str(tmp_path)], str(tmp_path), env=variables, capture_output=True)
+    assert submitted.returncode == 0, submitted.stderr.decode()[-3000:]
+    cluster.wait(lambda: not cluster.say("squeue", "--noheader"), 120, "end of the job")
+    (output,) = tmp_path.glob("slurm_*.out")
+    (errors,) = tmp_path.glob("slurm_*.err")
+    lines = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
+    assert len(lines) == 2, errors.read_text()[-3000:]
+    check_report(lines[0], "m2")  # the first node
+    assert lines[1] == {"answers": 20, "hosts": sorted(lines[0]["adders"])}
+    for machine in cluster[1:]:
+        assert machine.processes("[r]un_worker_loop") == 0
+
+
+def test_services_on_a_job_of_slurm(cluster: slurm.Slurm, tmp_path: Path):
+    program = Program(cluster[0], "slurm", tmp_path, user_environment(cluster, tmp_path))
+    program.check_services()
+    # A process: with a node Slurm would end the whole job.
+    program.lose(cluster, "process")
+    assert program.other in program.answers_after(tmp_path)
+    cluster.wait(lambda: not cluster.say("squeue", "--noheader"), 60, "an empty queue")
+
+
+# The loss of a host that only Monarch watches is known after a minute.
+@pytest.mark.parametrize("loss", ["process", pytest.param("host", marks=pytest.mark.slow)])
+def test_services_on_a_job_of_kubernetes(loss: str, machines_missing: str | None, tmp_path: Path):
     pytest.importorskip("kubernetes")
     pytest.importorskip("kubernetes_validate")
     if machines_missing:
         pytest.skip(machines_missing)
     with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
         image = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-        cluster = kube.Cluster(lab, tmp_path, image)
-        program = Program(lab[0], "kubernetes", tmp_path, cluster.account(lab[0], environment()))
-        program.check_services(["m2", "m3", "m4"])
-        next(machine for machine in lab if machine.name == program.adder).kill()
-        program.check_loss(tmp_path)
-        assert not [kind for kind, _ in cluster.objects if kind == "MonarchMesh"]
+        api = kube.Cluster(lab, tmp_path, image)
+        program = Program(lab[0], "kubernetes", tmp_path, api.account(lab[0], environment()))
+        program.check_services()
+        program.lose(lab, loss)
+        hosts = program.answers_after(tmp_path)
+        assert hosts == [program.other] if loss == "host" else program.other in hosts
+        assert not [kind for kind, _ in api.objects if kind == "MonarchMesh"]
         for machine in lab[1:]:
-            if machine.name != program.adder:
+            if loss == "process" or machine.name != program.adder:
                 wait_until(lambda machine=machine: machine.processes("[r]un_worker_loop") == 0, 30, "pods end")

@@ -102,6 +102,11 @@ def values(mesh: object) -> list:
     return [value for _, value in mesh.items()]  # type: ignore[attr-defined]
 
 
+def say(line: str) -> None:
+    """Print a line in one piece: several ranks write into the same pipe."""
+    os.write(1, f"{line}\n".encode())
+
+
 async def neighbours() -> None:
     """A tensor of each rank, read by the other."""
     await ts.initialize()
@@ -154,7 +159,7 @@ async def spmd(has_group: bool) -> None:
     if rank == 0:
         await ts.put("demo", torch.tensor([123]))
     dist.barrier()
-    print(f"rank {rank}: {int(await ts.get('demo'))}", flush=True)
+    say(f"rank {rank}: {int(await ts.get('demo'))}")
     dist.barrier()
     await ts.shutdown()
     dist.destroy_process_group()
@@ -175,11 +180,11 @@ async def alone() -> None:
         try:
             await ts.get("halves")
         except KeyError as error:
-            print(f"rank 1: {error}", flush=True)
+            say(f"rank 1: {error}")
         assert await ts.put("halves", halves) == 1
         await ts.put("expert", DTensor.from_local(torch.ones(3), mesh, [Replicate()], run_check=False))
     dist.barrier()
-    print(f"rank {rank}: {float((await ts.get('halves')).sum() + (await ts.get('expert')).sum()):g}", flush=True)
+    say(f"rank {rank}: {float((await ts.get('halves')).sum() + (await ts.get('expert')).sum()):g}")
     dist.barrier()
     await ts.shutdown()
     dist.destroy_process_group()
@@ -195,4 +200,4 @@ if __name__ == "__main__":
     else:
         asyncio.run({"neighbours": neighbours, "weights": weights, "resharding": resharding}[task]())
         shutdown_context().get(timeout=120.0)
-    print("done", flush=True)
+    say("done")

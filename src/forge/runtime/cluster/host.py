@@ -23,7 +23,7 @@ from . import HOST, STORE
 from .credentials import SECRET, Credentials
 from .inventory import Inventory
 from .listener import Listener
-from .process import Process, descends, stacks
+from .process import Process, activity_of, descends, stacks
 from .rendezvous import Boards
 from .wire import LEASE, HostError, Json, Message, connect, pipe, receive, send
 
@@ -271,6 +271,9 @@ class HostLease:
                 if process is not None:
                     process.kill()
                 return None
+            case "activity":
+                process = self._watched.get(int(request["pid"]))
+                return [0.0, False] if process is None else list(activity_of(process.pid))
             case "stacks":
                 process = self._watched.get(int(request["pid"]))
                 return "  (it has ended)" if process is None else await stacks(process.pid)

@@ -17,6 +17,7 @@ from ...observability.console import log_failure
 from ...system.masking import without_secrets
 from .credentials import Credentials
 from .inventory import Inventory
+from .process import Activity
 from .wire import BEAT, CONNECT_TIMEOUT, LEASE, HostError, Json, Message, connect, receive, send, with_remedy
 
 log = logging.getLogger(__name__)
@@ -278,6 +279,13 @@ class RemoteProcess:
         """Have the daemon send SIGKILL to it, if it has not ended yet."""
         if not self.machine.lost.done():
             self.machine.send("kill", pid=self.pid)
+
+    async def activity(self) -> Activity | None:
+        """Return what it does, by its machine's daemon; None if that gives no answer."""
+        try:
+            return Activity(*await self.machine.request("activity", pid=self.pid))
+        except HostError:
+            return None
 
     async def stacks(self) -> str:
         """Return the Python stack of each of its threads."""

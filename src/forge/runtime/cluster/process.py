@@ -14,10 +14,11 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 DUMP_TIMEOUT = 15.0  # seconds; py-spy takes one, or many on a busy machine
 PR_SET_PDEATHSIG = 1
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @cache
@@ -26,6 +27,44 @@ def machine_id() -> str:
     container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class Activity(NamedTuple):
+    """CPU time that a process has used, in seconds, and whether a thread of it runs or waits for a core or for memory
+    that was swapped out."""
+
+    cpu_seconds: float
+    wants_cpu: bool
+
+
+def activity_of(pid: int) -> Activity:
+    """What a process of this machine does; nothing if there is none."""
+    return Activity(cpu_seconds(pid), wants_cpu(pid))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process of this machine has used; 0 if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def wants_cpu(pid: int) -> bool:
+    """Whether a thread of a process runs, waits for a core, or for memory that was swapped out."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    return any(_state(f"/proc/{pid}/task/{thread}/stat") in ("R", "D") for thread in threads)
+
+
+def _state(path: str) -> str:
+    try:
+        return Path(path).read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:  # the thread ended
+        return ""
 
 
 class Watched(Protocol):
@@ -43,6 +82,9 @@ class Watched(Protocol):
 
     def kill(self) -> None:
         """End it by force, if that is possible and allowed."""
+
+    async def activity(self) -> Activity | None:
+        """Return what it does; None if nothing tells."""
 
     async def stacks(self) -> str:
         """Return the Python stack of each of its threads, or why there is none."""
@@ -81,6 +123,10 @@ class Process:
         endings = select.poll()
         endings.register(self._handle, select.POLLIN)
         return not endings.poll(0)
+
+    async def activity(self) -> Activity:
+        """Return what it does."""
+        return activity_of(self.pid)
 
     def kill(self) -> None:
         """Send SIGKILL, if it has not ended yet."""

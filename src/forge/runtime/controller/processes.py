@@ -21,7 +21,7 @@ from ...system.devices import GRANTED
 from ...system.files import cache_folder
 from ..cluster import HOST
 from ..cluster.inventory import VISIBLE
-from ..cluster.process import Process, Watched, machine_id
+from ..cluster.process import Activity, Process, Watched, machine_id
 from ..forking.standby import PROGRAM
 from ._monarch import BootstrapCommand, HostMesh, ProcMesh
 from .actor_host import ActorHost
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_PATIENCE = 8.0  # seconds, as of `Patience`, in which a process mesh may stop by itself
+# Seconds, as of `Patience`, for a process of which nothing tells whether it gets a core, as on hosts of a user's job:
+# about a minute, after which Monarch gives it up as well.
+UNSEEN_PATIENCE = 30.0
 # By default glibc gives the memory of large tensors back at every step, for the kernel to zero it again: up to a tenth
 # of a training step. With these, up to 512 MB stay with the process, and tensors above 64 MB are still given back.
 ALLOCATOR = {
@@ -176,13 +179,13 @@ class ProcessGroup:
         """Fail the processes once they are hung.
 
         Two pings in a row without an answer, to them or to any call, are a hang if a process had the CPU time for one
-        or did not want any. A single one may be the controller's own slowness, and behind thousands of calls a ping
-        waits for its turn.
+        or did not want any, as its machine says. A single one may be the controller's own slowness, and behind
+        thousands of calls a ping waits for its turn.
         """
         # Two intervals and two waits, of an eighth and three eighths each, add up to `ping_timeout`.
         interval = self.options.ping_timeout / 8
         patience = 3 * self.options.ping_timeout / 8
-        silence: list[Patience] | None = None
+        silence: dict[Watched, Patience] | None = None
         missed = 0
         silent_since = time.monotonic()
         while self.dead is None:
@@ -196,7 +199,7 @@ class ProcessGroup:
             pinged = spanning[:1] or list(self.members)
             sent = time.monotonic()
             if silence is None:
-                silence = [Patience([pid], patience) for pid in self.local_pids]
+                silence = {process: _silence(process, now, patience) for process, now in await self._activities()}
                 silent_since = sent
             answers = await asyncio.gather(*(member.ping(patience) for member in pinged))
             # The answer to any call counts as well as that to a ping.
@@ -206,13 +209,30 @@ class ProcessGroup:
                 missed = 0
                 continue
             missed += 1
-            hung = [process for process in silence if not process.is_left()]
+            hung = []
+            for process, activity in await self._activities():
+                limit = silence.get(process)
+                if limit is not None and not limit.is_left({} if activity is None else {process.pid: activity}):
+                    hung.append(limit)
             if self.borrowed:
                 # Other actors run there too: while one of them is made, which imports its modules for the first time
                 # for seconds of CPU time, no other is served. Only a process that wants no CPU is silent.
-                hung = [process for process in hung if process.idle >= process.seconds]
-            if missed >= 2 and not self.starting and (hung or not silence):
+                hung = [limit for limit in hung if limit.idle >= limit.seconds]
+            if missed >= 2 and not self.starting and hung:
                 self.fail(f"it answered neither a ping nor a call for {time.monotonic() - silent_since:.3g} s")
+
+    async def _activities(self) -> list[tuple[Watched, Activity | None]]:
+        """What each process does."""
+        processes = list(self.processes)
+        activities = await asyncio.gather(*(process.activity() for process in processes))
+        return list(zip(processes, activities, strict=True))
+
+
+def _silence(process: Watched, activity: Activity | None, seconds: float) -> Patience:
+    """The limit of a process that begins to be silent."""
+    if activity is None:
+        return Patience({}, UNSEEN_PATIENCE)
+    return Patience({process.pid: activity}, seconds)
 
 
 def spawn(

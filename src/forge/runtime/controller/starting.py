@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..cluster.process import cpu_seconds
 from ..forking import forklauncher
 from ..forking.forkserver import LIVES, ForkServer
 from ..forking.standby import ADDRESS, HELD, PROGRAM
 from .errors import ReplicaDied
-from .patience import cpu_seconds
 
 log = logging.getLogger(__name__)
 

@@ -124,6 +124,9 @@ class ElsewhereProcess:
     def kill(self) -> None:
         """Do nothing: `ProcMesh.stop` ends it."""
 
+    async def activity(self) -> None:
+        """Return None."""
+
     async def stacks(self) -> str:
         """Say where its stacks are to be looked for."""
         return f"  (process {self}: run py-spy there)"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...system.boxes import Box
 
-# The tensor, of bytes, that says how the others are nested, with everything but the tensors: of an object, and of a state
-# dict, whose parts are keys (`forge.runtime.store.parts`).
+# The tensor, of bytes, that says how the others are nested, with everything but the tensors: of an object, and of a
+# state dict, whose parts are keys (`forge.runtime.store.parts`).
 STRUCTURE = "__structure__"
 STATE_DICT = "__state_dict__"
 STRUCTURES = {STRUCTURE, STATE_DICT}
