@@ -4,6 +4,7 @@
     python benchmarks/delta_sync.py record --steps 200             # trains the quickstart, keeps what it publishes
     python benchmarks/delta_sync.py sizes                          # bytes of each way to code a difference
     python benchmarks/delta_sync.py hosts --rate 100mbit 1gbit     # real transfers between two machines; needs root
+    python benchmarks/delta_sync.py parts --rate 1gbit 100gbit     # seconds of writing, sending and reading 210 MB
 
 The quickstart has a learning rate of 3e-4. With `--learning-rate 3e-6 --folder build/delta-sync-slow` fewer weights
 change in a step, as in runs of large models.
@@ -137,6 +138,17 @@ class Reader(ForgeActor):
         self.store = connect(self.store_ref)  # type: ignore[arg-type]
 
     @endpoint
+    def load(self, version: int) -> tuple[float, float]:
+        """Seconds until a version is on this host, and until it is in tensors of this process."""
+        assert self.store is not None
+        target = random_weights(0)
+        began = time.perf_counter()
+        with self.store.open(KEY, version) as snapshot:
+            sent = time.perf_counter() - began
+            snapshot.fill(target)
+        return sent, time.perf_counter() - began - sent
+
+    @endpoint
     def fetch(self, version: int, file: str, dtype: str, copies: int) -> float:
         """Seconds until a version is on this host; it has to be that of the file, bit for bit."""
         assert self.store is not None
@@ -171,6 +183,46 @@ async def transfers(deltas: str, dtype: str, folder: str, copies: int, steps: in
     store.close()
 
 
+def random_weights(seed: int) -> dict[str, Tensor]:
+    """Weights of 210 MB."""
+    random = torch.Generator().manual_seed(seed)
+    return {f"layers.{layer}.weight": torch.randn(2048, 2048, generator=random).bfloat16() for layer in range(25)}
+
+
+async def one_after_the_other(versions: int) -> None:
+    """The controller: writes each version, which a host then fetches whole and reads."""
+    store = VersionStore.create()
+    reader = await Reader.options(hosts=1).as_actor(await share(store, "never"))
+    seconds = []
+    for version in range(versions):
+        weights = random_weights(version)
+        began = time.perf_counter()
+        store.put(KEY, weights, version)
+        seconds.append((time.perf_counter() - began, *(await reader.load.call_one(version))))
+    # The first one also makes connections.
+    print(" | ".join(f"{1e3 * np.median(column):.0f}" for column in zip(*seconds[1:], strict=True)), "|", flush=True)
+    store.close()
+
+
+def parts(rates: list[str], versions: int) -> None:
+    """What an update over two machines made of namespaces takes, part by part."""
+    from tests.runtime.cluster.machines import Machines, environment, listens, wait_until
+
+    print("| rate | ms: write | send | read |\n|---|---|---|---|")
+    for rate in rates:
+        with Machines(2, shared=[ROOT, sys.prefix]) as lab:
+            lab[1].work()
+            wait_until(lambda lab=lab: listens(lab[1]), 60, "the worker listens")
+            for machine in lab:
+                machine.slow(rate)
+            print(f"| {rate} | ", end="", flush=True)
+            command = [sys.executable, __file__, "parts-inside", "--steps", str(versions)]
+            done = lab[0].run(command, str(ROOT), env=environment(FORGE_HOSTS="m2"), capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr[-3000:])
+            print(done.stdout, end="")
+
+
 def hosts(folder: Path, rates: list[str], copies: int, steps: int) -> None:
     """Each way, dtype and rate over two machines made of namespaces."""
     from tests.runtime.cluster.machines import Machines, environment, listens, wait_until
@@ -198,7 +250,7 @@ def hosts(folder: Path, rates: list[str], copies: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["record", "sizes", "hosts", "transfers"])
+    parser.add_argument("part", choices=["record", "sizes", "hosts", "transfers", "parts", "parts-inside"])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/delta-sync")
@@ -212,6 +264,10 @@ def main() -> None:
         record(folder, arguments.steps, arguments.learning_rate)
     elif arguments.part == "sizes":
         sizes(folder)
+    elif arguments.part == "parts":
+        parts(arguments.rate, min(arguments.steps, 8))
+    elif arguments.part == "parts-inside":
+        run(one_after_the_other(arguments.steps), wait_for_hosts=60.0)
     elif arguments.part == "hosts":
         hosts(folder, arguments.rate, arguments.copies, arguments.steps)
     else:

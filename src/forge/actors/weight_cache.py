@@ -17,6 +17,7 @@ import math
 import os
 import re
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 
 # Large enough that a window's set-up does not count, small enough that the next host starts early.
 CHUNK = 16 << 20  # bytes
+# Chunks that are read at once. One by one 210 MB took 2.19 s at 1 Gbit/s, by two 2.06, by three 1.94; the wire alone
+# takes 1.68.
+READS = 3
 CHUNK_TIMEOUT = 60.0  # seconds for one of them
 RETRY_DELAY = 2.0  # seconds between attempts to read a version whose writers are lost
 PUBLISHERS = 1024  # threads of the home cache: each waits for the other ranks of a put
@@ -401,14 +405,26 @@ class WeightCache(ForgeActor):
         """Read a segment or patch from another cache, chunk by chunk."""
         chunk = cache.chunk.options(timeout=CHUNK_TIMEOUT)
         parts = source.memory.split(CHUNK)
-        window: Window = await chunk.route(name, 0, len(parts[0]))
-        for number, part in enumerate(parts, 1):
-            read = window.read_into(part, CHUNK_TIMEOUT)
-            if number < len(parts):  # ask for the next one meanwhile
-                window, _ = await asyncio.gather(chunk.route(name, number, len(parts[number])), read)
-            else:
-                await read
-            source.announce(number)
+
+        async def read(number: int) -> None:
+            window: Window = await chunk.route(name, number, len(parts[number]))
+            await window.read_into(parts[number], CHUNK_TIMEOUT)
+
+        reads: deque[asyncio.Task[None]] = deque()
+        try:
+            for number in range(len(parts)):
+                reads.append(asyncio.create_task(read(number)))
+                if len(reads) == READS:
+                    await reads[0]
+                    reads.popleft()
+                    source.announce(number + 1 - len(reads))
+            while reads:
+                await reads[0]
+                reads.popleft()
+                source.announce(len(parts) - len(reads))
+        finally:
+            # The memory is given back after this: nothing may write into it any more.
+            await asyncio.gather(*reads, return_exceptions=True)
 
     def _fail(self, name: str, source: Source, error: BaseException) -> None:
         """Let those who read from here not wait for chunks that never come."""

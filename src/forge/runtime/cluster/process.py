@@ -38,7 +38,7 @@ class Activity(NamedTuple):
 
 
 def activity_of(pid: int) -> Activity:
-    """What a process of this machine does; nothing if there is none."""
+    """The activity of a process of this machine; none if it has ended."""
     return Activity(cpu_seconds(pid), wants_cpu(pid))
 
 
