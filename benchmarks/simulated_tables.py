@@ -119,8 +119,8 @@ def gpus_of(row: Row) -> int:
 
 def limit_of(rows: list[Row]) -> int:
     """The longest response, where a row states it."""
-    stated = [re.search(r"(\d+)k response", row["setting"]) for row in rows]
-    return next((1000 * int(match[1]) for match in stated if match), LIMIT)
+    limits = [re.search(r"(\d+)k response", row["setting"]) for row in rows]
+    return next((1000 * int(limit[1]) for limit in limits if limit), LIMIT)
 
 
 def shape(gpus: int, interval: int, limit: int) -> SimulationSettings:

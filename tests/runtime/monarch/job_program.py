@@ -75,7 +75,7 @@ async def main(kind: str, folder: Path) -> None:
     # Each component gets the mesh of its name.
     adders = await Adder.options(hosts=state, num_replicas=2).as_service(10)
     judge = await Judge.options(hosts=state).as_actor(0)
-    large = torch.ones(3_000_000)  # more than a message's frame of some transports
+    large = torch.ones(3_000_000)  # 12 MB
     report: dict[str, Any] = {
         "adders": await adders.host.fanout(),
         "pids": await adders.pid.fanout(),

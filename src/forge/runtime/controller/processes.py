@@ -199,7 +199,8 @@ class ProcessGroup:
             pinged = spanning[:1] or list(self.members)
             sent = time.monotonic()
             if silence is None:
-                silence = {process: _silence(process, now, patience) for process, now in await self._activities()}
+                local = [process for process in self.processes if isinstance(process, Process)]
+                silence = {process: Patience.of([process.pid], patience) for process in local}
                 silent_since = sent
             answers = await asyncio.gather(*(member.ping(patience) for member in pinged))
             # The answer to any call counts as well as that to a ping.
@@ -211,9 +212,11 @@ class ProcessGroup:
             missed += 1
             hung = []
             for process, activity in await self._activities():
-                limit = silence.get(process)
-                if limit is not None and not limit.is_left({} if activity is None else {process.pid: activity}):
-                    hung.append(limit)
+                if process not in silence:
+                    # Elsewhere: a machine is only asked once a ping was missed, by when half of the time is over.
+                    silence[process] = _silence(process, activity, patience / 2)
+                elif not silence[process].is_left({} if activity is None else {process.pid: activity}):
+                    hung.append(silence[process])
             if self.borrowed:
                 # Other actors run there too: while one of them is made, which imports its modules for the first time
                 # for seconds of CPU time, no other is served. Only a process that wants no CPU is silent.
