@@ -197,6 +197,25 @@ def test_a_long_TMPDIR_is_no_obstacle(tmp_path: Path):
     assert not list(folder.iterdir())
 
 
+def test_other_programs_inherit_the_environment_of_the_user():
+    """Slurm, for one, copies it to machines that have no folder of this run."""
+    script = """
+        import os
+        from forge.runtime.controller import run
+        from tests.runtime.controller.components import Counter
+        before = dict(os.environ)
+        async def main():
+            counter = await Counter.options(procs=2).as_service()
+            await counter.where.route()
+            assert os.environ == before, set(os.environ.items()) ^ set(before.items())
+        run(main())
+        assert os.environ == before
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_process_of_a_run_has_a_log_of_a_name_that_others_can_guess(a_run: subprocess.Popen):
     opened = []
     for pid in descendants(a_run.pid):

@@ -135,6 +135,23 @@ def test_services_on_a_job_of_slurm(cluster: slurm.Slurm, tmp_path: Path):
     cluster.wait(lambda: not cluster.say("squeue", "--noheader"), 60, "an empty queue")
 
 
+def test_a_job_that_comes_after_the_first_component_is_an_error_that_says_so(
+    machines_missing: str | None, tmp_path: Path
+):
+    pytest.importorskip("kubernetes")
+    pytest.importorskip("kubernetes_validate")
+    if machines_missing:
+        pytest.skip(machines_missing)
+    with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
+        image = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+        variables = kube.Cluster(lab, tmp_path, image).account(lab[0], environment())
+        program = Program(lab[0], "late", tmp_path, variables | {"HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT": "3s"})
+        assert program.process.wait(100) == 1
+        error = program.errors.read_text()
+        assert "Unrecoverable: adder2: attach failed: config push failed during attach on 2 host(s)" in error
+        assert error.endswith("create the job (SlurmJob, KubernetesJob, SSHJob) first\n")
+
+
 # The loss of a host that only Monarch watches is known after a minute.
 @pytest.mark.parametrize("loss", ["process", pytest.param("host", marks=pytest.mark.slow)])
 def test_services_on_a_job_of_kubernetes(loss: str, machines_missing: str | None, tmp_path: Path):

@@ -49,6 +49,7 @@ from monarch.actor import (  # noqa: E402
     this_host,
     this_proc,
 )
+from monarch.config import get_global_config  # noqa: E402
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 
 from ..monarch_names import (  # noqa: E402
@@ -78,6 +79,7 @@ __all__ = [
     "current_rank",
     "enable_tls",
     "end_at_exit",
+    "get_global_config",
     "new_service_proc_id",
     "run_worker_loop_forever",
     "set_fault_hook",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +22,8 @@ def private_folder() -> Path:
     """Return the folder of this process's sockets, created on first use."""
     global _scratch
     if _scratch is None:
-        # Monarch's processes leave their sockets in the folder for temporary files: let that be a folder that is
-        # removed with this process. Python's temporary files of this process stay where they were.
-        tempfile.tempdir = tempfile.gettempdir()
         sweep()
         _scratch = private.socket_folder()
-        os.environ["TMPDIR"] = str(_scratch.path)
         private.sockets_in(_scratch.path)
     return _scratch.path
 

@@ -28,13 +28,20 @@ from ._monarch import (
     ProcMesh,
     attach_to_workers,
     end_at_exit,
+    get_global_config,
     new_service_proc_id,
     run_worker_loop_forever,
     this_host,
 )
 from .ending import let_threads_wait
 from .errors import ReplicaDied
-from .private import hidden_announcement, sockets_in, warn_if_exposed
+from .private import (
+    hidden_announcement,
+    sockets_folder,
+    sockets_in,
+    temporary_files_beside_sockets,
+    warn_if_exposed,
+)
 
 _mesh_numbers = itertools.count()
 # The program of a loopback host's worker.
@@ -46,13 +53,19 @@ PR_SET_PDEATHSIG = 1
 
 
 @cache
-def start_client() -> None:
-    """Start Monarch in this process, and have it end in order with the process."""
-    with hidden_announcement():
+def start_client() -> str:
+    """Start Monarch in this process, and have it end in order with the process; return its transport."""
+    with hidden_announcement(), temporary_files_beside_sockets():
         this_host()
     end_at_exit()
     let_threads_wait()
     warn_if_exposed()
+    return transport()
+
+
+def transport() -> str:
+    """Return the transport of what Monarch starts from now on: `unix` reaches this machine only."""
+    return str(get_global_config()["default_transport"])
 
 
 class Hosts:
@@ -75,6 +88,10 @@ class Hosts:
     def gpus(self) -> dict[str, list[str]]:
         """Devices that the processes may see, by the address of their machine; the empty string is this machine."""
         return {}
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of processes here, in addition to the controller's."""
+        return {"TMPDIR": str(sockets_folder())}
 
     def rendezvous(self) -> str:
         """Return where the ranks of a new process group meet, see `forge.training.distributed.join`."""
@@ -123,9 +140,9 @@ class LoopbackHosts(Hosts):
             if self._mesh is None or lost:
                 # All workers are replaced, the living ones too: none can be attached to a second time.
                 await self.stop()
-                folder = os.environ["TMPDIR"]  # the runtime's private folder
+                folder = sockets_folder()
                 addresses = [f"{new_service_proc_id()}@ipc://{folder}/{os.urandom(8).hex()}" for _ in range(self.size)]
-                self._workers = [_start(address) for address in addresses]
+                self._workers = [_start(address, self.variables()) for address in addresses]
                 name = f"{self.name}_{next(_mesh_numbers)}"
                 start_client()
                 self._mesh = attach_to_workers(ca="trust_all_connections", workers=addresses, name=name)
@@ -203,6 +220,10 @@ class PooledHosts(Hosts):
         """GPUs that are leased, by the address of their machine."""
         return self.allocation.gpus
 
+    def variables(self) -> dict[str, str]:
+        """None: the workers on the machines have their own folders."""
+        return {}
+
     def rendezvous(self) -> str:
         """On the first machine's board if there are several machines."""
         return (
@@ -249,10 +270,11 @@ class PooledHosts(Hosts):
                 raise error
 
 
-def _start(address: str) -> subprocess.Popen:
+def _start(address: str, variables: dict[str, str]) -> subprocess.Popen:
     """Start a worker process. Other users may read the arguments of a process, so the address comes on its standard
     input."""
-    worker = subprocess.Popen([sys.executable, "-c", _SERVE, str(os.getpid())], stdin=subprocess.PIPE, text=True)
+    words = [sys.executable, "-c", _SERVE, str(os.getpid())]
+    worker = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, env=os.environ | variables)
     assert worker.stdin is not None
     with worker.stdin as pipe:
         pipe.write(f"{address}\n")

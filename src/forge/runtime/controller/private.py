@@ -84,6 +84,28 @@ def sockets_in(folder: Path) -> None:
     _folder = folder
 
 
+def sockets_folder() -> Path:
+    """Return the folder of Monarch's sockets; that of temporary files if nothing has set it."""
+    return Path(tempfile.gettempdir()) if _folder is None else _folder
+
+
+@contextmanager
+def temporary_files_beside_sockets() -> Iterator[None]:
+    """Have Monarch create its temporary files, as it does when it starts, in the folder of its sockets.
+
+    Only meanwhile: other programs inherit the environment, and Slurm copies it to machines without this folder.
+    """
+    previous = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(sockets_folder())
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = previous
+
+
 def socket_folder() -> Scratch:
     """Create a folder for sockets that only this user may enter, with a path that is short enough."""
     folder = tempfile.gettempdir()

@@ -244,6 +244,7 @@ def spawn(
     procs: int,
     options: Options,
     gpus: dict[str, list[str]],
+    variables: dict[str, str],
     standbys: Standbys | None = None,
     *,
     spans_machines: bool = False,
@@ -253,6 +254,7 @@ def spawn(
 
     Args:
         gpus: the devices that the processes may see, by the address of their host.
+        variables: environment variables that must be there before the processes start.
         standbys: the processes, if they were started before.
         default_program: start what the hosts start by default; another machine may have another Python.
     """
@@ -262,9 +264,7 @@ def spawn(
         del settings["NCCL_SOCKET_IFNAME"]
     bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
     arguments = ["-m", PROGRAM] if standbys is None else standbys.command
-    command = (
-        None if default_program else BootstrapCommand(sys.executable, None, arguments, allocator_settings(options))
-    )
+    command = None if default_program else BootstrapCommand(sys.executable, None, arguments, variables)
     return host.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
 
 

@@ -166,17 +166,18 @@ class Runtime:
             if group is not None and group.dead is None:
                 return group
             standbys = None
+            variables = processes.allocator_settings(options) | hosts.variables()
             # On this host the processes start ahead of Monarch, which limits the time of a start. A forked one has
             # imported its libraries: it cannot have other settings than the server's.
             if type(hosts) is Hosts:
                 forkable = options.threads == 1 and not any(gpus.values()) and not options.env
                 server = self._fork_server.current()
-                standbys = Standbys(name, procs, private_folder(), processes.allocator_settings(options))
+                standbys = Standbys(name, procs, private_folder(), variables)
                 await standbys.start(server if forkable else None, options.setup_timeout)
             spawned = mesh
             if isinstance(mesh, HostMesh):
                 spawned = processes.spawn(
-                    mesh, name, procs, options, gpus, standbys,
+                    mesh, name, procs, options, gpus, variables, standbys,
                     spans_machines=hosts.spans_machines, default_program=isinstance(hosts, UserHosts),
                 )  # fmt: skip
             group = ProcessGroup(name, spawned, options, hosts, standbys, shared=shared)

@@ -7,7 +7,6 @@ service = await Counter.options(hosts=job.state(), num_replicas=8).as_service() 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
@@ -18,7 +17,8 @@ from ..cluster.process import Process, Watched, machine_id
 from ..monarch_names import meshes_of
 from ._monarch import HostMesh, ProcMesh, this_host
 from .errors import ForgeError, Unrecoverable
-from .hosts import Hosts, start_client
+from .hosts import Hosts, start_client, transport
+from .private import sockets_folder
 
 ReplicaKey = tuple[str, int]  # a component, and an index
 Mesh = TypeVar("Mesh", HostMesh, ProcMesh)
@@ -170,7 +170,7 @@ class UserHosts(Hosts):
 
     def rendezvous(self) -> str:
         """Return a path in this run's private folder, which ranks on other machines do not reach."""
-        return os.path.join(os.environ["TMPDIR"], f"ranks-{uuid4().hex}")
+        return str(sockets_folder() / f"ranks-{uuid4().hex}")
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
         """Watch one of the processes, if it is on this machine."""
@@ -232,12 +232,12 @@ class UserPlacement:
             gpus_per_proc: 0 without devices.
 
         Raises:
-            ForgeError: a ProcMesh has no process left for a further replica, or lost one.
+            ForgeError: a ProcMesh has no process left for a further replica, or lost one; hosts do not answer.
         """
         start_client()
-        if isinstance(mesh, HostMesh) and mesh.size() == 1:
-            await mesh.initialized  # until then the comparison would block
-            if mesh == this_host():
+        if isinstance(mesh, HostMesh):
+            await _initialized(name, mesh)
+            if mesh.size() == 1 and mesh == this_host():
                 return Hosts()
         key = name, index
         if key not in self._placed:
@@ -280,6 +280,21 @@ class UserPlacement:
         first = max(stops, default=0)
         device_ranges[key] = hosts, range(first, first + count)
         return [str(number) for number in device_ranges[key][1]]
+
+
+async def _initialized(name: str, mesh: HostMesh) -> None:
+    """Wait until the hosts of a mesh have answered. Unrecoverable: Monarch gave them up, after a minute."""
+    try:
+        await mesh.initialized
+    except RuntimeError as error:
+        cause = str(error).partition("\n\n")[0]  # the rest is a stack
+        # A job of other machines lets what starts after it listen on the network.
+        if start_client() == "unix" != transport():
+            cause += (
+                "\nThis program's first component was started before the job was created, so that other machines "
+                "cannot reach the program: create the job (SlurmJob, KubernetesJob, SSHJob) first"
+            )
+        raise Unrecoverable(f"{name}: {cause}") from None
 
 
 def _part(mesh: Mesh, number: int, size: int) -> Mesh:
