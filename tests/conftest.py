@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from forge.observability.console import configure_logging
 from forge.observability.metrics import drain
+from forge.runtime.controller import forked_processes
 from forge.runtime.controller._monarch import HostMesh
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,15 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.xdist_group(str(path.parent if together else path)))
         if "processes" in item.fixturenames:
             item.add_marker("processes")
+        if item.get_closest_marker("processes") and path.parent.name == "recipes":
+            item.fixturenames.insert(0, "fork_server")
+
+
+@pytest.fixture(scope="session")
+def fork_server(processes):
+    """The server that forks the processes of all runs within this process: each has 5 s of CPU time to import."""
+    with forked_processes():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -41,18 +41,19 @@ def check_private_folder() -> None:
 def forked_processes() -> Iterator[None]:
     """Within this context, fork processes from a server that starts now and imports PyTorch and transformers.
 
-    A process that needs both then starts in a fraction of a second. The variable FORGE_FORK_SERVER=0 turns it off.
+    A process that needs both then starts in a fraction of a second. The variable FORGE_FORK_SERVER=0 turns it off. The
+    server of a context around this one is used as long as the environment is the same.
     """
     global _server
-    if _server is not None or os.environ.get("FORGE_FORK_SERVER") == "0":
+    outer = _server
+    if os.environ.get("FORGE_FORK_SERVER") == "0" or (outer is not None and outer.has_environment(os.environ)):
         yield
         return
-    _server = ForkServer(private_folder(), {**processes.environment(), VISIBLE[0]: ""})
+    server = _server = ForkServer(private_folder(), {**processes.environment(), VISIBLE[0]: ""})
     try:
         yield
     finally:
-        server = _server
-        _server = None
+        _server = outer
         server.end()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -49,6 +50,7 @@ LIVES = 3  # servers in a row that end within SOUND_AFTER seconds, as when memor
 SOUND_AFTER = 60.0
 
 log = logging.getLogger(__name__)
+_numbers = itertools.count()
 
 
 class ForkServer:
@@ -60,7 +62,7 @@ class ForkServer:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
-        self.address = folder / "fork"
+        self.address = folder / f"fork{next(_numbers)}"
         self._settings = settings
         self._lives = LIVES
         self._reviving = threading.Lock()
@@ -71,6 +73,10 @@ class ForkServer:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def has_environment(self, environment: Mapping[str, str]) -> bool:
+        """Whether it forks processes with these variables, where they differ only in those that no library reads."""
+        return bound(environment) == self._bound
 
     def revive(self, patience: float = 0.0) -> bool:
         """Start another server if this one ends within `patience` seconds; return whether another one runs."""
@@ -99,6 +105,7 @@ class ForkServer:
 
     def _start(self) -> None:
         self._began = time.monotonic()
+        self._bound = bound(os.environ)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
             listener.listen(1024)  # requests wait until the server has imported
@@ -111,7 +118,7 @@ class ForkServer:
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it ended: processes are started without it
-            self._process.stdin.write(json.dumps(bound(os.environ)).encode() + b"\n")
+            self._process.stdin.write(json.dumps(self._bound).encode() + b"\n")
             self._process.stdin.flush()
 
     def _close(self) -> None:
