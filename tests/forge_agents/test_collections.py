@@ -20,7 +20,7 @@ from forge_agents.collection import WorkerPlay, check_collection, hold_out, read
 from forge_agents.config import AgentConfig
 from forge_agents.settings import Access
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]
 
 SCRIPT = Path(__file__).with_name("collections") / "odd_worker.py"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"

@@ -279,11 +279,6 @@ def test_a_hostile_client_loses_and_doubles_nothing(forced_policy, bpe):
     check(forced_policy, bpe, 40)
 
 
-@pytest.mark.full
-def test_two_hundred_hostile_episodes(forced_policy, bpe):
-    check(forced_policy, bpe, 200)
-
-
 @pytest.mark.slow
 def test_a_thousand_hostile_episodes(forced_policy, bpe):
     check(forced_policy, bpe, 1000)

@@ -16,7 +16,7 @@ from forge_agents.settings import Access
 
 from .test_hostile_client import HostileClient
 
-pytestmark = [pytest.mark.processes, pytest.mark.full]
+pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.usefixtures("fork_server")]
 
 STEPS = 12
 EPISODES_BETWEEN_KILLS = 30

@@ -20,7 +20,7 @@ from forge.recipes.launch import BadInput
 from forge.serve.watch.views import RunView
 from forge_agents.certificate import EXCLUSIONS
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
 SETTINGS = {

@@ -18,7 +18,7 @@ from forge.recipes.rl_config import SeveralPoliciesConfig as Several
 from forge.types import Episode, Group
 from forge_agents.certificate import EXCLUSIONS
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
 SETTINGS = {

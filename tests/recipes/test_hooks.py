@@ -167,7 +167,7 @@ def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
     [pytest.param({"use": "frontier", "memory": 1.0}, marks=pytest.mark.slow), Retire],
     ids=["frontier", "retire"],
 )
-def test_a_run_with_a_sampler_that_was_resumed_four_times_drew_the_same_rows(tmp_path, sampler):
+def test_a_run_with_a_sampler_that_was_resumed_twice_drew_the_same_rows(tmp_path, sampler):
     settings = {
         "dataset": SETTINGS["dataset"] | {"sampler": sampler},
         "checkpoint": {"every": 1},
@@ -177,7 +177,7 @@ def test_a_run_with_a_sampler_that_was_resumed_four_times_drew_the_same_rows(tmp
         "steps": 10,
     }
     whole = train(tmp_path, "whole", **settings)
-    for end in (2, 3, 6, 9):
+    for end in (3, 7):
 
         def interrupted(step, metrics, end=end):
             if step == end + 1:

@@ -50,7 +50,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("left", "name"), [(0, "tiny/lock"), (8192, "tiny-initial"), (65_536, "tiny-initial"), (250_000, "tiny")]
+    ("left", "name"),
+    [
+        (0, "tiny/lock"),
+        *(pytest.param(left, "tiny-initial", marks=pytest.mark.slow) for left in (8192, 65_536)),
+        (250_000, "tiny"),
+    ],
 )
 def test_a_disk_without_room_for_the_run_is_known_before_its_start(left: int, name: str, disk: SmallDisk):
     disk.fill(left)

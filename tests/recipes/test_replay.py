@@ -108,7 +108,7 @@ def test_a_replay_has_the_bits_of_the_run(run: Path, replicas: str) -> None:
     [
         (3, ("groups", 1, 2, 0, 3), "0" * 16, "step 3: sample 0 of prompt"),
         pytest.param(5, ("groups", 1, 2, 0, 2), 0.25, "step 5: sample 0 of prompt", marks=pytest.mark.slow),
-        (6, ("numbers", "train/loss"), 0.25, "step 6: train/loss was 0.25"),
+        pytest.param(6, ("numbers", "train/loss"), 0.25, "step 6: train/loss was 0.25", marks=pytest.mark.slow),
     ],
 )
 def test_an_edited_entry_is_named_at_its_step(
@@ -188,6 +188,7 @@ def noisy(response: str) -> float:
     return random.random()
 
 
+@pytest.mark.slow
 def test_a_reward_that_draws_is_named(tmp_path: Path) -> None:
     reward = {"functions": ["tests.recipes.test_replay:noisy"], "accuracy": "ExactMatch"}
     folder = trained(tmp_path, ASYNCHRONOUS | {"reward": reward, "training": ASYNCHRONOUS["training"] | {"steps": 2}})

@@ -21,8 +21,8 @@ LOCAL += ["--services.generator.hosts", "null", "--training.steps", "3"]
 HELD = Path(__file__).parent / "held"
 PHASES = ("start-up", "first step", "checkpoint", "export", "report")
 ENDINGS = ("SIGINT", "SIGINT twice", "SIGTERM", "SIGKILL to all")
-# These are tested often, the others in the tier of slow tests.
-OFTEN = {("start-up", "SIGTERM"), ("checkpoint", "SIGINT twice")}
+# This one is tested often, the others in the tier of slow tests.
+OFTEN = {("checkpoint", "SIGINT twice")}
 
 
 def send(process: subprocess.Popen, ending: str) -> None:

@@ -61,7 +61,8 @@ def test_a_start_takes_as_long_as_its_processes_need(tmp_path: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("nice", [0, *(pytest.param(nice, marks=pytest.mark.slow) for nice in (10, 19))])
+@pytest.mark.slow
+@pytest.mark.parametrize("nice", [0, 10, 19])
 def test_a_run_beside_16_busy_processes(nice: int):
     with busy(16):
         done = run_script("nice", "-n", str(nice))

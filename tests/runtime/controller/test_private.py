@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -141,7 +142,9 @@ def test_the_sockets_of_monarch_itself_are_open_to_them():
         assert process.stdout.readline() == "READY\n"
         assert reached_by_a_stranger({name for name in listeners(process.pid)[0] if name.startswith("@")})
     finally:
-        process.kill()
+        # Monarch's process would notice after 30 s that this one is gone.
+        for pid in [*descendants(process.pid)][::-1]:
+            os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 

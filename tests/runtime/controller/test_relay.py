@@ -97,7 +97,7 @@ async def fail_in_calls() -> None:
 
 def test_a_run_that_fails_in_calls_harms_no_later_run_of_this_process():
     """The answers go to callers that are stopped: Monarch would take that for the failure of this process."""
-    for _ in range(5):
+    for _ in range(2):
         with pytest.raises(KeyError, match="the run ends"):
             run(fail_in_calls())
 
