@@ -1,20 +1,28 @@
 """Hosts that lose their power, their cable or their controller: every call is answered, and nothing old lives on."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from forge.runtime.controller import Options
 from forge.runtime.controller.supervisor import SOUND_AFTER
-from tests.runtime.cluster.machines import ROOT, Controller, Machine, environment, inside, listens, trained, wait_until
-from tests.runtime.controller.test_busy import CPU
+from tests.runtime.cluster.machines import (
+    NO_CPU_LIMITS,
+    ROOT,
+    Controller,
+    a_hundredth_of_a_core,
+    environment,
+    inside,
+    listens,
+    number_here,
+    trained,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 PIDS = ["pgrep", "-f", "."]
@@ -107,39 +115,19 @@ def test_a_replacement_that_is_sent_to_a_dead_worker_costs_seconds(lab):
     controller.end()
 
 
-def number_here(machine: Machine, pid: int) -> int:
-    """The id, on this host, of a process of a machine."""
-    space = os.readlink(f"/proc/{machine.pid}/ns/pid")
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            numbers = re.search(r"NSpid:\t(.*)", status.read_text())
-            if numbers and numbers[1].split()[-1] == str(pid) and os.readlink(status.parent / "ns/pid") == space:
-                return int(status.parent.name)
-    raise AssertionError(f"{machine.name} has no process {pid}")
-
-
-@pytest.mark.skipif(not os.access(CPU, os.W_OK) or not (CPU / "cpu.cfs_quota_us").exists(), reason="no cgroup of v1")
+@pytest.mark.skipif(NO_CPU_LIMITS, reason="no cgroup of v1")
 def test_a_process_elsewhere_that_gets_no_core_is_slow_and_a_stopped_one_is_lost(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
     before = controller.ask("where")
     victim = number_here(lab[1], before[0][2])
-    group = CPU / f"forge-test-{os.getpid()}"
-    group.mkdir()
-    try:
-        # With a hundredth of a core its calls take half a minute, and pings wait behind them.
-        (group / "cpu.cfs_quota_us").write_text("1000")
-        (group / "cgroup.procs").write_text(str(victim))
+    # With a hundredth of a core its calls take half a minute, and pings wait behind them.
+    with a_hundredth_of_a_core(victim):
         controller.send("pause", seconds=0.1, calls=600)
         time.sleep(4 * Options().ping_timeout)
         assert before[0][2] in [int(line) for line in lab[1].run(PIDS, capture_output=True, text=True).stdout.split()]
-        (CPU / "cgroup.procs").write_text(str(victim))
-        assert len(controller.read("answer")["value"]) == 600
-        assert controller.ask("where") == before
-    finally:
-        with suppress(OSError):
-            (CPU / "cgroup.procs").write_text(str(victim))
-        group.rmdir()
+    assert len(controller.read("answer")["value"]) == 600
+    assert controller.ask("where") == before
     os.kill(victim, signal.SIGSTOP)
     wait_until(lambda: controller.ask("where") != before, 60, "it is replaced")
     assert controller.ask("where")[1] == before[1]

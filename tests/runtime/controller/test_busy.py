@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.controller.patience import Patience
-from tests.runtime.cluster.machines import wait_until
+from tests.runtime.cluster.machines import CPU, CPU_QUOTA, NO_CPU_LIMITS, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +28,6 @@ async def main():
 
 run(main())
 """
-CPU = Path("/sys/fs/cgroup/cpu")
 
 
 def run_script(*prefix: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -71,12 +70,12 @@ def test_a_run_beside_16_busy_processes(nice: int):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not os.access(CPU, os.W_OK) or not (CPU / "cpu.cfs_quota_us").exists(), reason="no cgroup of v1")
+@pytest.mark.skipif(NO_CPU_LIMITS, reason="no cgroup of v1")
 def test_a_run_with_a_fifth_of_a_core():
     group = CPU / f"forge-test-{os.getpid()}"
     group.mkdir()
     try:
-        (group / "cpu.cfs_quota_us").write_text("20000")
+        (group / CPU_QUOTA).write_text("20000")
         done = run_script("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
         assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
         assert all(" starting counter" in line for line in done.stderr.splitlines()), done.stderr

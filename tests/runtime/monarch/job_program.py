@@ -1,7 +1,8 @@
 """Services on the hosts of a job of Monarch's, as a program of its user: `job_program KIND FOLDER`.
 
 Prints JSON objects with what `tests/runtime/monarch/test_jobs.py` checks. A file `lost` in the folder asks for the last
-part: a host or a process is gone by then. `submit` sends a Slurm job that runs this program as `batch` within itself.
+part: a host or a process is gone by then. The variable UNSEEN is the patience with a silent process of which nothing
+tells what it does. `submit` sends a Slurm job that runs this program as `batch` within itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from forge.runtime.controller import ForgeActor, endpoint, run
+from forge.runtime.controller import ForgeActor, endpoint, processes, run
 
 MESHES = {"adder": 2, "judge": 1}
 WAIT = 0.2  # seconds between looks for a file
@@ -94,7 +95,9 @@ async def main(kind: str, folder: Path) -> None:
         await asyncio.sleep(WAIT)
     # The other replica serves all calls, those that were sent to the lost one as well.
     answers = await asyncio.gather(*(adders.host.route() for _ in range(20)))
-    print(json.dumps({"answers": len(answers), "hosts": sorted({*answers})}), flush=True)
+    status = adders.status()
+    losses = status.restarts + sum(replica.state != "up" for replica in status.replicas)
+    print(json.dumps({"answers": len(answers), "hosts": sorted({*answers}), "losses": losses}), flush=True)
     await first.stop()
     await judge.stop()
     await adders.stop()
@@ -109,6 +112,7 @@ def submit(folder: Path) -> None:
 
 if __name__ == "__main__":
     _, kind, name = sys.argv
+    processes.UNSEEN_PATIENCE = float(os.environ.get("UNSEEN", processes.UNSEEN_PATIENCE))
     if kind == "submit":
         submit(Path(name))
     else:

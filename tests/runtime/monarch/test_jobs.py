@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forge.runtime.controller import Options
 from tests.runtime.cluster import kube, slurm
-from tests.runtime.cluster.machines import ROOT, Machine, Machines, environment, wait_until
+from tests.runtime.cluster.machines import (
+    NO_CPU_LIMITS,
+    ROOT,
+    Machine,
+    Machines,
+    a_hundredth_of_a_core,
+    environment,
+    number_here,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(500)]
 # Monarch 0.7 reads the JSON of Slurm 24.11 and later (monarch#2330); Debian's 22.05 prints another.
@@ -63,18 +74,24 @@ class Program:
         self.adder_pid = report["pids"][0]
 
     def lose(self, machines: Machines, loss: str) -> None:
-        """End the process of the first adder, or its host."""
-        (host,) = [machine for machine in machines if machine.name == self.adder]
+        """End or stop the process of the first adder, or end its host."""
+        host = self.host(machines)
         if loss == "host":
             host.kill()
         else:
-            host.run(["kill", "-9", str(self.adder_pid)], check=True)
+            host.run(["kill", "-STOP" if loss == "stopped" else "-KILL", str(self.adder_pid)], check=True)
 
-    def answers_after(self, folder: Path) -> list[str]:
+    def host(self, machines: Machines) -> Machine:
+        """The host of the first adder."""
+        (host,) = [machine for machine in machines if machine.name == self.adder]
+        return host
+
+    def answers_after(self, folder: Path, losses: int = 1) -> list[str]:
         """Hosts that answer once a host or a process is lost; checks that all calls are answered, and the end."""
         (folder / "lost").touch()
         report = self.read()
         assert report["answers"] == 20
+        assert report["losses"] == losses
         assert self.process.wait(120) == 0, self.errors.read_text()[-3000:]
         hosts: list[str] = report["hosts"]
         return hosts
@@ -121,7 +138,7 @@ def test_services_in_a_batch_job_of_slurm(cluster: slurm.Slurm, tmp_path: Path):
     lines = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
     assert len(lines) == 2, errors.read_text()[-3000:]
     check_report(lines[0], "m2")  # the first node
-    assert lines[1] == {"answers": 20, "hosts": sorted(lines[0]["adders"])}
+    assert lines[1] == {"answers": 20, "hosts": sorted(lines[0]["adders"]), "losses": 0}
     for machine in cluster[1:]:
         assert machine.processes("[r]un_worker_loop") == 0
 
@@ -152,8 +169,28 @@ def test_a_job_that_comes_after_the_first_component_is_an_error_that_says_so(
         assert error.endswith("create the job (SlurmJob, KubernetesJob, SSHJob) first\n")
 
 
-# The loss of a host that only Monarch watches is known after a minute.
-@pytest.mark.parametrize("loss", ["process", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.skipif(NO_CPU_LIMITS, reason="no cgroup of v1")
+def test_a_process_on_a_job_of_kubernetes_that_gets_no_core_is_slow(machines_missing: str | None, tmp_path: Path):
+    pytest.importorskip("kubernetes")
+    pytest.importorskip("kubernetes_validate")
+    if machines_missing:
+        pytest.skip(machines_missing)
+    with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
+        image = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+        # Without an observer's account the process would be lost after two pings.
+        variables = kube.Cluster(lab, tmp_path, image).account(lab[0], environment(UNSEEN="0.01"))
+        program = Program(lab[0], "kubernetes", tmp_path, variables)
+        program.check_services()
+        victim = number_here(program.host(lab), program.adder_pid)
+        with a_hundredth_of_a_core(victim):
+            (tmp_path / "lost").touch()
+            time.sleep(4 * Options().ping_timeout)
+        assert sorted([program.adder, program.other]) == program.answers_after(tmp_path, losses=0)
+
+
+# The loss of a host that only Monarch watches is known after a minute. A process that is stopped is known by what its
+# host's observer says: silence alone would be waited for without end.
+@pytest.mark.parametrize("loss", ["process", "stopped", pytest.param("host", marks=pytest.mark.slow)])
 def test_services_on_a_job_of_kubernetes(loss: str, machines_missing: str | None, tmp_path: Path):
     pytest.importorskip("kubernetes")
     pytest.importorskip("kubernetes_validate")
@@ -162,12 +199,13 @@ def test_services_on_a_job_of_kubernetes(loss: str, machines_missing: str | None
     with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
         image = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
         api = kube.Cluster(lab, tmp_path, image)
-        program = Program(lab[0], "kubernetes", tmp_path, api.account(lab[0], environment()))
+        variables = environment(UNSEEN="inf") if loss == "stopped" else environment()
+        program = Program(lab[0], "kubernetes", tmp_path, api.account(lab[0], variables))
         program.check_services()
         program.lose(lab, loss)
         hosts = program.answers_after(tmp_path)
         assert hosts == [program.other] if loss == "host" else program.other in hosts
         assert not [kind for kind, _ in api.objects if kind == "MonarchMesh"]
         for machine in lab[1:]:
-            if loss == "process" or machine.name != program.adder:
+            if loss != "host" or machine.name != program.adder:
                 wait_until(lambda machine=machine: machine.processes("[r]un_worker_loop") == 0, 30, "pods end")

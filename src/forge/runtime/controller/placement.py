@@ -112,13 +112,14 @@ class Placement:
             assert self.pool is not None
             await self._pooled.pop(key).stop()
             self.pool.release(key)
-        self._user.release(name, index)
+        await self._user.release(name, index)
         if index is None:
             await asyncio.gather(*(hosts.stop() for hosts in self.hosts.pop(name, [])))
 
     async def close(self) -> None:
         """Stop all hosts, and end the leases of the pool."""
         await asyncio.gather(*(hosts.stop() for started in self.hosts.values() for hosts in started))
+        await self._user.close()
         if self.pool is not None:
             await self.pool.close()
 

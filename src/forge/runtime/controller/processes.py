@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_PATIENCE = 8.0  # seconds, as of `Patience`, in which a process mesh may stop by itself
-# Seconds, as of `Patience`, for a process of which nothing tells whether it gets a core, as on hosts of a user's job:
-# about a minute, after which Monarch gives it up as well.
+# Seconds, as of `Patience`, for a process of which nothing tells whether it gets a core, as on a host of a user's job
+# that is lost: about a minute, after which Monarch gives it up as well.
 UNSEEN_PATIENCE = 30.0
 # By default glibc gives the memory of large tensors back at every step, for the kernel to zero it again: up to a tenth
 # of a training step. With these, up to 512 MB stay with the process, and tensors above 64 MB are still given back.
@@ -185,7 +185,8 @@ class ProcessGroup:
         # Two intervals and two waits, of an eighth and three eighths each, add up to `ping_timeout`.
         interval = self.options.ping_timeout / 8
         patience = 3 * self.options.ping_timeout / 8
-        silence: dict[Watched, Patience] | None = None
+        # By process, and whether nothing tells what it does, which may change.
+        silence: dict[tuple[Watched, bool], Patience] | None = None
         missed = 0
         silent_since = time.monotonic()
         while self.dead is None:
@@ -200,7 +201,7 @@ class ProcessGroup:
             sent = time.monotonic()
             if silence is None:
                 local = [process for process in self.processes if isinstance(process, Process)]
-                silence = {process: Patience.of([process.pid], patience) for process in local}
+                silence = {(process, False): Patience.of([process.pid], patience) for process in local}
                 silent_since = sent
             answers = await asyncio.gather(*(member.ping(patience) for member in pinged))
             # The answer to any call counts as well as that to a ping.
@@ -212,11 +213,12 @@ class ProcessGroup:
             missed += 1
             hung = []
             for process, activity in await self._activities():
-                if process not in silence:
+                key = process, activity is None
+                if key not in silence:
                     # Elsewhere: a machine is only asked once a ping was missed, by when half of the time is over.
-                    silence[process] = _silence(process, activity, patience / 2)
-                elif not silence[process].is_left({} if activity is None else {process.pid: activity}):
-                    hung.append(silence[process])
+                    silence[key] = _silence(process, activity, patience / 2)
+                elif not silence[key].is_left({} if activity is None else {process.pid: activity}):
+                    hung.append(silence[key])
             if self.borrowed:
                 # Other actors run there too: while one of them is made, which imports its modules for the first time
                 # for seconds of CPU time, no other is served. Only a process that wants no CPU is silent.

@@ -7,17 +7,19 @@ service = await Counter.options(hosts=job.state(), num_replicas=8).as_service() 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
-from ..cluster.process import Process, Watched, machine_id
+from ..cluster.process import Activity, Process, Watched, machine_id
 from ..monarch_names import meshes_of
 from ._monarch import HostMesh, ProcMesh, this_host
 from .errors import ForgeError, Unrecoverable
 from .hosts import Hosts, start_client, transport
+from .observers import Observers
 from .private import sockets_folder
 
 ReplicaKey = tuple[str, int]  # a component, and an index
@@ -109,27 +111,39 @@ class UserMesh:
 
 
 class ElsewhereProcess:
-    """A process of a user's host that is another machine: Monarch notices its end, and nothing here reaches it."""
+    """A process of a user's host that is another machine: Monarch notices its end.
+
+    Args:
+        machine: the `machine_id` of the host.
+        observers: of the hosts, which can see and end it; None if the process is the user's.
+    """
 
     stopped = False
     alive = False  # Monarch's account is all there is
 
-    def __init__(self, pid: int, machine: str) -> None:
+    def __init__(self, pid: int, machine: str, observers: Observers | None = None) -> None:
         self.pid = pid
         self.machine = machine
+        self._observers = observers
+        if observers is not None:
+            observers.start()
 
     def __str__(self) -> str:
         return f"{self.pid} on {self.machine.partition(' ')[0]}"
 
     def kill(self) -> None:
-        """Do nothing: `ProcMesh.stop` ends it."""
+        """Have its host's observer kill it; otherwise `ProcMesh.stop` ends it."""
+        if self._observers is not None:
+            self._observers.kill(self.machine, self.pid)
 
-    async def activity(self) -> None:
-        """Return None."""
+    async def activity(self) -> Activity | None:
+        """Return what it does; None if nothing tells."""
+        return None if self._observers is None else await self._observers.activity(self.machine, self.pid)
 
     async def stacks(self) -> str:
-        """Say where its stacks are to be looked for."""
-        return f"  (process {self}: run py-spy there)"
+        """Return the Python stack of each of its threads, or say where they are to be looked for."""
+        text = None if self._observers is None else await self._observers.stacks(self.machine, self.pid)
+        return text or f"  (process {self}: run py-spy there)"
 
     def close(self) -> None:
         """Do nothing."""
@@ -147,11 +161,13 @@ class UserHosts(Hosts):
 
     Args:
         devices: GPUs of each host that the replica may see, by number.
+        observers: of the hosts; None if the processes are the user's.
     """
 
-    def __init__(self, mesh: HostMesh | ProcMesh, devices: list[str]) -> None:
+    def __init__(self, mesh: HostMesh | ProcMesh, devices: list[str], observers: Observers | None = None) -> None:
         self._mesh = mesh
         self._devices = devices
+        self.observers = observers
         self.size = mesh.size()
 
     async def mesh(self) -> HostMesh | ProcMesh:
@@ -173,8 +189,8 @@ class UserHosts(Hosts):
         return str(sockets_folder() / f"ranks-{uuid4().hex}")
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
-        """Watch one of the processes, if it is on this machine."""
-        return Process(pid, ended) if host == machine_id() else ElsewhereProcess(pid, host)
+        """Watch one of the processes."""
+        return Process(pid, ended) if host == machine_id() else ElsewhereProcess(pid, host, self.observers)
 
 
 class UserProcs(UserHosts):
@@ -221,6 +237,7 @@ class UserPlacement:
         self._with_losses: WeakSet[ProcMesh] = WeakSet()
         # Each mesh with the devices that replicas have on its hosts. A slice of a mesh counts as another mesh.
         self._devices: list[tuple[HostMesh, dict[ReplicaKey, tuple[range, range]]]] = []
+        self._observers: list[tuple[HostMesh, Observers]] = []
 
     async def place(
         self, name: str, index: int, mesh: HostMesh | ProcMesh, procs: int, replicas: int, gpus_per_proc: int
@@ -255,11 +272,22 @@ class UserPlacement:
                 number = index % (mesh.size() // count)
                 part = range(number * count, (number + 1) * count)
                 devices = self._take(key, mesh, part, procs // count * gpus_per_proc)
-                self._placed[key] = UserHosts(_part(mesh, number, count), devices)
+                self._placed[key] = UserHosts(_part(mesh, number, count), devices, self._observers_of(mesh))
         return self._placed[key]
 
-    def release(self, name: str, index: int | None) -> None:
-        """Forget a replica, or with None all replicas of a service."""
+    async def close(self) -> None:
+        """End the observers of all meshes."""
+        await asyncio.gather(*(observers.stop() for _, observers in self._observers))
+
+    def _observers_of(self, mesh: HostMesh) -> Observers:
+        observers = next((observers for owner, observers in self._observers if owner is mesh), None)
+        if observers is None:
+            observers = Observers(mesh)
+            self._observers.append((mesh, observers))
+        return observers
+
+    async def release(self, name: str, index: int | None) -> None:
+        """Forget a replica, or with None all replicas of a service; end observers of hosts without a replica."""
         for key in [key for key in self._placed if key[0] == name and index in (key[1], None)]:
             hosts = self._placed[key]
             # A lost part of a ProcMesh stays lost for the service that lost it.
@@ -267,6 +295,10 @@ class UserPlacement:
                 del self._placed[key]
             for _, device_ranges in self._devices:
                 device_ranges.pop(key, None)
+        used = [hosts.observers for hosts in self._placed.values()]
+        unused = [observers for _, observers in self._observers if observers not in used]
+        self._observers = [(mesh, observers) for mesh, observers in self._observers if observers in used]
+        await asyncio.gather(*(observers.stop() for observers in unused))
 
     def _take(self, key: ReplicaKey, mesh: HostMesh, hosts: range, count: int) -> list[str]:
         """Return the numbers of the next `count` devices of these hosts of a mesh."""
