@@ -152,60 +152,50 @@ def test_services_on_a_job_of_slurm(cluster: slurm.Slurm, tmp_path: Path):
     cluster.wait(lambda: not cluster.say("squeue", "--noheader"), 60, "an empty queue")
 
 
-def test_a_job_that_comes_after_the_first_component_is_an_error_that_says_so(
-    machines_missing: str | None, tmp_path: Path
-):
+@pytest.fixture
+def pods(machines_missing: str | None, tmp_path: Path) -> Iterator[kube.Cluster]:
+    """Four machines, three of them for pods."""
     pytest.importorskip("kubernetes")
     pytest.importorskip("kubernetes_validate")
     if machines_missing:
         pytest.skip(machines_missing)
     with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
-        image = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-        variables = kube.Cluster(lab, tmp_path, image).account(lab[0], environment())
-        program = Program(lab[0], "late", tmp_path, variables | {"HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT": "3s"})
-        assert program.process.wait(100) == 1
-        error = program.errors.read_text()
-        assert "Unrecoverable: adder2: attach failed: config push failed during attach on 2 host(s)" in error
-        assert error.endswith("create the job (SlurmJob, KubernetesJob, SSHJob) first\n")
+        yield kube.Cluster(lab, tmp_path, environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin"))
+
+
+def test_a_job_that_comes_after_the_first_component_is_an_error_that_says_so(pods: kube.Cluster, tmp_path: Path):
+    variables = environment(HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT="3s")
+    program = Program(pods.lab[0], "late", tmp_path, pods.account(pods.lab[0], variables))
+    assert program.process.wait(100) == 1
+    error = program.errors.read_text()
+    assert "Unrecoverable: adder2: attach failed: config push failed during attach on 2 host(s)" in error
+    assert error.endswith("create the job (SlurmJob, KubernetesJob, SSHJob) first\n")
 
 
 @pytest.mark.skipif(NO_CPU_LIMITS, reason="no cgroup of v1")
-def test_a_process_on_a_job_of_kubernetes_that_gets_no_core_is_slow(machines_missing: str | None, tmp_path: Path):
-    pytest.importorskip("kubernetes")
-    pytest.importorskip("kubernetes_validate")
-    if machines_missing:
-        pytest.skip(machines_missing)
-    with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
-        image = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-        # Without an observer's account the process would be lost after two pings.
-        variables = kube.Cluster(lab, tmp_path, image).account(lab[0], environment(UNSEEN="0.01"))
-        program = Program(lab[0], "kubernetes", tmp_path, variables)
-        program.check_services()
-        victim = number_here(program.host(lab), program.adder_pid)
-        with a_hundredth_of_a_core(victim):
-            (tmp_path / "lost").touch()
-            time.sleep(4 * Options().ping_timeout)
-        assert sorted([program.adder, program.other]) == program.answers_after(tmp_path, losses=0)
+def test_a_process_on_a_job_of_kubernetes_that_gets_no_core_is_slow(pods: kube.Cluster, tmp_path: Path):
+    # Without an observer's account the process would be lost within 6 s.
+    variables = pods.account(pods.lab[0], environment(UNSEEN="3"))
+    program = Program(pods.lab[0], "kubernetes", tmp_path, variables)
+    program.check_services()
+    victim = number_here(program.host(pods.lab), program.adder_pid)
+    with a_hundredth_of_a_core(victim):
+        (tmp_path / "lost").touch()
+        time.sleep(4 * Options().ping_timeout)
+    assert sorted([program.adder, program.other]) == program.answers_after(tmp_path, losses=0)
 
 
 # The loss of a host that only Monarch watches is known after a minute. A process that is stopped is known by what its
 # host's observer says: silence alone would be waited for without end.
 @pytest.mark.parametrize("loss", ["process", "stopped", pytest.param("host", marks=pytest.mark.slow)])
-def test_services_on_a_job_of_kubernetes(loss: str, machines_missing: str | None, tmp_path: Path):
-    pytest.importorskip("kubernetes")
-    pytest.importorskip("kubernetes_validate")
-    if machines_missing:
-        pytest.skip(machines_missing)
-    with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
-        image = environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-        api = kube.Cluster(lab, tmp_path, image)
-        variables = environment(UNSEEN="inf") if loss == "stopped" else environment()
-        program = Program(lab[0], "kubernetes", tmp_path, api.account(lab[0], variables))
-        program.check_services()
-        program.lose(lab, loss)
-        hosts = program.answers_after(tmp_path)
-        assert hosts == [program.other] if loss == "host" else program.other in hosts
-        assert not [kind for kind, _ in api.objects if kind == "MonarchMesh"]
-        for machine in lab[1:]:
-            if loss != "host" or machine.name != program.adder:
-                wait_until(lambda machine=machine: machine.processes("[r]un_worker_loop") == 0, 30, "pods end")
+def test_services_on_a_job_of_kubernetes(loss: str, pods: kube.Cluster, tmp_path: Path):
+    variables = environment(UNSEEN="inf") if loss == "stopped" else environment()
+    program = Program(pods.lab[0], "kubernetes", tmp_path, pods.account(pods.lab[0], variables))
+    program.check_services()
+    program.lose(pods.lab, loss)
+    hosts = program.answers_after(tmp_path)
+    assert hosts == [program.other] if loss == "host" else program.other in hosts
+    assert not [kind for kind, _ in pods.objects if kind == "MonarchMesh"]
+    for machine in pods.lab[1:]:
+        if loss != "host" or machine.name != program.adder:
+            wait_until(lambda machine=machine: machine.processes("[r]un_worker_loop") == 0, 30, "pods end")

@@ -18,8 +18,8 @@ from ._monarch import Actor, HostMesh, ProcMesh, concurrent_endpoint
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT = 120.0  # seconds; until then nothing is known of the host's processes
-ANSWER_TIMEOUT = 5.0  # seconds; an observer of a host that is as busy as its processes says nothing
+START_TIMEOUT = 60.0  # seconds; until then its host's processes are not judged
+ANSWER_TIMEOUT = 10.0  # seconds; an observer of a host that is as busy as its processes says nothing
 STOP_TIMEOUT = 5.0  # seconds; the hosts may be gone
 
 
@@ -84,9 +84,9 @@ class Observers:
 
     async def stop(self) -> None:
         """End the observers."""
-        await asyncio.gather(*self._sent)
         if self._starting is not None:
             self._starting.cancel()
+        await asyncio.gather(*self._sent)
         self._by_machine.clear()
         stops = (_answer(procs.stop(), STOP_TIMEOUT) for procs in self._procs)
         for error in await asyncio.gather(*stops, return_exceptions=True):
@@ -98,9 +98,9 @@ class Observers:
         flat = self._mesh.flatten("host")
         parts = [flat.slice(host=number) for number in range(self._mesh.size())]
         self._procs = [part.spawn_procs({"procs": 1}, name="observer") for part in parts]
-        await asyncio.gather(*(self._meet(procs.spawn("observer", HostObserver)) for procs in self._procs))
+        await asyncio.gather(*(self._register(procs.spawn("observer", HostObserver)) for procs in self._procs))
 
-    async def _meet(self, observer: Any) -> None:
+    async def _register(self, observer: Any) -> None:
         try:
             machine = await _answer(observer.machine.call_one(), START_TIMEOUT)
         except Exception as error:
@@ -109,6 +109,8 @@ class Observers:
         self._by_machine[machine] = observer
 
     async def _ask(self, machine: str, name: str, pid: int, timeout: float = ANSWER_TIMEOUT) -> Any:
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
         observer = self._by_machine.get(machine)
         if observer is None:
             return None
