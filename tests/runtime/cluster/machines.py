@@ -28,7 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 CPU = Path("/sys/fs/cgroup/cpu")
-CPU_QUOTA = "cpu.cfs_quota_us"  # microseconds in a tenth of a second; of cgroups of version 1
+CPU_QUOTA = "cpu.cfs_quota_us"  # microseconds in a period, which is a tenth of a second; of cgroups of version 1
+CPU_PERIOD = "cpu.cfs_period_us"
 NO_CPU_LIMITS = not (CPU / CPU_QUOTA).exists() or not os.access(CPU, os.W_OK)
 SECRET = "a secret of the tests, long enough to be one"
 
@@ -87,12 +88,13 @@ def number_here(machine: Machine, pid: int) -> int:
 
 
 @contextmanager
-def a_hundredth_of_a_core(pid: int) -> Iterator[None]:
-    """Limit a process of this host to that meanwhile."""
+def share_of_a_core(pid: int, percent: float) -> Iterator[None]:
+    """Limit a process of this host to that meanwhile; at least .1 %."""
     group = CPU / f"forge-test-{os.getpid()}"
     group.mkdir()
     try:
-        (group / CPU_QUOTA).write_text("1000")
+        (group / CPU_PERIOD).write_text("1000000")
+        (group / CPU_QUOTA).write_text(str(round(percent * 10_000)))
         (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:

@@ -15,11 +15,11 @@ from tests.runtime.cluster.machines import (
     NO_CPU_LIMITS,
     ROOT,
     Controller,
-    a_hundredth_of_a_core,
     environment,
     inside,
     listens,
     number_here,
+    share_of_a_core,
     trained,
     wait_until,
 )
@@ -122,7 +122,7 @@ def test_a_process_elsewhere_that_gets_no_core_is_slow_and_a_stopped_one_is_lost
     before = controller.ask("where")
     victim = number_here(lab[1], before[0][2])
     # With a hundredth of a core its calls take half a minute, and pings wait behind them.
-    with a_hundredth_of_a_core(victim):
+    with share_of_a_core(victim, percent=1.0):
         controller.send("pause", seconds=0.1, calls=600)
         time.sleep(4 * Options().ping_timeout)
         assert before[0][2] in [int(line) for line in lab[1].run(PIDS, capture_output=True, text=True).stdout.split()]

@@ -19,9 +19,9 @@ from tests.runtime.cluster.machines import (
     ROOT,
     Machine,
     Machines,
-    a_hundredth_of_a_core,
     environment,
     number_here,
+    share_of_a_core,
     wait_until,
 )
 
@@ -179,7 +179,7 @@ def test_a_process_on_a_job_of_kubernetes_that_gets_no_core_is_slow(pods: kube.C
     program = Program(pods.lab[0], "kubernetes", tmp_path, variables)
     program.check_services()
     victim = number_here(program.host(pods.lab), program.adder_pid)
-    with a_hundredth_of_a_core(victim):
+    with share_of_a_core(victim, percent=0.1):
         (tmp_path / "lost").touch()
         time.sleep(4 * Options().ping_timeout)
     assert sorted([program.adder, program.other]) == program.answers_after(tmp_path, losses=0)
