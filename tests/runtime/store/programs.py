@@ -10,7 +10,7 @@ import tempfile
 import forge.store as ts
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, current_rank, endpoint, shutdown_context, this_host
+from monarch.actor import Actor, ProcMesh, current_rank, endpoint, shutdown_context, this_host
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -92,9 +92,21 @@ class Sharded(Actor):
         return is_equal and torch.equal(state["layer"]["weight"].to_local(), self.shards(tensor).to_local())
 
 
+started: list[ProcMesh] = []
+
+
 def processes(name: str, actor: type[Actor], *args: object, count: int = RANKS):
     """Spawn an actor in processes of its own."""
-    return this_host().spawn_procs(per_host={"procs": count}).spawn(name, actor, *args)
+    started.append(this_host().spawn_procs(per_host={"procs": count}))
+    return started[-1].spawn(name, actor, *args)
+
+
+def end_monarch() -> None:
+    """End all processes, then Monarch's client: it exits with 1, and says so in its log alone, if it hears of a process
+    that ends after its host."""
+    for procs in started:
+        procs.stop().get(timeout=120.0)
+    shutdown_context().get(timeout=120.0)
 
 
 def values(mesh: object) -> list:
@@ -199,5 +211,5 @@ if __name__ == "__main__":
         asyncio.run(alone())
     else:
         asyncio.run({"neighbours": neighbours, "weights": weights, "resharding": resharding}[task]())
-        shutdown_context().get(timeout=120.0)
+        end_monarch()
     say("done")
