@@ -391,7 +391,7 @@ async def place_gpus(mesh: HostMesh) -> list[dict[str, list[str]]]:
     """The devices of four replicas on a mesh, after one of them was released and replaced."""
     placement = UserPlacement()
     placed = [await placement.place("a", index, mesh, 2, 3, 2) for index in range(3)]
-    placement.release("a", 2)
+    await placement.release("a", 2)
     placed[2] = await placement.place("b", 0, mesh, 4, 1, 1)
     assert await placement.place("b", 0, mesh, 4, 1, 1) is placed[2]
     return [hosts.gpus() for hosts in placed]
