@@ -280,5 +280,6 @@ def test_a_hostile_client_loses_and_doubles_nothing(forced_policy, bpe):
 
 
 @pytest.mark.slow
-def test_a_thousand_hostile_episodes(forced_policy, bpe):
-    check(forced_policy, bpe, 1000)
+@pytest.mark.parametrize("episodes", [200, 1000])
+def test_many_hostile_episodes(forced_policy, bpe, episodes):
+    check(forced_policy, bpe, episodes)

@@ -163,11 +163,14 @@ def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
 
 
 @pytest.mark.parametrize(
-    "sampler",
-    [pytest.param({"use": "frontier", "memory": 1.0}, marks=pytest.mark.slow), Retire],
-    ids=["frontier", "retire"],
+    ("sampler", "ends"),
+    [
+        pytest.param({"use": "frontier", "memory": 1.0}, (2, 3, 6, 9), marks=pytest.mark.slow, id="frontier"),
+        pytest.param(Retire, (2, 3, 6, 9), marks=pytest.mark.slow, id="retire"),
+        pytest.param(Retire, (3, 7), id="retire twice"),
+    ],
 )
-def test_a_run_with_a_sampler_that_was_resumed_twice_drew_the_same_rows(tmp_path, sampler):
+def test_a_run_with_a_sampler_that_was_resumed_drew_the_same_rows(tmp_path, sampler, ends):
     settings = {
         "dataset": SETTINGS["dataset"] | {"sampler": sampler},
         "checkpoint": {"every": 1},
@@ -177,7 +180,7 @@ def test_a_run_with_a_sampler_that_was_resumed_twice_drew_the_same_rows(tmp_path
         "steps": 10,
     }
     whole = train(tmp_path, "whole", **settings)
-    for end in (3, 7):
+    for end in ends:
 
         def interrupted(step, metrics, end=end):
             if step == end + 1:

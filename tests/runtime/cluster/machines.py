@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 CPU = Path("/sys/fs/cgroup/cpu")
-CPU_QUOTA = "cpu.cfs_quota_us"  # microseconds in a period, which is a tenth of a second; of cgroups of version 1
+CPU_QUOTA = "cpu.cfs_quota_us"  # microseconds in a period, by default a tenth of a second; of cgroups of version 1
 CPU_PERIOD = "cpu.cfs_period_us"
 NO_CPU_LIMITS = not (CPU / CPU_QUOTA).exists() or not os.access(CPU, os.W_OK)
 SECRET = "a secret of the tests, long enough to be one"

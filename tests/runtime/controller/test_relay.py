@@ -95,9 +95,10 @@ async def fail_in_calls() -> None:
     raise KeyError("the run ends while they are called")
 
 
-def test_a_run_that_fails_in_calls_harms_no_later_run_of_this_process():
+@pytest.mark.parametrize("runs", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_run_that_fails_in_calls_harms_no_later_run_of_this_process(runs: int):
     """The answers go to callers that are stopped: Monarch would take that for the failure of this process."""
-    for _ in range(2):
+    for _ in range(runs):
         with pytest.raises(KeyError, match="the run ends"):
             run(fail_in_calls())
 

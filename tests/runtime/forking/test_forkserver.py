@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from forge.runtime.controller import forked_processes
 from forge.runtime.controller.errors import ReplicaDied
+from forge.runtime.controller.home import private_folder
 from forge.runtime.controller.starting import Standbys
 from forge.runtime.forking.forkserver import ForkServer
 
@@ -277,3 +279,19 @@ def test_the_server_ends_with_its_parent(tmp_path: Path):
     )
     parent = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert ends(int(parent.stdout))
+
+
+def test_a_context_within_another_has_its_server_if_the_environment_is_the_same(monkeypatch: pytest.MonkeyPatch):
+    def sockets() -> set[Path]:
+        return set(private_folder().glob("fork*"))
+
+    with forked_processes():
+        outer = sockets()
+        with forked_processes():
+            assert sockets() == outer
+        assert sockets() == outer
+        monkeypatch.setenv("A_LIBRARY_READS", "1")
+        with forked_processes():
+            assert len(sockets() - outer) == 1
+        assert sockets() == outer
+    assert len(outer - sockets()) == 1
