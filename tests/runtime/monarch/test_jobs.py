@@ -185,6 +185,18 @@ def test_a_process_on_a_job_of_kubernetes_that_gets_no_core_is_slow(pods: kube.C
     assert sorted([program.adder, program.other]) == program.answers_after(tmp_path, losses=0)
 
 
+@pytest.mark.slow  # a minute
+def test_processes_on_a_job_of_kubernetes_end_after_their_controller(pods: kube.Cluster, tmp_path: Path):
+    program = Program(pods.lab[0], "kubernetes", tmp_path, pods.account(pods.lab[0], environment()))
+    program.check_services()
+    host = program.host(pods.lab)
+    processes = 2  # the adder, and the host's observer
+    assert host.processes("[b]ootstrap_main") == processes
+    pods.lab[0].run(["pkill", "-KILL", "-f", "[j]ob_program kubernetes"], check=True)
+    wait_until(lambda: host.processes("[b]ootstrap_main") == 0, 300, "the end of the host's processes")
+    assert host.processes("[r]un_worker_loop") > 0  # the job is the user's
+
+
 # The loss of a host that only Monarch watches is known after a minute. A process that is stopped is known by what its
 # host's observer says: silence alone would be waited for without end.
 @pytest.mark.parametrize("loss", ["process", "stopped", pytest.param("host", marks=pytest.mark.slow)])

@@ -27,6 +27,7 @@ from ..cluster.process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
 from .errors import RemoteFailure
+from .orphans import end_with
 from .ports import has_port, through_port
 from .request import Kwargs
 
@@ -46,9 +47,10 @@ class ActorHost(Actor):
 
     Args:
         name: of a process that forge did not start, for its log lines and traces. The first one holds.
+        controller: its `client_address`, if the process is to end with it.
     """
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self, name: str | None = None, controller: str | None = None) -> None:
         # Of the same name in this process: Monarch gave it up, though it lives.
         self._predecessor: ActorHost | None = None
         if name is not None:
@@ -56,6 +58,8 @@ class ActorHost(Actor):
             configure_logging()
             self._predecessor = _named.get(name)
             _named[name] = self
+        if controller is not None:
+            end_with(controller)
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
         # Unfetched calls of fanouts, by token.

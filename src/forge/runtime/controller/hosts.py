@@ -97,6 +97,10 @@ class Hosts:
         """Return where the ranks of a new process group meet, see `forge.training.distributed.join`."""
         return f"ranks-{uuid4().hex}"
 
+    def controller(self) -> str | None:
+        """Return the controller's `client_address`, if the processes need it to end with the controller."""
+        return None
+
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
         """Watch one of the processes; `ended` is called when it ends."""
         return Process(pid, ended)

@@ -15,6 +15,7 @@ from typing import Any
 from ...observability.console import log_failure
 from ..cluster.process import DUMP_TIMEOUT, Activity, activity_of, descends, machine_id, stacks
 from ._monarch import Actor, HostMesh, ProcMesh, concurrent_endpoint
+from .orphans import client_address, end_with
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,15 @@ STOP_TIMEOUT = 5.0  # seconds; the hosts may be gone
 
 
 class HostObserver(Actor):
-    """Reads /proc of its host."""
+    """Reads /proc of its host.
+
+    Args:
+        controller: its `client_address`, if it is on the network.
+    """
+
+    def __init__(self, controller: str | None) -> None:
+        if controller is not None:
+            end_with(controller)
 
     @concurrent_endpoint
     async def machine(self) -> str:
@@ -98,7 +107,9 @@ class Observers:
         flat = self._mesh.flatten("host")
         parts = [flat.slice(host=number) for number in range(self._mesh.size())]
         self._procs = [part.spawn_procs({"procs": 1}, name="observer") for part in parts]
-        await asyncio.gather(*(self._register(procs.spawn("observer", HostObserver)) for procs in self._procs))
+        await asyncio.gather(
+            *(self._register(procs.spawn("observer", HostObserver, client_address())) for procs in self._procs)
+        )
 
     async def _register(self, observer: Any) -> None:
         try:

@@ -80,7 +80,8 @@ class ProcessGroup:
         self.hosts = hosts
         self.shared = shared
         self.borrowed = isinstance(hosts, UserProcs)  # the processes are the user's
-        self.actor_host: Any = mesh.spawn(name, ActorHost, name if self.borrowed else None)  # one in each process
+        # One in each process.
+        self.actor_host: Any = mesh.spawn(name, ActorHost, name if self.borrowed else None, hosts.controller())
         self.members: list[Replica] = []
         self.starting = 0
         self.dead: str | None = None

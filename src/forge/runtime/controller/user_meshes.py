@@ -20,6 +20,7 @@ from ._monarch import HostMesh, ProcMesh, this_host
 from .errors import ForgeError, Unrecoverable
 from .hosts import Hosts, start_client, transport
 from .observers import Observers
+from .orphans import client_address
 from .private import sockets_folder
 
 ReplicaKey = tuple[str, int]  # a component, and an index
@@ -188,6 +189,10 @@ class UserHosts(Hosts):
         """Return a path in this run's private folder, which ranks on other machines do not reach."""
         return str(sockets_folder() / f"ranks-{uuid4().hex}")
 
+    def controller(self) -> str | None:
+        """Return where the controller can be asked for."""
+        return client_address()
+
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
         """Watch one of the processes."""
         return Process(pid, ended) if host == machine_id() else ElsewhereProcess(pid, host, self.observers)
@@ -214,6 +219,10 @@ class UserProcs(UserHosts):
                 "hosts, lost processes are replaced"
             )
         return await super().mesh()
+
+    def controller(self) -> str | None:
+        """Return None: whether the processes end is their owner's decision."""
+        return None
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
         """Watch one of the processes, if it is on this machine."""
