@@ -2,7 +2,8 @@
 
 Prints JSON objects with what `tests/runtime/monarch/test_jobs.py` checks. A file `lost` in the folder asks for the last
 part: a host or a process is gone by then. The variable UNSEEN is the patience with a silent process of which nothing
-tells what it does. `submit` sends a Slurm job that runs this program as `batch` within itself.
+tells what it does. `procs` hands over processes that the program has spawned. `submit` sends a Slurm job that runs this
+program as `batch` within itself.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Judge(Adder):
 
 def new_job(kind: str, folder: Path) -> Any:
     """The job of a user who follows Monarch's documentation."""
-    if kind != "kubernetes":
+    if kind not in ("kubernetes", "procs"):
         from monarch.job import SlurmJob
 
         settings = {"exclusive": False, "log_dir": str(folder), "job_start_timeout": 120, "time_limit": "00:20:00"}
@@ -77,8 +78,9 @@ async def main(kind: str, folder: Path) -> None:
     else:
         job.apply()
         state = job.state(cached_path=None)
+    hosts = state.adder.spawn_procs({"procs": 1}) if kind == "procs" else state
     # Each component gets the mesh of its name.
-    adders = await Adder.options(hosts=state, num_replicas=2).as_service(10)
+    adders = await Adder.options(hosts=hosts, num_replicas=2).as_service(10)
     judge = await Judge.options(hosts=state).as_actor(0)
     large = torch.ones(3_000_000)  # 12 MB
     report: dict[str, Any] = {

@@ -197,6 +197,24 @@ def test_processes_on_a_job_of_kubernetes_end_after_their_controller(pods: kube.
     assert host.processes("[r]un_worker_loop") > 0  # the job is the user's
 
 
+@pytest.mark.slow
+def test_a_process_of_a_users_on_another_machine_that_is_stopped_is_lost_and_not_killed(
+    pods: kube.Cluster, tmp_path: Path
+):
+    # Monarch itself knows after a minute, which is as long as the whole test.
+    program = Program(pods.lab[0], "procs", tmp_path, pods.account(pods.lab[0], environment(UNSEEN="inf")))
+    program.check_services()
+    host = program.host(pods.lab)
+    program.lose(pods.lab, "stopped")
+    time.sleep(2 * Options().ping_timeout)
+    assert (
+        "State:\tT"
+        in host.run(["cat", f"/proc/{program.adder_pid}/status"], capture_output=True, text=True, check=True).stdout
+    )
+    assert program.answers_after(tmp_path) == [program.other]
+    assert "answered neither a ping nor a call for" in program.errors.read_text()
+
+
 # The loss of a host that only Monarch watches is known after a minute. A process that is stopped is known by what its
 # host's observer says: silence alone would be waited for without end.
 @pytest.mark.parametrize("loss", ["process", "stopped", pytest.param("host", marks=pytest.mark.slow)])

@@ -62,7 +62,7 @@ class HostObserver(Actor):
 class Observers:
     """The observers of a mesh's hosts. They start with the first process that is watched, and end with `stop`."""
 
-    def __init__(self, mesh: HostMesh) -> None:
+    def __init__(self, mesh: HostMesh | ProcMesh) -> None:
         self._mesh = mesh
         self._procs: list[ProcMesh] = []
         self._starting: asyncio.Task[None] | None = None
@@ -104,9 +104,7 @@ class Observers:
 
     async def _start(self) -> None:
         # A ProcMesh each: one of all hosts would be of no use once one of them is lost.
-        flat = self._mesh.flatten("host")
-        parts = [flat.slice(host=number) for number in range(self._mesh.size())]
-        self._procs = [part.spawn_procs({"procs": 1}, name="observer") for part in parts]
+        self._procs = [host.spawn_procs({"procs": 1}, name="observer") for host in _hosts_of(self._mesh)]
         await asyncio.gather(
             *(self._register(procs.spawn("observer", HostObserver, client_address())) for procs in self._procs)
         )
@@ -130,6 +128,19 @@ class Observers:
         except Exception as error:
             log.debug("the observer on %s gave no answer: %s", machine.partition(" ")[0], error)
             return None
+
+
+def _hosts_of(mesh: HostMesh | ProcMesh) -> list[HostMesh]:
+    """Return the hosts of a mesh, one by one."""
+    flat = mesh.flatten("part")
+    parts = [flat.slice(part=number) for number in range(mesh.size())]
+    hosts: list[HostMesh] = []
+    for part in parts:
+        host = part.host_mesh if isinstance(part, ProcMesh) else part
+        # Processes share hosts.
+        if host not in hosts:
+            hosts.append(host)
+    return hosts
 
 
 async def _answer(future: Any, timeout: float) -> Any:

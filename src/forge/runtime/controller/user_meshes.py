@@ -116,35 +116,32 @@ class ElsewhereProcess:
 
     Args:
         machine: the `machine_id` of the host.
-        observers: of the hosts, which can see and end it; None if the process is the user's.
+        observers: of the hosts, which can see and end it.
     """
 
     stopped = False
     alive = False  # Monarch's account is all there is
 
-    def __init__(self, pid: int, machine: str, observers: Observers | None = None) -> None:
+    def __init__(self, pid: int, machine: str, observers: Observers) -> None:
         self.pid = pid
         self.machine = machine
         self._observers = observers
-        if observers is not None:
-            observers.start()
+        observers.start()
 
     def __str__(self) -> str:
         return f"{self.pid} on {self.machine.partition(' ')[0]}"
 
     def kill(self) -> None:
         """Have its host's observer kill it; otherwise `ProcMesh.stop` ends it."""
-        if self._observers is not None:
-            self._observers.kill(self.machine, self.pid)
+        self._observers.kill(self.machine, self.pid)
 
     async def activity(self) -> Activity | None:
         """Return what it does; None if nothing tells."""
-        return None if self._observers is None else await self._observers.activity(self.machine, self.pid)
+        return await self._observers.activity(self.machine, self.pid)
 
     async def stacks(self) -> str:
         """Return the Python stack of each of its threads, or say where they are to be looked for."""
-        text = None if self._observers is None else await self._observers.stacks(self.machine, self.pid)
-        return text or f"  (process {self}: run py-spy there)"
+        return await self._observers.stacks(self.machine, self.pid) or f"  (process {self}: run py-spy there)"
 
     def close(self) -> None:
         """Do nothing."""
@@ -157,15 +154,22 @@ class UserProcess(Process):
         """Do nothing: the process is the user's."""
 
 
+class UserProcessElsewhere(ElsewhereProcess):
+    """A process of a user's ProcMesh on another machine."""
+
+    def kill(self) -> None:
+        """Do nothing: the process is the user's."""
+
+
 class UserHosts(Hosts):
     """The hosts of one replica in a user's HostMesh. Their workers are the user's: none is started or stopped here.
 
     Args:
         devices: GPUs of each host that the replica may see, by number.
-        observers: of the hosts; None if the processes are the user's.
+        observers: of the hosts.
     """
 
-    def __init__(self, mesh: HostMesh | ProcMesh, devices: list[str], observers: Observers | None = None) -> None:
+    def __init__(self, mesh: HostMesh | ProcMesh, devices: list[str], observers: Observers) -> None:
         self._mesh = mesh
         self._devices = devices
         self.observers = observers
@@ -204,8 +208,8 @@ class UserProcs(UserHosts):
     # Monarch says nothing of a process that ended earlier. One that lives imports forge, and answers after .8 to 5 s.
     answer_limit = 60.0
 
-    def __init__(self, name: str, mesh: ProcMesh, on_end: Callable[[], None]) -> None:
-        super().__init__(mesh, [])
+    def __init__(self, name: str, mesh: ProcMesh, on_end: Callable[[], None], observers: Observers) -> None:
+        super().__init__(mesh, [], observers)
         self.name = name
         self._on_end = on_end
         self.size = 1
@@ -225,13 +229,13 @@ class UserProcs(UserHosts):
         return None
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> Watched:
-        """Watch one of the processes, if it is on this machine."""
+        """Watch one of the processes."""
 
         def end() -> None:
             self._on_end()
             ended()
 
-        return UserProcess(pid, end) if host == machine_id() else ElsewhereProcess(pid, host)
+        return UserProcess(pid, end) if host == machine_id() else UserProcessElsewhere(pid, host, self.observers)
 
     def give_up(self) -> None:
         """Start nothing on them any more."""
@@ -246,7 +250,7 @@ class UserPlacement:
         self._with_losses: WeakSet[ProcMesh] = WeakSet()
         # Each mesh with the devices that replicas have on its hosts. A slice of a mesh counts as another mesh.
         self._devices: list[tuple[HostMesh, dict[ReplicaKey, tuple[range, range]]]] = []
-        self._observers: list[tuple[HostMesh, Observers]] = []
+        self._observers: list[tuple[HostMesh | ProcMesh, Observers]] = []
 
     async def place(
         self, name: str, index: int, mesh: HostMesh | ProcMesh, procs: int, replicas: int, gpus_per_proc: int
@@ -274,13 +278,14 @@ class UserPlacement:
                 if mesh in self._with_losses:
                     raise Unrecoverable(f"{name}: a process of its ProcMesh has ended: spawn the ProcMesh again")
                 on_end = partial(self._with_losses.add, mesh)
-                self._placed[key] = UserProcs(f"{name}[{index}]", _part(mesh, index, procs), on_end)
+                part = _part(mesh, index, procs)
+                self._placed[key] = UserProcs(f"{name}[{index}]", part, on_end, self._observers_of(mesh))
             else:
                 # Fewer replicas than hosts have several hosts each, more share them in turn.
                 count = max(1, mesh.size() // replicas)
                 number = index % (mesh.size() // count)
-                part = range(number * count, (number + 1) * count)
-                devices = self._take(key, mesh, part, procs // count * gpus_per_proc)
+                hosts = range(number * count, (number + 1) * count)
+                devices = self._take(key, mesh, hosts, procs // count * gpus_per_proc)
                 self._placed[key] = UserHosts(_part(mesh, number, count), devices, self._observers_of(mesh))
         return self._placed[key]
 
@@ -288,7 +293,7 @@ class UserPlacement:
         """End the observers of all meshes."""
         await asyncio.gather(*(observers.stop() for _, observers in self._observers))
 
-    def _observers_of(self, mesh: HostMesh) -> Observers:
+    def _observers_of(self, mesh: HostMesh | ProcMesh) -> Observers:
         observers = next((observers for owner, observers in self._observers if owner is mesh), None)
         if observers is None:
             observers = Observers(mesh)
