@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...observability.console import configure_logging, log, log_failure
 from ...observability.metrics import Snapshot, drain, on_the_clock
+from ..forking.forkserver import bound
 from . import processes, remote_service
 from ._monarch import HostMesh, set_fault_hook
 from .errors import CallTimeout, ReplicaDied
@@ -168,9 +169,9 @@ class Runtime:
             standbys = None
             variables = processes.allocator_settings(options) | hosts.variables()
             # On this host the processes start ahead of Monarch, which limits the time of a start. A forked one has
-            # imported its libraries: it cannot have other settings than the server's.
+            # imported its libraries: it cannot have other settings of theirs than the server's.
             if type(hosts) is Hosts:
-                forkable = options.threads == 1 and not any(gpus.values()) and not options.env
+                forkable = options.threads == 1 and not any(gpus.values()) and not bound(options.env)
                 server = self._fork_server.current()
                 standbys = Standbys(name, procs, private_folder(), variables)
                 await standbys.start(server if forkable else None, options.setup_timeout)

@@ -44,8 +44,12 @@ LIBRARIES = (
     "forge.data.load",
     "forge.runtime.store",
 )
-# Prefixes of variables that differ from process to process, and that no library reads during its import.
-FREE = ("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES")
+# Prefixes of variables that differ from process to process, and that no library reads during its import. The folders of
+# compilers are those of the server: PyTorch sets them in a controller that compiles something.
+FREE = (
+    *("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+)
 LIVES = 3  # servers in a row that end within SOUND_AFTER seconds, as when memory is short
 SOUND_AFTER = 60.0
 
