@@ -7,6 +7,7 @@ reads which rows have ended.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -20,7 +21,18 @@ from .cache import WIDTH, rounded
 from .decoder import Decoder
 from .graphs import Drawn, StepGraphs
 from .prefixes import TOKENS, Prefix, PrefixCache
-from .requests import Admission, EngineRequest, RunningSample, WeightSpan, accept, allowed_tokens, due, stream
+from .requests import (
+    Admission,
+    EngineRequest,
+    RunningSample,
+    UnusableWeights,
+    WeightSpan,
+    accept,
+    allowed_tokens,
+    due,
+    fail,
+    stream,
+)
 from .restrictions import Words
 from .rows import RowState
 from .sampling import keep_allowed, top_logprobs
@@ -108,6 +120,7 @@ class RunningBatch:
             # The ones that started first resume first.
             rows = sorted((self.rows[i] for i in running), key=lambda row: row.start, reverse=True)
             self.preempted.extendleft(rows)
+            self._erase(running)
             self.rows, self.free_rows = [], []
             for row in self.paused:
                 row.prefix = None
@@ -139,12 +152,19 @@ class RunningBatch:
         rows = (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
         return can_start or any(row.spans for row in rows)
 
+    def _erase(self, rows: list[int]) -> None:
+        """Zero what rows have in the cache, but for the prompt that is being computed in the prefill row."""
+        for row in rows:
+            self.decoder.cache.erase([row], self._prefilling[1] if row == self.decoder.cache.prefill_row else 0)
+
     def _running_rows(self) -> list[int]:
         return [i for i in range(len(self.rows)) if i not in self.free_rows]
 
     def drop(self, request: EngineRequest) -> None:
-        """Free the rows of a cancelled request."""
-        self.free_rows += [i for i in self._running_rows() if self.rows[i].request is request]
+        """Free the rows of a request that was cancelled or has failed."""
+        dropped = [i for i in self._running_rows() if self.rows[i].request is request]
+        self._erase(dropped)
+        self.free_rows += dropped
         self.preempted = deque(row for row in self.preempted if row.request is not request)
         self.paused = [row for row in self.paused if row.request is not request]
 
@@ -354,6 +374,11 @@ class RunningBatch:
             steps = self.steps if end < 0 else row.start + end - row.context
             unused += self.steps - steps
             completion = self._completion(i, steps)
+            if math.isnan(sum(completion.logprobs)):
+                fail(row.request, UnusableWeights(completion))
+                self._erase([i, self.decoder.cache.prefill_row])
+                self.free_rows.append(i)
+                continue
             stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
             completion.finish = "stop" if stopped else "length"
             row.request.completions[row.sample] = completion

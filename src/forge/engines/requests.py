@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -176,6 +177,9 @@ def stream(
         piece.top_logprobs = row.top[-1:]
         if request.listener is None or request.future.done():
             continue
+        if math.isnan(logprob):
+            fail(request, UnusableWeights(piece))
+            continue
         try:
             request.listener(row.sample, piece)
         except Exception as error:  # the request fails, not the engine
@@ -219,7 +223,20 @@ class PassedOver(ValueError):
         )
 
 
+class UnusableWeights(RuntimeError):
+    """Weights whose logits are not numbers, or from which the request's restrictions leave no token."""
+
+    def __init__(self, completion: Completion) -> None:
+        version = next(
+            v for v, logprob in zip(completion.versions, completion.logprobs, strict=True) if math.isnan(logprob)
+        )
+        super().__init__(
+            f"weights version {version} give logits that are NaN or infinite, or the request's restrictions leave no "
+            "token: look for such values in the weights that were loaded or published"
+        )
+
+
 def fail(request: EngineRequest, error: Exception) -> None:
-    """Fail one request; the others continue."""
-    if request.future.set_running_or_notify_cancel():
+    """Fail one request, if it has not failed before; the others continue."""
+    if not request.future.done() and request.future.set_running_or_notify_cancel():
         request.future.set_exception(error)

@@ -39,12 +39,15 @@ def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor
     """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
 
     `logits` are after temperature, grammar, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.
+    A row with NaN or an infinite logit has some token, with the log-probability NaN.
     """
     probs = logits.softmax(-1)
     total = probs.cumsum(-1)
     # A rounding step below the total, so that the target always falls on a token with positive probability.
     target = uniform.clamp(max=1 - 2**-22)[:, None] * total[:, -1:]
     tokens = torch.searchsorted(total, target, right=True)
+    # NaN is above all: the place after the last one.
+    tokens.clamp_(max=logits.shape[-1] - 1)
     if greedy is not None:
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], probs.gather(-1, tokens).log_()[:, 0]
