@@ -60,9 +60,7 @@ def test_a_request_that_meets_them_fails_alone(
             futures[1].result(60)
         # Nothing of it stays in the rows that others get, shorter ones too.
         for _ in range(3):
-            assert [c.token_ids for c in submit(engine, GOOD, **settings).result(60)] == [
-                c.token_ids for c in expected
-            ]
+            assert [c.token_ids for c in submit(engine, GOOD, **settings).result(60)] == [c.token_ids for c in expected]
         # Right weights are all that is needed.
         engine.update_weights(model.state_dict().items(), 2, "y").result(60)
         assert submit(engine, BAD, **settings).result(60)

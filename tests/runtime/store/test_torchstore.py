@@ -335,3 +335,116 @@ def test_programs_of_monarchs_actors(task: str):
 def test_programs_of_torchrun(task: str):
     output = run_program([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], task)
     assert {"rank 0: 123", "rank 1: 123", "done"} <= {*output.splitlines()}
+
+
+def test_a_read_that_fails_fills_nothing(on_store):
+    async def main():
+        await ts.put_state_dict({f"l{i}": torch.ones(4) for i in range(6)}, "sd")
+        target = {f"l{i}": torch.zeros(4) for i in range(5)} | {"l5": torch.zeros(5)}
+        with pytest.raises(ValueError, match="tensor 'l5' has shape"):
+            await ts.get_state_dict("sd", target)
+        assert not any(tensor.any() for tensor in target.values())
+        with pytest.raises(KeyError, match="'zz' is not there"):
+            await ts.get("sd", {"l0": target["l0"], "zz": torch.zeros(4)})
+        assert not target["l0"].any()
+        await ts.put_batch({"a": torch.ones(1), "b": torch.ones(1)})
+        memory = torch.zeros(1)
+        for wrong in ({"a": memory, "b": torch.zeros(2)}, {"a": memory, "sd/l0": torch.zeros(3)}):
+            with pytest.raises(ValueError, match="has shape"):
+                await ts.get_batch(wrong)
+            assert not memory.any()
+
+    on_store(main)
+
+
+def test_a_state_dict_comes_back_as_it_was_put_with_the_targets_in_its_places(on_store):
+    async def main():
+        await ts.put_state_dict({"model": {"w": torch.ones(1), "b": torch.full((1,), 2.0)}, "step": 7}, "sd")
+        weight = torch.zeros(1)
+        value = await ts.get_state_dict("sd", {"model": {"w": weight}, "extra": 1}, strict=False)
+        assert value == {"model": {"w": torch.ones(1), "b": torch.full((1,), 2.0)}, "step": 7}
+        assert value["model"]["w"] is weight
+        target = {"model": {"w": torch.zeros(1), "b": torch.zeros(1)}, "step": 0}
+        assert (await ts.get_state_dict("sd", target))["step"] == 7
+        assert target["model"]["b"] == 2.0
+
+    on_store(main)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": {"b": torch.ones(1)}, 0: torch.zeros(1)},
+        {"layers.0": {"weight": torch.ones(2)}},
+        {"flat.name": torch.ones(2), "other": torch.zeros(1)},
+        {"list": [torch.ones(1), {"x": torch.zeros(2)}]},
+        {"empty": {}, "x": torch.ones(1)},
+    ],
+)
+def test_a_mapping_comes_back_as_it_was_put(value, on_store):
+    async def main():
+        await ts.put("n", value)
+        assert str(await ts.get("n")) == str(value)
+
+    on_store(main)
+
+
+def test_keys_that_are_none(on_store):
+    async def main():
+        await ts.put_batch({"p": torch.ones(1), "policy": torch.ones(1)})
+        with pytest.raises(TypeError, match="delete_batch takes a list of keys, or a mapping, got the text 'policy'"):
+            await ts.delete_batch("policy")
+        assert await ts.keys() == ["p", "policy"]
+        with pytest.raises(ValueError, match="put_batch needs a mapping"):
+            await ts.put_batch([("a", 1)])
+        for key, error in ((3, TypeError), ("a\x1fb", ValueError), ("\ud800", ValueError), ("\u6f22" * 40, ValueError)):
+            for call in (ts.put(key, torch.ones(1)), ts.get(key), ts.exists(key)):
+                with pytest.raises(error, match="key"):
+                    await call
+        with pytest.raises(ValueError, match="p is one tensor, not a state dict"):
+            await ts.get_state_dict("p", {"p": torch.zeros(1)})
+        with pytest.raises(TypeError, match=r"must be a torch\.dtype, got 'bfloat16'"):
+            await ts.put_state_dict({"x": torch.ones(1)}, "sd", transfer_dtype="bfloat16")
+        for name in ("__structure__", "__state_dict__"):
+            with pytest.raises(ValueError, match="name"):
+                await ts.put("s", {name: torch.ones(1)})
+
+    on_store(main)
+
+
+def test_blocks_of_another_tensor(on_store):
+    async def main():
+        await ts.put("t", torch.arange(12.0).view(3, 4))
+        right = ts.TensorSlice((1, 0), global_shape=(3, 4), local_shape=(1, 4))
+        assert torch.equal(await ts.get("t", tensor_slice_spec=right), torch.arange(4.0, 8.0)[None])
+        for wrong in (
+            ts.TensorSlice((1, 0), global_shape=(9, 9), local_shape=(1, 4)),
+            ts.TensorSlice((1,), local_shape=(1,)),
+            ts.TensorSlice((1, 0), local_shape=(1,)),
+        ):
+            with pytest.raises(ValueError, match="TensorSlice"):
+                await ts.get("t", tensor_slice_spec=wrong)
+
+    on_store(main)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (lambda: torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8), r"quantised: dequantize\(\) it"),
+        (lambda: torch.eye(3).to_sparse(), r"sparse: to_dense\(\) it"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"sparse: to_dense\(\) it"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), r"nested: unbind\(\) it"),
+        (lambda: torch.ones(2, device="meta"), "meta"),
+        (lambda: torch.nn.UninitializedParameter(), "not initialised"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_tensors_without_plain_memory_are_named(tensor, reason, on_store):
+    async def main():
+        for value, name in ((tensor(), "q"), ({"x": {"y": tensor()}}, "q: x.y")):
+            with pytest.raises(TypeError, match=f"^{name} cannot be stored: it is .*{reason}"):
+                await ts.put("q", value)
+        assert not await ts.exists("q")
+
+    on_store(main)

@@ -27,7 +27,7 @@ from .errors import MissingVersion
 from .parts import DELIMITER, find_part, part_names, possible_parts, read_part
 from .strategies import TorchStoreStrategy
 from .transfer import RankPart
-from .values import STATE_DICT, STRUCTURES, TensorSlice, are_tensors, decode, encode
+from .values import STATE_DICT, STRUCTURE, STRUCTURES, TensorSlice, are_tensors, decode, encode, has_parts
 
 DEFAULT_NAME = "torchstore"
 PATIENCE = 300.0  # seconds that a put waits for other ranks
@@ -87,14 +87,15 @@ async def put(
         timeout: seconds to wait for the other ranks, then IncompleteVersion is raised; None without a number waits in
             the background, and logs the ranks that are absent after 300.
     """
-    stored = value if are_tensors(value) else encode(value)
+    name = STATE_DICT if has_parts(value) else STRUCTURE
+    stored = value if are_tensors(value) else encode(value, name)
     return await _publish(_key(key, store_name), stored, version, dtype, timeout)
 
 
 async def put_batch(entries: Mapping[str, Any], store_name: str = DEFAULT_NAME) -> None:
     """Put several values, one after the other. ValueError: there are none."""
-    if not entries:
-        raise ValueError("put_batch needs a mapping of at least one key to its value")
+    if not isinstance(entries, Mapping) or not entries:
+        raise ValueError(f"put_batch needs a mapping of at least one key to its value, got {entries!r:.80}")
     for key, value in entries.items():
         await put(key, value, store_name=store_name)
 
@@ -144,11 +145,10 @@ async def get_batch(
 
     Raises:
         KeyError: a key does not exist; nothing is read.
-        ValueError: there are no keys, or one comes twice.
+        ValueError: there are no keys, one comes twice, or a tensor of the mapping has another shape; nothing is read.
         TypeError: a single string.
     """
-    if isinstance(keys, str):
-        raise TypeError(f"get_batch takes a list of keys, or a mapping, got the text {keys!r}")
+    _check_keys("get_batch", keys)
     names = list(keys)
     if not names or len({*names}) < len(names):
         raise ValueError(f"get_batch needs keys, each once, got {names}")
@@ -157,6 +157,9 @@ async def get_batch(
     if absent:
         raise MissingVersion(f"the store has no {', '.join(map(repr, absent))}; nothing was read")
     targets = keys if isinstance(keys, Mapping) else {}
+    for name, target in targets.items():
+        if target is not None:
+            await asyncio.to_thread(_check_target, _key(name, store_name), target)
     return {name: await get(name, targets.get(name), store_name=store_name) for name in names}
 
 
@@ -191,9 +194,9 @@ async def get_state_dict(
     """Read the newest version of a state dict, into the tensors of another one of any layout, or into new ones.
 
     Args:
-        user_state_dict: filled in place and returned; values that are no tensors stay as they are.
-        strict: its tensors must be those that were put; false: those that both have are read, and all are returned as
-            they were put.
+        user_state_dict: its tensors are filled in place, all or none. What was put is returned, with these tensors in
+            their places.
+        strict: its tensors must be those that were put; false: those that both have are filled.
         direct_rdma: accepted, see `put_state_dict`; needs a user_state_dict.
 
     Raises:
@@ -203,7 +206,9 @@ async def get_state_dict(
     if direct_rdma and user_state_dict is None:
         raise ValueError("get_state_dict with direct_rdma needs a user_state_dict, whose tensors are filled")
     await wait_for_put(_key(key, store_name))
-    return await asyncio.to_thread(_read_state_dict, _key(key, store_name), user_state_dict, strict)
+    value = await asyncio.to_thread(_read_state_dict, _key(key, store_name), user_state_dict, strict)
+    # As TorchStore returns it in each case.
+    return user_state_dict if direct_rdma and user_state_dict is not None else value
 
 
 async def exists(key: str, version: int | None = None, *, store_name: str = DEFAULT_NAME) -> bool:
@@ -234,7 +239,12 @@ async def delete(key: str, *, store_name: str = DEFAULT_NAME) -> None:
 
 
 async def delete_batch(keys: Iterable[str], *, store_name: str = DEFAULT_NAME) -> None:
-    """Remove several keys; those that do not exist are passed over, so that it may be repeated."""
+    """Remove several keys; those that do not exist are passed over, so that it may be repeated.
+
+    Raises:
+        TypeError: a single string.
+    """
+    _check_keys("delete_batch", keys)
     for key in keys:
         try:
             await delete(key, store_name=store_name)
@@ -320,7 +330,27 @@ async def _publish(
     return await put_deferred(store, RankPart.of_value(key, value, dtype=dtype), seconds)
 
 
+def _check_keys(call: str, keys: object) -> None:
+    """Raise TypeError for a single key in place of several: each of its characters would be one."""
+    if isinstance(keys, str):
+        raise TypeError(f"{call} takes a list of keys, or a mapping, got the text {keys!r}")
+
+
+def _check_target(key: str, target: Tensor) -> None:
+    """Raise ValueError if a key's newest version cannot be read into a tensor."""
+    store = default.default_store()
+    part = find_part(store, key)
+    with store.open(key if part is None else part.key) as snapshot:
+        name = "" if part is None else part.name
+        if name in snapshot.manifest.by_name:
+            snapshot.check(name, target)
+
+
 def _key(key: str, store_name: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a text, got {key!r}")
+    if SEPARATOR in key:
+        raise ValueError(f"a key cannot have the character {SEPARATOR!r}, got {key!r}")
     return key if store_name == DEFAULT_NAME else f"{SEPARATOR}{store_name}{SEPARATOR}{key}"
 
 
@@ -338,6 +368,8 @@ def _parts_of(owners: Iterable[str], base: str) -> list[str]:
 
 def _read_block(key: str, block: TensorSlice, target: Tensor | None, version: int | None) -> Tensor:
     with default.default_store().open(key, version) as snapshot:
+        if snapshot.manifest.single:
+            block.check(snapshot.manifest.by_name[""][0].shape)
         return snapshot.read_box(block.box, target)
 
 
@@ -346,6 +378,8 @@ def _read_state_dict(key: str, target: dict[str, Any] | None, strict: bool) -> d
         if target is None:
             value: dict[str, Any] = decode(snapshot.fill())
             return value
+        if snapshot.manifest.single:
+            raise ValueError(f"{key} is one tensor, not a state dict: read it with get")
         names = {*snapshot.manifest.by_name} - STRUCTURES
         tensors = {name: tensor for name, tensor in encode(target).items() if name not in STRUCTURES}
         if strict and names != tensors.keys():
@@ -358,4 +392,9 @@ def _read_state_dict(key: str, target: dict[str, Any] | None, strict: bool) -> d
         common = {name: tensors[name] for name in tensors if name in names}
         if common:
             snapshot.fill(common)
-        return target if strict else {**decode(snapshot.fill()), **target}
+        if not STRUCTURES & snapshot.manifest.by_name.keys():
+            return target if strict else {**decode(snapshot.fill()), **target}
+        rest = [name for name in snapshot.manifest.by_name if name not in common]
+        stored: dict[str, Any] = decode(snapshot.some(rest) | common)
+        # Without plain values the target has all of it.
+        return target if strict and has_parts(stored) else stored

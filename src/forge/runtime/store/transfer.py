@@ -17,6 +17,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from ...system.boxes import Box, full_box, is_dtensor, local_boxes
 from ...system.files import write_atomic
@@ -75,6 +77,23 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
     return tensors, False
 
 
+def check_storable(name: str, tensor: Tensor) -> None:
+    """TypeError: a tensor has no plain memory whose bytes a store could hold."""
+    if is_lazy(tensor):
+        reason = "not initialised"
+    elif tensor.is_quantized:
+        reason = "quantised: dequantize() it"
+    elif tensor.is_nested:
+        reason = "nested: unbind() it"
+    elif tensor.layout is not torch.strided:
+        reason = "sparse: to_dense() it"
+    elif tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        reason = "on the meta device or a FakeTensor"
+    else:
+        return
+    raise TypeError(f"{name} cannot be stored: it is {reason}")
+
+
 def group_name() -> str:
     """A name that the ranks of the process group share, and no other group has."""
     global _group
@@ -121,6 +140,10 @@ class RankPart:
         if version is not None and version < 0:
             raise ValueError(f"a version is a number from 0, got {version}")
         tensors, single = flatten(value)
+        for name, tensor in tensors.items():
+            check_storable(f"{key}: {name}" if name else key, tensor)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"the dtype of stored tensors must be a torch.dtype, got {dtype!r}")
         # Only DTensors make a put collective: ranks may put plain tensors independently of one another.
         if ranks is None:
             spread = any(is_dtensor(tensor) for tensor in tensors.values()) and dist.is_initialized()
@@ -305,25 +328,42 @@ class OpenVersion:
     def fill(self, into: Any = None) -> Any:
         """Fill a tensor, DTensor or (nested) state dict in place; return new tensors if it is None. See `Store.get`."""
         if into is None:
-            names = list(self.manifest.by_name)
-            new = dict(zip(names, self._whole(names, copies=True), strict=True))
+            new = self.some(list(self.manifest.by_name))
             return new[""] if self.manifest.single else new
         targets, single = flatten(into)
         if single != self.manifest.single:
             kinds = ("a state dict", "one tensor")
             raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, not {kinds[single]}")
+        # All before the first is written: a model must not be half of one version.
+        for name, target in targets.items():
+            self.check(name, target)
         for _ in in_threads(lambda target: self.read(*target), targets.items(), self._size):
             pass
         return into
+
+    def some(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return new tensors of these names."""
+        return dict(zip(names, self._whole(names, copies=True), strict=True))
 
     @torch.no_grad()
     def read(self, name: str, target: Tensor) -> None:
         """Fill this process's part of one tensor.
 
         Raises:
-            KeyError: no such tensor.
-            ValueError: its shape differs.
+            KeyError, ValueError: as of `check`.
             CorruptWeights: its values differ from those that were put.
+        """
+        shards = self.check(name, target)
+        # Each block of the target is filled from all stored blocks that overlap it, whatever the two layouts.
+        for box, values in local_boxes(target):
+            self._fill_box(shards, box, values.detach())
+
+    def check(self, name: str, target: Tensor) -> Sequence[Shard]:
+        """Return the blocks of a tensor that can be read into `target`.
+
+        Raises:
+            KeyError: no such tensor.
+            ValueError: its shape differs, or the target has no memory.
         """
         shards = self.manifest.by_name.get(name)
         label = self._label(name)
@@ -334,9 +374,7 @@ class OpenVersion:
             raise ValueError(f"{label} has shape {shards[0].shape}, it cannot be read into {tuple(target.shape)}")
         if target.is_meta:
             raise ValueError(f"{label} cannot be read into a tensor on the meta device: it has no memory")
-        # Each block of the target is filled from all stored blocks that overlap it, whatever the two layouts.
-        for box, values in local_boxes(target):
-            self._fill_box(shards, box, values.detach())
+        return shards
 
     @torch.no_grad()
     def read_box(self, box: Box, target: Tensor | None = None, name: str = "") -> Tensor:

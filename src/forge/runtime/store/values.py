@@ -39,8 +39,17 @@ class TensorSlice:
 
     @property
     def box(self) -> Box:
-        """The block as this package has it."""
+        """The block as this package has it. ValueError: its parts have different numbers of dimensions."""
+        if len(self.offsets) != len(self.local_shape):
+            raise ValueError(f"a TensorSlice has offsets {self.offsets} and local_shape {self.local_shape}")
         return Box(tuple(self.offsets), tuple(self.local_shape))
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """ValueError: the slice is of a tensor with another shape."""
+        if self.global_shape and tuple(self.global_shape) != shape:
+            raise ValueError(f"the tensor has shape {shape}, and the TensorSlice is of one with {self.global_shape}")
+        if len(self.offsets) != len(shape):
+            raise ValueError(f"the tensor has shape {shape}, and the TensorSlice has offsets {self.offsets}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +60,20 @@ class Leaf:
 
 
 def are_tensors(value: object) -> bool:
-    """Whether a value is a tensor or a mapping that has nothing but tensors, however nested."""
+    """Whether a value is a tensor, or a mapping of names to tensors alone, which a store holds as it is."""
     if isinstance(value, Mapping):
-        return bool(value) and all(are_tensors(part) for part in value.values())
+        return bool(value) and all(
+            isinstance(name, str) and isinstance(part, Tensor) and name not in STRUCTURES
+            for name, part in value.items()
+        )
     return isinstance(value, Tensor)
+
+
+def has_parts(value: object) -> bool:
+    """Whether a value is a mapping that has nothing but tensors, however nested: they are parts under its key."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(part, Tensor) or has_parts(part) for part in value.values())
+    return False
 
 
 def encode(value: object, structure_name: str = STRUCTURE) -> dict[str, Tensor]:

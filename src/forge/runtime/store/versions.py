@@ -34,6 +34,7 @@ PREFIX = "forge-weights-"
 LOCK_TIMEOUT = 60.0  # seconds to wait for the store's lock, which is held only briefly
 SETTLE_TIMEOUT = 5.0  # seconds to wait for a version that replaces one whose memory is gone
 MAX_IDENTITIES = 4096  # digests kept
+MAX_NAME = 255  # bytes of a file's name
 MAX_HISTORY = 16  # manifests of dropped versions kept, to find the tensor in which two versions differ
 
 
@@ -374,7 +375,17 @@ class VersionStore(Store):
         return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
 
     def _folder(self, key: str) -> Path:
-        return self.root / f"key-{quote(key, safe='')}"
+        """The folder of a key. ValueError: the key is too long for a name of one, or not Unicode."""
+        try:
+            name = f"key-{quote(key, safe='')}"
+        except UnicodeEncodeError:
+            raise ValueError(f"a key must be Unicode text, got {key!r:.80}") from None
+        if len(name) > MAX_NAME:
+            raise ValueError(
+                f"the key {key[:20]!r}... is too long: its folder's name has {len(name)} characters, of at most "
+                f"{MAX_NAME} (a byte of a character that is not an ASCII letter or digit counts three)"
+            )
+        return self.root / name
 
     def _locked(self) -> AbstractContextManager[None]:
         return locked(self.root / "lock", LOCK_TIMEOUT)
