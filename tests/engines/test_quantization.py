@@ -138,12 +138,13 @@ def test_the_precision_of_what_was_published_makes_no_difference(make: Make):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_zeros_and_of_extremes(kind: str):
-    weight = torch.tensor([[0.0, 0.0, 0.0], [1e-30, -1e-30, 0.0], [3e38, -1e38, 1.0], [1.0, float("nan"), 2.0]])
+    nan, inf = float("nan"), float("inf")
+    weight = torch.tensor([[0.0, 0.0, 0.0], [1e-30, -1e-30, 0.0], [3e38, -1e38, 1.0], [1.0, nan, 2.0], [1.0, inf, 2.0]])
     quantized, scale = quantize(weight, kind)  # type: ignore[arg-type]
     values = widened(quantized, torch.float32) * scale[:, None]
     assert torch.equal(values[0], torch.zeros(3))
     assert torch.allclose(values[1:3, :2], weight[1:3, :2], rtol=0.07, atol=0)
-    assert values[3].isnan().all()  # a diverged policy is seen
+    assert values[3:].isnan().all()  # a diverged policy is seen
     product = Linear(quantized, None, scale)(torch.eye(3))
     assert torch.equal(product[:, :3], values[:3].T)
 

@@ -38,9 +38,10 @@ def pack(weight: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
     """A weight (out, in) in 8 bits, and the scale (out,), in float32, of each output channel: its largest magnitude
-    becomes the largest number. Rounded to nearest."""
+    becomes the largest number. Rounded to nearest. A channel with NaN or infinity is NaN."""
     values = weight.float()
     scale = values.abs().amax(1) / LARGEST[kind]
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
     scaled = values / torch.where(scale == 0, 1.0, scale)[:, None]
     return (scaled.round().to(torch.int8) if kind == "int8" else scaled.to(torch.float8_e4m3fn)), scale
 

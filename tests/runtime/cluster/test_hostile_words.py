@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -339,10 +340,12 @@ def test_a_rank_of_torchrun_is_one_host_of_the_run(text: str):
 @pytest.mark.parametrize(
     ("given_values", "named"),
     [
-        ({"MASTER_PORT": "x\ny"}, "MASTER_PORT"),
-        ({"RANK": "-1"}, "RANK"),
-        ({"MASTER_ADDR": "-h\n"}, "MASTER_ADDR"),
-        ({"FORGE_SECRET": "a" * 40 + "\nsecond"}, "FORGE_SECRET"),
+        ({"MASTER_PORT": "x\ny"}, "MASTER_PORT "),
+        ({"RANK": "-1"}, "RANK "),
+        ({"MASTER_ADDR": "-h\n"}, "MASTER_ADDR "),
+        ({"FORGE_SECRET": "a" * 40 + "\nsecond"}, "FORGE_SECRET "),
+        ({"FORGE_SECRET": "short", "WORLD_SIZE": "2"}, "FORGE_SECRET: the secret has 5 characters"),
+        ({"FORGE_SECRET": "/nowhere/secret"}, "FORGE_SECRET: FORGE_SECRET names a file that could not be read"),
     ],
 )
 def test_torchrun_says_in_one_line_what_it_does_not_take(given_values: dict[str, str], named: str):
@@ -350,4 +353,16 @@ def test_torchrun_says_in_one_line_what_it_does_not_take(given_values: dict[str,
     done = subprocess.run(command, env=environment(**GIVEN | given_values), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: {named} ")
+    assert line.startswith(f"error: {named}")
+
+
+@pytest.mark.processes
+def test_torchrun_at_a_port_that_is_taken_is_one_line():
+    command = [sys.executable, "-m", "forge.runtime.cluster.torchrun", "train", "x.yaml"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "RANK": "0"}
+        variables = environment(**GIVEN | taken)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: rank 0 cannot listen at MASTER_ADDR 127.0.0.1:")
+    assert "Traceback" not in done.stderr

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from ...system.addresses import join_address
+from .credentials import read_secret
 from .process import run_as_child
 from .wire import split
 from .words import check_words
@@ -97,11 +98,20 @@ def main() -> int:
         os.environ["FORGE_SECRET"] = secrets.token_hex(32)
     if not os.environ["FORGE_SECRET"].isprintable():  # the worker reads it as a line
         raise SystemExit("error: FORGE_SECRET has a line break or a control character: remove it")
+    # Before the ranks wait for one another.
+    try:
+        read_secret()
+    except ValueError as error:
+        raise SystemExit(f"error: FORGE_SECRET: {error}") from None
     rank = meeting.rank
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own store is at the address then
-    store = dist.TCPStore(
-        meeting.address, meeting.port, meeting.world, is_master=rank == 0 and not agent, timeout=MEETING_TIMEOUT
-    )
+    serves = rank == 0 and not agent
+    try:
+        store = dist.TCPStore(meeting.address, meeting.port, meeting.world, is_master=serves, timeout=MEETING_TIMEOUT)
+    except dist.DistError as error:
+        action = "listen" if serves else "reach rank 0"
+        place = f"{meeting.address}:{meeting.port}"
+        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {place}: {error}") from None
     attempt = (
         f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # every restart of torchrun meets under new keys
     )
