@@ -161,6 +161,9 @@ def test_wrong_constructor_arguments_are_refused_before_a_process_starts():
         ({"num_replicas": 0}, "num_replicas must be at least 1"),
         ({"call_timeout": 0}, "call_timeout must be above 0"),
         ({"share": "x", "procs": 2}, "has one process"),
+        ({"memory_gb": 0.1}, "memory_gb must be at least 0.25"),
+        ({"env": {"A=B": "1"}}, "env: 'A=B' = '1' cannot be an environment variable"),
+        ({"env": {"A": "a\0b"}}, r"env: 'A' = 'a\\x00b' cannot be an environment variable"),
     ],
 )
 def test_bad_options(options, message):

@@ -43,8 +43,9 @@ class Options(Section):
     """Compute threads of each process."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables of the processes."""
-    memory_gb: PositiveFloat | None = None
-    """Limit on each process's private memory (RLIMIT_DATA), in GB; beyond it, allocating fails there."""
+    memory_gb: Annotated[float, Ge(0.25)] | None = None
+    """Limit on each process's private memory (RLIMIT_DATA), in GB; beyond it, allocating fails there. Without PyTorch
+    a process needs a fifth of one, and does not start with less."""
     router: Any = "least_loaded"
     """How a replica is chosen for a routed call: `least_loaded`, `round_robin`, `prefix_affine`, or
     `package.module:function`; in Python also a function, see `forge.runtime.controller.routers`."""
@@ -101,6 +102,9 @@ class Options(Section):
 
     def _check(self) -> None:
         resolve_router(self.router)
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"env: {name!r} = {value!r} cannot be an environment variable")
         # Settings without effect are mistakes: the user meant another one.
         if self.gpus_per_proc != 1 and not self.with_gpus:
             raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
