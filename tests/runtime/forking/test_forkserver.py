@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.runtime.controller import forked_processes
+from forge.runtime.controller import ForgeActor, endpoint, forked_processes, run
 from forge.runtime.controller.errors import ReplicaDied
 from forge.runtime.controller.home import private_folder
 from forge.runtime.controller.starting import Standbys
@@ -299,3 +299,27 @@ def test_a_context_within_another_has_its_server_if_the_environment_is_the_same(
             assert len(sockets() - outer) == 1
         assert sockets() == outer
     assert sockets() == before
+
+
+class Libraries(ForgeActor):
+    """Says whether its process has imported what it has not asked for, and one variable."""
+
+    @endpoint
+    def state(self, variable: str) -> tuple[bool, str | None]:
+        return "transformers.modeling_utils" in sys.modules, os.environ.get(variable)
+
+
+@pytest.mark.parametrize(("variable", "is_forked"), [("FORGE_X", True), ("A_LIBRARY_READS", False)])
+def test_a_component_is_forked_unless_a_library_may_read_its_variables(variable: str, is_forked: bool):
+    async def main() -> tuple[bool, str | None]:
+        component = await Libraries.options(env={variable: "1"}).as_actor()
+        return await component.state.call_one(variable)
+
+    with forked_processes():
+        assert run(main()) == (is_forked, "1")
+
+
+def test_the_folder_of_a_compiler_keeps_the_server(monkeypatch: pytest.MonkeyPatch, server: ForkServer):
+    # As PyTorch sets it in a controller that compiles something.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    assert server.has_environment(os.environ)
