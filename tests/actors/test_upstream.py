@@ -135,6 +135,78 @@ def test_torchforges_sections_are_arguments_of_the_trainer():
         TitanTrainer({"name": "qwen3"}, loss=loss)
 
 
+def titan(**settings):
+    return TitanTrainer(**{"model": "m", "loss": ReinforceLoss(clip_ratio=0.2), **settings})
+
+
+def test_what_torchforges_sections_say_is_done_or_an_error():
+    for name, value in (("SGD", "'SGD'"), ("Adam", "'Adam'"), (3, "3")):
+        with pytest.raises(ValueError, match=f"^optimizer.name must be AdamW, got {value}: others are optimizer="):
+            titan(optimizer={"name": name, "lr": 1e-5})
+    with pytest.raises(TypeError, match=r"no setting for lr_scheduler\.decay_ratio = 0\.8"):
+        titan(lr_scheduler={"decay_ratio": 0.8})
+    with pytest.raises(TypeError, match="optimizer must be a mapping of its settings, got 'AdamW'"):
+        titan(optimizer="AdamW")
+    for mode, is_on in ((None, False), ("none", False), ("selective", True), ("full", True)):
+        assert titan(activation_checkpoint={"mode": mode}).settings["gradient_checkpointing"] is is_on
+    with pytest.raises(ValueError, match=r"activation_checkpoint\.mode must be one of none, selective, .*'some'"):
+        titan(activation_checkpoint={"mode": "some"})
+
+
+def test_the_section_of_checkpoints_does_nothing_but_for_a_step_to_load():
+    titan(checkpoint={"load_step": -1, "keep_latest_k": 3, "enable": True}, comm={"init_timeout_seconds": 3})
+    with pytest.raises(TypeError, match=r"checkpoint\.load_step = 100: call load_checkpoint with its path"):
+        titan(checkpoint={"load_step": 100})
+
+
+@pytest.mark.parametrize("model", [None, "", 3])
+def test_no_name_of_a_model_is_not_the_name_none(model):
+    for component in (Generator, ReferenceModel, Trainer, TitanTrainer):
+        settings = {"loss": ReinforceLoss()} if issubclass(component, Trainer) else {}
+        with pytest.raises(ValueError, match=f"model must be a folder or hub id, got {model!r}"):
+            component(model, **settings)
+    with pytest.raises(ValueError, match="model needs hf_assets_path, a folder or hub id"):
+        titan(model={"hf_assets_path": None})
+
+
+LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
+
+
+@pytest.mark.parametrize(
+    ("component", "settings", "error", "message"),
+    [
+        (Generator, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
+        (Generator, {"model": "m", "engine_args": {}}, TypeError, "torchforge's engine_args is generator.vllm here"),
+        (Generator, {"model": "m", "slots": "8"}, ValueError, "slots must be a whole number"),
+        (Generator, {"model": None}, ValueError, "model must be a folder or hub id, got None"),
+        (Generator, {"model": "m", "sampling": {"foo": 1}}, TypeError, "unexpected keyword argument 'foo'"),
+        (Generator, {"model": "m", "max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+        (ReferenceModel, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
+        (Trainer, {**LOSS, "foo": 1}, TypeError, "unknown key 'foo'"),
+        (Trainer, {**LOSS, "lora": {"rnk": 8}}, TypeError, "unknown key 'lora.rnk'"),
+        (Trainer, {**LOSS, "head": "tail"}, ValueError, "head must be one of policy, value, reward; got 'tail'"),
+        (Trainer, {**LOSS, "temperature": 0}, ValueError, "temperature must be"),
+        (Trainer, {**LOSS, "parallelism": {"degree": 2}}, TypeError, "unknown key 'degree'"),
+        (TitanTrainer, {**LOSS, "foo": 1}, TypeError, "unknown key 'foo'"),
+        (TitanTrainer, {**LOSS, "optimizer": {"lrr": 1}}, TypeError, "unknown key 'lrr'"),
+        (TitanTrainer, {**LOSS, "optimizer": {"lr": "fast"}}, ValueError, "learning_rate must be a number, got 'fast'"),
+        (TitanTrainer, {"model": "m"}, TypeError, "missing a required .*'loss'"),
+        (ReplayBuffer, {"batch_size": -1}, ValueError, "batch_size must be a whole number of at least 1, got -1"),
+        (ReplayBuffer, {"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
+        (ReplayBuffer, {"batch_size": "4"}, ValueError, "batch_size must be .* got '4': remove the quotes"),
+        (ReplayBuffer, {"batch_size": 4, "dp_size": 0}, ValueError, "dp_size must be a whole number of at least 1"),
+        (ReplayBuffer, {"batch_size": 4, "collate": "x"}, ValueError, "collate must be a function .* got 'x'"),
+        (ReplayBuffer, {"max_policy_age": "1"}, ValueError, "max_policy_age must be a whole number of at least 0"),
+        (ReplayBuffer, {"capacity": None}, ValueError, "capacity must be a whole number of at least 1, got None"),
+    ],
+)
+def test_wrong_settings_are_errors_of_the_call_before_anything_starts(component, settings, error, message):
+    for start in (component.options(procs=1).as_service, component.options(procs=1).as_actor):
+        with pytest.raises(error, match=message) as caught:
+            start(**settings)  # not awaited, and without an event loop: nothing can have started
+        assert "\n" not in str(caught.value)
+
+
 def test_logprobs_of_a_response():
     logits = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([[1, 2, 3], [4, 5, 8]])

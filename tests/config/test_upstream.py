@@ -11,7 +11,8 @@ import yaml
 from forge.cli import main
 from forge.config import read
 from forge.config.foreign_names import leaves
-from forge.config.upstream import KEYS, NOTES, Settings, convert, read_upstream
+from forge.config.upstream import Settings, convert, read_upstream
+from forge.config.upstream_keys import KEYS, NOTES
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft_config import SFTConfig
 from tests.config.test_foreign_names import has_key
@@ -161,7 +162,7 @@ def test_the_file_of_grpo_loads_with_all_that_it_says(tmp_path: Path, capsys: py
     ours = tmp_path / "ours.yaml"
     ours.write_text(printed)
     # vLLM is not installed here; the embedded engine takes the same keys.
-    config = read(RLConfig, ours, [("generator.engine", "embedded")])
+    config = read(RLConfig, ours, [("generator.engine", "embedded"), ("generator.vllm", "{}")])
     assert config.model == "Qwen/Qwen3-1.7B"
     assert (config.grpo.n_samples, config.grpo.max_tokens, config.grpo.settings()["beta"]) == (8, 1024, 0.1)
     # 16 answers of groups of 8.
@@ -176,7 +177,8 @@ def test_the_file_of_grpo_loads_with_all_that_it_says(tmp_path: Path, capsys: py
     assert config.services.ref_model is not None
     assert config.services.ref_model.with_gpus
     assert config.run.name == "qwen3"
-    assert yaml.safe_load(printed)["generator"]["engine"] == "vllm"
+    generator = yaml.safe_load(printed)["generator"]
+    assert (generator["engine"], generator["vllm"]) == ("vllm", {"enforce_eager": False})
 
 
 @pytest.mark.parametrize("values", [SMALL, LARGE, SFT], ids=["small", "large", "sft"])
@@ -185,12 +187,12 @@ def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[st
     converted = convert(resolved)
     text = converted.text("qwen3.yaml")
     for path in [leaf for name, part in converted.values.items() for leaf in leaves(name, part)]:
-        assert has_key(path) or path.startswith("services."), path
+        assert has_key(path) or path.startswith(("services.", "generator.vllm.")), path
     noted = {name for name, _, _ in converted.notes}
     for key in [leaf for name, part in resolved.items() for leaf in leaves(name, part)]:
         is_converted = key in KEYS or key.removeprefix("trainer.") in ("optimizer.name", "activation_checkpoint.mode")
         # What another key says already, such as the model of the tokenizer.
-        is_said = key.startswith(("policy.engine_args.", "dataset.model")) or key.endswith(
+        is_said = key.startswith(("policy.engine_args.", "dataset.model", "model.hf_assets_path")) or key.endswith(
             ("initial_load_path", "async_mode")
         )
         assert is_converted or is_said or key in noted, key
@@ -258,3 +260,152 @@ def test_interpolations_keep_types(tmp_path: Path):
     assert values.a == {"b": 3, "c": "x3", "d": [True], "e": "z"}
     with pytest.raises(AttributeError, match="has no key 'absent'; it has n, flag, a"):
         values.absent  # noqa: B018
+
+
+def test_arguments_of_vllm_are_kept_but_for_those_that_other_keys_say():
+    engine = {
+        "model": "a/b",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "trust_remote_code": True,
+        "max_num_seqs": 1,
+        "seed": 0,
+        "gpu_memory_utilization": 1.0,
+        "quantization": None,
+    }
+    kept = {
+        name: value
+        for name, value in engine.items()
+        if name not in ("model", "tensor_parallel_size", "pipeline_parallel_size", "quantization")
+    }
+    for name in ("engine_args", "engine_config"):
+        values = convert({"model": "a/b", "policy": {name: engine}}).values
+        assert repr(values["generator"]["vllm"]) == repr(kept)  # True is not 1
+    placed = {"model": "a/b", "services": {"policy": {"procs": 4}}}
+    differing = {"model": "c/d", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert convert(placed | {"policy": {"engine_args": differing}}).values["generator"]["vllm"] == differing
+
+
+def rl(shard: int, procs: int | None, **degrees: int) -> dict[str, Any]:
+    return {
+        "group_size": 8,
+        "local_batch_size": 16,
+        "replay_buffer": {"dp_size": shard},
+        "trainer": {"parallelism": {"data_parallel_shard_degree": shard, **degrees}},
+        "actors": {} if procs is None else {"trainer": {"procs": procs}},
+    }
+
+
+def test_a_buffer_for_all_shards_has_as_many_parts_as_the_trainer_has_shards():
+    sizes = [(8, {}, 16), (8, {"tensor_parallel_degree": 2}, 8), (8, {"data_parallel_replicate_degree": 4}, 4)]
+    for procs, degrees, size in [*sizes, (None, {}, 2), (None, {"tensor_parallel_degree": 2}, 2)]:
+        assert convert(rl(-1, procs, **degrees)).values["training"]["batch_size"] == size
+    assert convert(rl(2, 2)).values["training"]["batch_size"] == 4
+    with pytest.raises(ValueError, match=r"dp_size = -1: .* make 2, which does not divide actors.trainer.procs = 3"):
+        convert(rl(-1, 3, context_parallel_degree=2))
+
+
+def test_ranks_that_share_rows_do_not_multiply_the_batch_of_sft():
+    values = SFT | {"model_name": "m", "parallelism": {"tensor_parallel_degree": 2, "context_parallel_degree": 2}}
+    assert convert(values).values["training"]["batch_size"] == 2
+    with pytest.raises(ValueError, match=r"degrees of parallelism make 3, which does not divide processes.procs = 8"):
+        convert(SFT | {"parallelism": {"tensor_parallel_degree": 3}})
+
+
+RL = {"group_size": 8, "local_batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            RL | {"local_batch_size": "16"},
+            "local_batch_size must be a whole number of at least 1, got '16': remove the",
+        ),
+        (RL | {"local_batch_size": 16.0}, r"local_batch_size must be a whole number of at least 1, got 16\.0"),
+        (RL | {"local_batch_size": True}, "local_batch_size must be a whole number of at least 1, got True"),
+        (RL | {"local_batch_size": 0}, "local_batch_size must be a whole number of at least 1, got 0"),
+        (RL | {"group_size": None}, "group_size must be a whole number of at least 1, got None"),
+        (RL | {"group_size": "8"}, "group_size must be a whole number of at least 1, got '8'"),
+        (RL | {"group_size": [8]}, r"group_size must be a whole number of at least 1, got \[8\]"),
+        (RL | {"group_size": {"of": 8}}, "group_size must be a whole number of at least 1, got {'of': 8}"),
+        (RL | {"group_size": 0}, "group_size must be a whole number of at least 1, got 0"),
+        ({"group_size": "8"}, "group_size must be a whole number of at least 1, got '8'"),
+        (RL | {"group_size": "???"}, r"group_size is open \(\?\?\?\): write its value"),
+        (
+            RL | {"policy": {"sampling_params": {"n": 3}}},
+            "policy.sampling_params.n = 3 is not group_size = 8: set both",
+        ),
+        (RL | {"replay_buffer": {"dp_size": 0}}, "replay_buffer.dp_size must be a whole number of at least 1, got 0"),
+        (RL | {"replay_buffer": {"dp_size": "x"}}, "replay_buffer.dp_size must be a whole number"),
+        (RL | {"services": {"policy": {"procs": "x"}}}, "services.policy.procs must be a whole number"),
+        (
+            RL | {"trainer": {"checkpoint": {"enable": "no"}}},
+            "trainer.checkpoint.enable must be true or false, got 'no'",
+        ),
+        (
+            RL | {"trainer": {"activation_checkpoint": {"mode": 1}}},
+            "mode must be one of none, selective, full, .* got 1",
+        ),
+        (SFT | {"processes": {"procs": "x"}}, "processes.procs must be a whole number of at least 1, got 'x'"),
+        (SFT | {"training": {"local_batch_size": "1"}}, "training.local_batch_size must be a whole number"),
+        (SFT | {"parallelism": {"tensor_parallel_degree": 0}}, "parallelism.tensor_parallel_degree must be a whole"),
+    ],
+)
+def test_wrong_values_are_one_line_that_names_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str
+):
+    with pytest.raises(SystemExit, match=f"^error: .*{message}") as caught:
+        main(["convert", "upstream", str(written(tmp_path, values))])
+    assert "\n" not in str(caught.value)
+    assert not capsys.readouterr().out
+
+
+def test_switches_of_checkpoints_and_activations():
+    def converted(**sections: Any) -> dict[str, Any]:
+        return convert(RL | {"trainer": sections}).values
+
+    assert converted(checkpoint={"enable": False, "interval": 500})["checkpoint"] == {"every": 0}
+    assert converted(checkpoint={"interval": 500, "enable": False})["checkpoint"] == {"every": 0}
+    assert convert({"checkpoint": {"enable": False}}).values["checkpoint"] == {"every": 0}
+    assert converted(checkpoint={"enable": True, "interval": 500})["checkpoint"] == {"every": 500}
+    for mode in (None, "disabled"):
+        assert "checkpoint" not in converted(checkpoint={"async_mode": mode})
+    assert converted(checkpoint={"async_mode": "async_with_pinned_mem"})["checkpoint"] == {"async_write": True}
+    for mode, is_on in ((None, False), ("none", False), ("full", True)):
+        training = converted(activation_checkpoint={"mode": mode})["training"]
+        assert training["gradient_checkpointing"] is is_on
+
+
+def test_of_two_keys_for_one_here_the_first_has_a_comment():
+    converted = convert(RL | {"off_by_n": 1, "replay_buffer": {"max_policy_age": 3}})
+    assert converted.values["async"] == {"max_policy_age": 3}
+    assert ("off_by_n", 1, "async.max_policy_age is that of replay_buffer.max_policy_age") in converted.notes
+
+
+def test_a_comment_has_one_line():
+    converted = convert(RL | {"unheard": "a\n\n  b: 1\n"})
+    assert yaml.safe_load(converted.text("x.yaml")) == converted.values
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${oc.env:NEVER_SET,null}", None),
+        ("${oc.env:NEVER_SET,}", ""),
+        ("${oc.env:NEVER_SET, 'a b'}", "a b"),
+        ("x${oc.env:NEVER_SET,}y", "xy"),
+        ("${oc.env:USER,null}", "ada"),
+        (r"\${model}", "${model}"),
+        (r"\${model}-${model}", "${model}-a/b"),
+    ],
+)
+def test_defaults_of_the_environment_and_literal_texts(tmp_path: Path, text: str, value: Any):
+    assert read_upstream(written(tmp_path, {"model": "a/b", "x": text}))["x"] == value
+
+
+def test_a_sum_of_what_is_no_number_is_one_line(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"\$\{sum:1,x\} needs whole numbers"):
+        read_upstream(written(tmp_path, {"x": "${sum:1,x}"}))

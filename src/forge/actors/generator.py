@@ -17,6 +17,7 @@ from typing import Any
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
 from ..models.flops import causal, forward_flops
+from ..models.hub import check_model_name
 from ..models.tokenizer import open_tokenizer
 from ..models.weight_layouts import has_adapters, merge_adapters
 from ..observability import Reduce, phase, record_metric
@@ -46,6 +47,8 @@ class Generator(ForgeActor):
         settings: fields of `forge.engines.EngineSettings`: engine, slots, max_seq_len, dtype, on_update, vllm.
     """
 
+    constructor_checks = True
+
     def __init__(
         self,
         model: str,
@@ -60,6 +63,7 @@ class Generator(ForgeActor):
         sampling: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        check_model_name(model)
         self.model = model
         self.store_ref = store
         self.weights_key = weights_key
@@ -73,6 +77,7 @@ class Generator(ForgeActor):
         self.loading = threading.Lock()
         self.defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self.defaults |= {"max_tokens": max_tokens, "stop_token_ids": tuple(stop_token_ids), **(sampling or {})}
+        Sampling(**self.defaults)  # a wrong one is an error here, and not of each request
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:

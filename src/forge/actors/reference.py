@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..data.packing import pack
+from ..models.hub import check_model_name
 from ..observability import phase
 from ..runtime.controller import ForgeActor, Options, endpoint
 from ..training.settings import Parallelism, PassSettings
@@ -31,6 +32,8 @@ class ReferenceModel(ForgeActor):
         settings: `seq_len`, `dtype` and `weights_dtype` of `forge.training.settings.PassSettings`, as of the policy.
     """
 
+    constructor_checks = True
+
     def __init__(
         self,
         model: str,
@@ -40,6 +43,7 @@ class ReferenceModel(ForgeActor):
         sharded: bool = False,
         **settings: Any,
     ) -> None:
+        check_model_name(model)
         self.model = model
         self.temperature = temperature
         self.passes = PassSettings(**settings)

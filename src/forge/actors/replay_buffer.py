@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from ..config.numbers import whole
 from ..observability import Reduce, phase, record_metric
 from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
 from ..types import Episode, Group, Seen
@@ -48,6 +49,8 @@ class ReplayBuffer(ForgeActor):
         collate: called with the list of parts; its value is what that `sample` returns.
     """
 
+    constructor_checks = True
+
     def __init__(
         self,
         capacity: int = 4096,
@@ -64,10 +67,21 @@ class ReplayBuffer(ForgeActor):
         dp_size: int | None = None,
         collate: Callable[[list[list[Any]]], Any] | None = None,
     ) -> None:
-        if dp_size is not None and (dp_size < 1 or batch_size is None):
+        whole(capacity, "capacity")
+        for name, value in (("replace", replace), ("start", start), ("keep_dropped", keep_dropped)):
+            whole(value, name, 0)
+        for name, optional, least in (
+            ("batch_size", batch_size, 1),
+            ("dp_size", dp_size, 1),
+            ("steps", steps, 0),
+            ("max_policy_age", max_policy_age, 0),
+        ):
+            if optional is not None:
+                whole(optional, name, least)
+        if dp_size is not None and batch_size is None:
             raise ValueError(f"dp_size must be at least 1, and needs a batch_size: got {dp_size} and {batch_size}")
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        if collate is not None and not callable(collate):
+            raise ValueError(f"collate must be a function of the parts of a batch, got {collate!r:.80}")
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
         self.capacity = capacity

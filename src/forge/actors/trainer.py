@@ -13,10 +13,11 @@ import numpy as np
 from ..config.upstream import trainer_settings
 from ..data.packing import pack, pack_tensors
 from ..models.flops import forward_flops
+from ..models.hub import check_model_name
 from ..observability import phase
 from ..runtime.controller import ForgeActor, Service, endpoint
 from ..runtime.store import Store
-from ..training.settings import OptimizerSettings, Parallelism
+from ..training.settings import OptimizerSettings, Parallelism, PolicySettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .ledger import Ledger
@@ -68,6 +69,8 @@ class Trainer(ForgeActor):
             `forge.training.settings.PassSettings`, such as `seq_len`, `dtype` and `mini_batches`.
     """
 
+    constructor_checks = True
+
     def __init__(
         self,
         model: str,
@@ -86,6 +89,8 @@ class Trainer(ForgeActor):
         publish_dtype: str | None = None,
         **settings: Any,
     ) -> None:
+        check_model_name(model)
+        PolicySettings(**settings)  # a wrong one is an error here, and not of the process that loads the model
         self.publish_dtype = publish_dtype
         self.model = model
         self.loss = loss
@@ -386,17 +391,19 @@ class TitanTrainer(Trainer):
 
     Args:
         model: as of `Trainer`, or torchforge's mapping with `hf_assets_path`.
-        optimizer: as of `Trainer`, or with torchforge's `name`, `lr` and `eps`.
+        loss: as of `Trainer`.
+        optimizer: as of `Trainer`, or with torchforge's `name` (AdamW), `lr` and `eps`.
         parallelism, **settings: as of `Trainer`. torchforge's sections `training`, `lr_scheduler`, `compile` and
-            `activation_checkpoint` are read as `forge convert upstream` reads them, `checkpoint` and `comm` do nothing.
+            `activation_checkpoint` are read as `forge convert upstream` reads them; `checkpoint` and `comm` do nothing,
+            but for a `checkpoint.load_step`, which is an error that names `load_checkpoint`.
 
     Raises:
-        ValueError: a mapping without the path of a model.
+        ValueError: a mapping without the path of a model, or an optimizer's name other than AdamW.
         TypeError: a section has a key without an equivalent; names it.
     """
 
-    def __init__(self, model: str | Mapping[str, Any], **settings: Any) -> None:
-        super().__init__(**{"backend": "titan", **trainer_settings({"model": model, **settings})})
+    def __init__(self, model: str | Mapping[str, Any], *, loss: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(**{"backend": "titan", **trainer_settings({"model": model, "loss": loss, **settings})})
 
 
 def _work(batch: Batch) -> tuple[float, float, float]:

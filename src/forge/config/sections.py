@@ -40,6 +40,10 @@ class ConfigError(ValueError):
     """An invalid configuration: the fault and the remedy in one line."""
 
 
+class UnknownKey(ConfigError, TypeError):
+    """A key that a section does not have, where Python code constructs it: an argument that does not exist."""
+
+
 class _OneLineErrors(ModelMetaclass):
     """Makes errors of sections that Python code constructs look like those of files.
 
@@ -51,7 +55,8 @@ class _OneLineErrors(ModelMetaclass):
         try:
             return super().__call__(*args, **settings)
         except ValidationError as error:
-            raise ConfigError(_describe_error(cls, error)) from None
+            is_unknown = any(fault["type"] in UNKNOWN for fault in error.errors())
+            raise (UnknownKey if is_unknown else ConfigError)(_describe_error(cls, error)) from None
 
 
 class Section(BaseModel, metaclass=_OneLineErrors):
@@ -371,6 +376,7 @@ def choices_in(hint: Type) -> tuple[Json, ...]:
     return next(filter(None, map(choices_in, typing.get_args(hint))), ())
 
 
+UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's kinds of errors of keys that do not exist
 # Names of pydantic's types and limits in errors.
 TYPES = {
     "int_type": "a whole number",
@@ -389,12 +395,11 @@ LIMITS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_
 
 def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     """Describe one error of several: an unknown key first, for it explains a missing one."""
-    unknown = ("extra_forbidden", "invalid_key")
     # A file of another library has many unknown keys: one line says what stands for them.
-    foreign = [leaf for e in errors.errors() if e["type"] in unknown for leaf in leaves(_location(e, key), e["input"])]
+    foreign = [leaf for e in errors.errors() if e["type"] in UNKNOWN for leaf in leaves(_location(e, key), e["input"])]
     if lines := translated(foreign):
         return f"unknown key {foreign[0]!r}: {lines}" if len(foreign) == 1 else f"unknown keys: {lines}"
-    error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in unknown)
+    error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in UNKNOWN)
     kind = error["type"]
     hint = cls
     value = without_secrets(error["input"], ".".join(map(str, error["loc"])))
@@ -411,7 +416,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         elif section is not None and item in keys_of(section):
             key = _join(key, item)
             hint = keys_of(section)[item].annotation
-        elif section is not None and kind in unknown:
+        elif section is not None and kind in UNKNOWN:
             name = error["input"] if kind == "invalid_key" else item
             candidates = [] if key else _sections_with(section, name)
             if candidates:

@@ -1,12 +1,11 @@
 """Configuration files of Meta's torchforge: read with their interpolations, and written with the keys of this library.
 
-`KEYS` and `NOTES` are the two halves of the table: what a key is here, and why another has no equivalent.
+`forge.config.upstream_keys` has the table of keys.
 """
 
 from __future__ import annotations
 
-import os
-import re
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,126 +13,12 @@ from typing import Any
 
 import yaml
 
+from .interpolations import resolve_all
+from .numbers import whole
+from .upstream_keys import ALPACA, COUNTS, ENGINE, KEYS, LEAST, MESH, NOTES, PROGRAM, RECOMPUTED
 from .yaml_files import read_yaml
 
 Json = Any
-INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
-MAX_ROUNDS = 100  # substitutions in one text; a chain of names is a few long, a circle has no end
-
-# Sections of TorchTitan, at the top of a file of SFT and within `trainer` in one of RL.
-TITAN = {
-    "optimizer.lr": "training.learning_rate",
-    "optimizer.eps": "training.epsilon",
-    "optimizer.beta1": "training.beta1",
-    "optimizer.beta2": "training.beta2",
-    "optimizer.weight_decay": "training.weight_decay",
-    "lr_scheduler.warmup_steps": "training.warmup_steps",
-    "lr_scheduler.decay_type": "training.schedule",
-    "lr_scheduler.min_lr_factor": "training.min_lr_ratio",
-    "training.seq_len": "training.seq_len",
-    "training.max_norm": "training.max_grad_norm",
-    "training.steps": "training.steps",
-    "training.dtype": "training.dtype",
-    "training.compile": "training.compile",
-    "compile.enable": "training.compile",
-    "checkpoint.interval": "checkpoint.every",
-    **{
-        f"parallelism.{name}_degree": f"parallelism.{name}_degree"
-        for name in (
-            "data_parallel_replicate",
-            "data_parallel_shard",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "context_parallel",
-            "expert_parallel",
-        )
-    },
-}
-PLACEMENT = ("procs", "num_replicas", "hosts", "with_gpus")
-SERVICES = {
-    "services.policy": "services.generator",
-    "services.ref_model": "services.ref_model",
-    "services.reward_actor": "services.reward",
-    "actors.trainer": "services.trainer",
-    "processes": "services.trainer",
-}
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "bad_words")
-KEYS = {
-    "model": "model",
-    "model_name": "model",
-    "group_size": "grpo.n_samples",
-    "max_req_tokens": "dataset.max_prompt_tokens",
-    "max_res_tokens": "grpo.max_tokens",
-    "off_by_n": "async.max_policy_age",
-    "replay_buffer.max_policy_age": "async.max_policy_age",
-    "replay_buffer.seed": "seed",
-    "dataset.path": "dataset.path",
-    # torchforge passes it to `load_dataset` as the name of a configuration: gsm8k's is "main".
-    "dataset.revision": "dataset.subset",
-    "dataset.data_split": "dataset.split",
-    "dataset.streaming": "dataset.streaming",
-    "metric_logging.wandb.project": "metrics.wandb.project",
-    "metric_logging.wandb.group": "metrics.wandb.group",
-    "metric_logging.wandb.name": "metrics.wandb.name",
-    "metric_logging.wandb.entity": "metrics.wandb.entity",
-    **{f"policy.{section}.n": "grpo.n_samples" for section in ("sampling_params", "sampling_config")},
-    **{
-        f"policy.{section}.{name}": f"grpo.{name}"
-        for section in ("sampling_params", "sampling_config")
-        for name in SAMPLING
-    },
-    **{f"{prefix}{name}": target for name, target in TITAN.items() for prefix in ("", "trainer.")},
-    **{f"{name}.{option}": f"{target}.{option}" for name, target in SERVICES.items() for option in PLACEMENT},
-}
-# Why a key has no equivalent; one that ends with a dot is for all keys of a section. The longest that fits counts.
-NOTES = {
-    "": "no equivalent",
-    "local_batch_size": "part of training.batch_size, which counts prompts",
-    "batch_size": "part of training.batch_size, which counts prompts",
-    "rollout_threads": "rollouts run ahead as far as async.max_policy_age",
-    "training_threads": "one loop trains",
-    "provisioner.": "forge launch slurm FILE, or the section cluster",
-    "launcher": "forge launch slurm FILE, or the section cluster",
-    "job_name": "run.name",
-    "checkpoint_folder": "checkpoints are in run.root/run.name",
-    "comm.": "communication has no settings here",
-    "dataset.model": "the tokenizer is the model's own",
-    "metric_logging.console.": "the console always has a line for each step",
-    "metric_logging.wandb.": "metrics are merged over all ranks",
-    "policy.": "vLLM's own arguments are keys of generator.vllm",
-    "model.": "the architecture is read from the model's config.json",
-    "trainer.model.": "the architecture is read from the model's config.json",
-    "optimizer.": "AdamW; training.optimizer has the choices",
-    "lr_scheduler.": "training.schedule and training.min_lr_ratio",
-    "training.local_batch_size": "part of training.batch_size",
-    "training.gc_freq": "no garbage collection by steps is needed",
-    "training.dataset": "dataset.path",
-    "parallelism.disable_loss_parallel": "the loss never gathers logits",
-    "checkpoint.enable": "checkpoint.every: 0 writes none",
-    "checkpoint.folder": "checkpoints are in run.root/run.name",
-    "checkpoint.initial_load": "training starts from model",
-    "checkpoint.last_save_in_hf": "the last model is always exported in Hugging Face format",
-    "checkpoint.async_mode": "checkpoint.async_write",
-    "activation_checkpoint.": "training.gradient_checkpointing",
-    "replay_buffer.batch_size": "part of training.batch_size, which counts prompts",
-    "replay_buffer.dp_size": "ranks divide a batch themselves",
-    "ref_model.": "the reference is the model at its start, with the trainer's dtype and parallelism",
-    "actors.dataset.": "in the controller's process; services.dataset starts one",
-    "actors.replay_buffer.": "in the controller's process; services.replay_buffer starts one",
-    "actors.compute_advantages.": "advantages are the algorithm's, in the controller",
-    "datasets.": "dataset, and dataset.sources for several",
-    "eval.": "eval has other keys, docs/configuration.md",
-}
-MESH = "services have the names of their sections"
-# What a program of torchforge's has in its code; with the comment that says so.
-PROGRAM = {
-    "reward": {"functions": ["MathReward", "ThinkingReward"]},
-    "dataset.target_pattern": r"####\s*(.+)",
-    "dataset.chat_template": True,
-    "dataset.system_prompt": "Reason between <think> and </think>, then answer between <answer> and </answer>.",
-    "grpo.beta": 0.1,
-}
-ALPACA = "yahma/alpaca-cleaned"  # of torchforge's apps/sft/main.py
 
 
 class Settings(dict[str, Json]):
@@ -202,35 +87,33 @@ def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
     return resolve_all(values)
 
 
-def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
-    """Resolve `${key}`, `${sum:a,b}` and `${oc.env:NAME,default}` everywhere in nested values."""
-
-    # Every value against the values as they were written: a name may come after its use.
-    def resolved(value: Json) -> Json:
-        if isinstance(value, dict):
-            return {name: resolved(part) for name, part in value.items()}
-        if isinstance(value, list):
-            return [resolved(part) for part in value]
-        return _resolve(value, values) if isinstance(value, str) else value
-
-    resolved_values: dict[str, Json] = resolved(values)
-    return resolved_values
-
-
 def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
     """Write a configuration of torchforge's with the keys of this library.
 
     Args:
         values: from `read_upstream`.
         name: of the run.
+
+    Raises:
+        ValueError: a number of another kind, an open value (`???`), or one that contradicts another key; names the key.
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
+    sources: dict[str, tuple[str, Json]] = {}  # by key here
     for key, value in _leaves("", values):
-        target = _place(converted.recipe, key, value)
-        if target is not None:
-            converted.put(*target)
-        elif not _is_said(key, value, values):
-            converted.notes.append((key, value, _note(key)))
+        _check(key, value)
+        target = _engine_argument(key, value, values) or _place(converted.recipe, key, value)
+        if target is None:
+            if not _is_said(key, value, values):
+                converted.notes.append((key, value, _note(key)))
+            continue
+        path, here = target
+        earlier, earlier_value = sources.get(path, (key, value))
+        if earlier_value != value:
+            converted.notes.append((earlier, earlier_value, f"{path} is that of {key}"))
+        sources[path] = key, value
+        converted.put(path, here)
+    if any(_is_off(values, f"{section}checkpoint.enable") for section in ("", "trainer.")):
+        converted.put("checkpoint.every", 0)
     converted.put("run.name", name)
     if converted.recipe == "train":
         _finish_rl(converted, values)
@@ -243,30 +126,41 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `forge.actors.Trainer` from those of torchforge's TitanTrainer; others stay as they are.
 
     Raises:
-        ValueError: `model` is a mapping without hf_assets_path.
+        ValueError: `model` is a mapping without hf_assets_path, or the optimizer's name is not AdamW.
         TypeError: a section has a key without an equivalent.
     """
     # `optimizer` and `parallelism` are sections of `Trainer` as well, whose keys differ.
     sections = ("training", "lr_scheduler", "compile", "checkpoint", "activation_checkpoint", "comm")
     torchforge = {name: settings[name] for name in sections if isinstance(settings.get(name), Mapping)}
     arguments = {name: value for name, value in settings.items() if name not in torchforge}
-    optimizer = dict(arguments.pop("optimizer", None) or {})
+    optimizer = arguments.pop("optimizer", None) or {}
+    if not isinstance(optimizer, Mapping):
+        raise TypeError(f"optimizer must be a mapping of its settings, got {optimizer!r:.80}")
+    optimizer = {**optimizer}
     renamed = {name: optimizer.pop(name) for name in ("name", "lr", "eps") if name in optimizer}
     torchforge |= {"optimizer": renamed} if renamed else {}
     model = arguments["model"]
     if isinstance(model, Mapping):
-        if "hf_assets_path" not in model:
-            raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {', '.join(model)}")
+        if not model.get("hf_assets_path"):
+            raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
         arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
     for key, value in _leaves("", torchforge):
-        target = _place("train", key, value)
-        if target is None and _note(key) == NOTES[""]:
-            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
-        if target is None or target[0].startswith("checkpoint."):
+        if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
+        if key.startswith(("checkpoint.", "comm.")):
             continue
-        name = target[0].rpartition(".")[2]
-        is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
-        (arguments if is_pass else optimizer)[name] = target[1]
+        target = _place("train", key, value)
+        if target is not None:
+            name = target[0].rpartition(".")[2]
+            is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
+            (arguments if is_pass else optimizer)[name] = target[1]
+        elif key == "optimizer.name" and value is not None:
+            raise ValueError(
+                f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'muon'}}"
+            )
+        # Others have no effect here, but for those of the schedule.
+        elif value is not None and _note(key) in (NOTES[""], NOTES["lr_scheduler."]):
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
     if isinstance(arguments.get("parallelism"), Mapping):
         degrees = arguments["parallelism"].items()
         arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}
@@ -290,38 +184,6 @@ def _override(values: dict[str, Json], override: str) -> None:
         raise ValueError(f"an override is written as section.key=value, got {override}")
 
 
-def _resolve(text: str, values: Mapping[str, Json]) -> Json:
-    """A text with its interpolations, the innermost first; one that is nothing else keeps the type of its value."""
-    for _ in range(MAX_ROUNDS):
-        match = INTERPOLATION.search(text)
-        if match is None:
-            return text.removeprefix("hf://")
-        value = _value_of(match[1].strip(), values)
-        if match[0] == text and not isinstance(value, str):
-            return value
-        text = f"{text[: match.start()]}{value}{text[match.end() :]}"
-    raise ValueError(f"the interpolation {text!r} refers to itself")
-
-
-def _value_of(expression: str, values: Mapping[str, Json]) -> Json:
-    """The value of one interpolation."""
-    resolver, _, arguments = expression.partition(":")
-    if resolver == "sum":
-        return sum(int(number) for number in arguments.split(","))
-    if resolver == "oc.env":
-        variable, _, default = arguments.partition(",")
-        if variable not in os.environ and not default:
-            raise ValueError(f"${{{expression}}}: the environment has no {variable}: set it, or write the value")
-        return os.environ.get(variable, default.strip())
-    # The path of another key.
-    value: Json = values
-    for name in expression.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(f"${{{expression}}} names a key that the file does not have")
-        value = value[name]
-    return value
-
-
 def _leaves(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -337,14 +199,11 @@ def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     if titan == "optimizer.name" and str(value).lower() == "adamw":
         return "training.optimizer", "adamw"
     if titan == "activation_checkpoint.mode":
-        return "training.gradient_checkpointing", value != "none"
-    if titan == "checkpoint.async_mode" and value != "disabled":
+        if str(value).lower() not in RECOMPUTED:
+            raise ValueError(f"{key} must be one of {', '.join(RECOMPUTED)}, got {value!r:.80}")
+        return "training.gradient_checkpointing", RECOMPUTED[str(value).lower()]
+    if titan == "checkpoint.async_mode" and str(value).startswith("async"):
         return "checkpoint.async_write", True
-    engine = re.fullmatch(r"policy\.engine_(?:args|config)\.(.+)", key)
-    if engine is not None:
-        # One process of the service is one rank of vLLM.
-        placed = engine[1] in ("model", "tensor_parallel_size") or value in (None, False, 1)
-        return None if placed else (f"generator.vllm.{engine[1]}", value)
     if key not in KEYS or value is None:
         return None
     target = KEYS[key]
@@ -359,10 +218,44 @@ def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     return target, value.removeprefix("hf://")
 
 
+def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple[str, Json] | None:
+    """The key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
+    engine = ENGINE.fullmatch(key)
+    procs = _at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
+    said = {"model": _model(values), "tensor_parallel_size": 1 if procs is None else procs, "pipeline_parallel_size": 1}
+    if engine is None or value is None or (engine[1] in said and said[engine[1]] == value):
+        return None
+    return f"generator.vllm.{engine[1]}", value
+
+
+def _model(values: Mapping[str, Json]) -> str | None:
+    """The file's model; in one of SFT `model` is a section."""
+    return next((values[name] for name in ("model", "model_name") if isinstance(values.get(name), str)), None)
+
+
+def _is_off(values: Mapping[str, Json], path: str) -> bool:
+    """Whether a switch is false. ValueError: it is neither true nor false."""
+    value = _at(values, path)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{path} must be true or false, got {value!r:.80}")
+    return value is False
+
+
+def _check(key: str, value: Json) -> None:
+    """Check a value that is computed with, or counts. ValueError: it is no such number, or open; names the key."""
+    if value == "???":
+        raise ValueError(f"{key} is open (???): write its value")
+    least = LEAST.get(key.rpartition(".")[2])
+    if least is not None and value is not None and (key in KEYS or key in COUNTS):
+        whole(value, key, -1 if key.endswith(("data_parallel_shard_degree", "dp_size")) else least)
+
+
 def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
     """Whether nothing is lost without this key: it is a default, or another one says it."""
-    model = values.get("model", values.get("model_name"))
-    if key.startswith(("policy.engine_args.", "policy.engine_config.")):
+    model = _model(values)
+    if ENGINE.fullmatch(key):  # `_engine_argument` keeps all others
+        return True
+    if key.removeprefix("trainer.") == "checkpoint.enable" and value is False:
         return True
     if key.startswith(("parallelism.", "trainer.parallelism.")) and key.endswith("_degree") and value == 1:
         return True
@@ -388,11 +281,20 @@ def _at(values: Mapping[str, Json], path: str) -> Json:
 def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
     """The batch in prompts, the engine, and what torchforge's program has in its code."""
     # By the names of its newer files, its older ones, and its buffer.
-    size = values.get("local_batch_size") or values.get("batch_size") or _at(values, "replay_buffer.batch_size")
-    if size:
+    sizes = ("local_batch_size", "batch_size", "replay_buffer.batch_size")
+    key = next((name for name in sizes if _at(values, name) is not None), None)
+    group = values.get("group_size")
+    if group is not None or (key and "group_size" in values):
+        group = whole(group, "group_size")
+    for section in ("sampling_params", "sampling_config"):
+        samples = _at(values, f"policy.{section}.n")
+        if None not in (group, samples) and group != samples:
+            raise ValueError(f"policy.{section}.n = {samples} is not group_size = {group}: set both to one number")
+        group = group or samples
+    if key:
         # A batch there counts answers on each rank, here prompts in all.
-        episodes = size * (_at(values, "replay_buffer.dp_size") or 1)
-        converted.put("training.batch_size", max(1, -(-episodes // values.get("group_size", 1))))
+        episodes = whole(_at(values, key), key) * _buffer_parts(values)
+        converted.put("training.batch_size", max(1, -(-episodes // (group or 1))))
     # Its engine is always vLLM.
     if _at(values, "policy.engine_args") or _at(values, "policy.engine_config"):
         converted.put("generator.engine", "vllm")
@@ -412,15 +314,38 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
             converted.added.append(path)
 
 
+def _buffer_parts(values: Mapping[str, Json]) -> int:
+    """The ranks for which torchforge's buffer has a batch each. ValueError: their number does not follow."""
+    parts = _at(values, "replay_buffer.dp_size")
+    if parts is None:
+        return 1
+    if parts != -1:
+        return whole(parts, "replay_buffer.dp_size")
+    others = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    return _ranks(values, "replay_buffer.dp_size = -1", "actors.trainer.procs", "trainer.parallelism", others)
+
+
+def _ranks(values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]) -> int:
+    """The ranks that some degrees of parallelism leave for others. ValueError: they do not divide all ranks."""
+    degrees = [f"{section}.{kind}_degree" for kind in kinds]
+    product = math.prod(whole(_at(values, name), name) for name in degrees if _at(values, name) is not None)
+    procs = _at(values, procs_key)
+    ranks = product if procs is None else whole(procs, procs_key)
+    if ranks % product:
+        raise ValueError(
+            f"{subject}: the other degrees of {section} make {product}, which does not divide {procs_key} = {ranks}"
+        )
+    return ranks // product
+
+
 def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
     """The batch in rows over all ranks, and the rows that torchforge's program names."""
     local = _at(values, "training.local_batch_size")
-    if local:
-        # Ranks of tensor parallelism share their rows.
-        copies = max(
-            1, (_at(values, "processes.procs") or 1) // (_at(values, "parallelism.tensor_parallel_degree") or 1)
-        )
-        converted.put("training.batch_size", local * copies)
+    if local is not None:
+        # Ranks of tensor and context parallelism share their rows.
+        shared = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+        copies = _ranks(values, "training.local_batch_size", "processes.procs", "parallelism", shared)
+        converted.put("training.batch_size", whole(local, "training.local_batch_size") * copies)
     if _at(converted.values, "dataset.path") is None:
         converted.put("dataset.path", ALPACA)
         converted.put("dataset.prompt_field", "instruction")
@@ -429,4 +354,5 @@ def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
 
 
 def _flow(value: Json) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    # In one line, also a text of several.
+    return " ".join(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").split())

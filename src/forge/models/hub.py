@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ def split_revision(name: str) -> tuple[str, str | None]:
     # "owner/model@" is an empty revision, and not the default one.
     repository, separator, revision = name.partition("@")
     return repository, revision if separator else None
+
+
+def check_model_name(model: object) -> None:
+    """ValueError: the name of a model is neither a text nor a path. None would be looked for as "None" on the hub."""
+    if not isinstance(model, str | PathLike) or not str(model):
+        raise ValueError(f"model must be a folder or hub id, got {model!r:.80}")
 
 
 def is_hub_id(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,15 +15,14 @@ from .distributed import Ranks
 from .fsdp import sum_gradients
 from .loading import fill
 from .lora import add_adapters
-from .policy import Head, Policy, ScalarModel
-from .settings import LoraSettings, Parallelism
+from .policy import Policy, ScalarModel
+from .settings import Backend, Head, LoraSettings, Parallelism
 from .tensor_parallel import parallelize
 
 if TYPE_CHECKING:
     from .titan import TitanPolicy
 
 log = logging.getLogger(__name__)
-Backend = Literal["fsdp", "titan"]
 
 
 def load(path: str | Path, head: Head, **options: Any) -> Policy | ScalarModel:

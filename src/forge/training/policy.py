@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +32,8 @@ from .linear import ROWS, at_least_float32, speed_up, token_logprobs
 from .loading import on_meta
 from .lora import SCORE
 from .norms import fuse_norms
+from .settings import Head
 from .transfer import to_device
-
-Head = Literal["policy", "value", "reward"]
 
 
 class TokenScores(NamedTuple):

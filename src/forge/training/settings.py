@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # those with tensor parallelism
+Backend = Literal["fsdp", "titan"]
+Head = Literal["policy", "value", "reward"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 FUSED = ("qkv_proj", "gate_up_proj")  # as Phi-3 has them
@@ -146,6 +148,19 @@ class LoraSettings(Section):
         if self.targets is not None:
             return tuple(self.targets)
         return tuple(name for name in (*TARGETS, *FUSED) if name in linear_layers)
+
+
+class PolicySettings(PassSettings):
+    """Keyword arguments of `forge.training.trainer.PolicyTrainer`, which describes them."""
+
+    backend: Backend = "fsdp"
+    """Whose model."""
+    head: Head = "policy"
+    """What it predicts."""
+    lora: LoraSettings | None = None
+    """Adapters; null trains all weights."""
+    temperature: PositiveFloat = 1.0
+    """Of the sampler."""
 
 
 class Parallelism(Section):

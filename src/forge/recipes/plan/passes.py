@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from ...data.packing import split
 from ...system.devices import planning_for
-from ...training.build import Backend
 from ...training.distributed import Ranks, lay_out
 from ...training.experts import balance
 from ...training.lora import add_adapters
-from ...training.policy import Head, Policy, ScalarModel
-from ...training.settings import LoraSettings, Parallelism, PassSettings
+from ...training.policy import Policy, ScalarModel
+from ...training.settings import Backend, Head, LoraSettings, Parallelism, PassSettings
 from ...training.step import Loss, loss_inputs, micro_batch_loss
 from ...training.tensor_parallel import parallelize
 from ...training.titan_setup import check_model

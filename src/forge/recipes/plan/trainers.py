@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...runtime.controller import Options
-from ...training.policy import Head
-from ...training.settings import OptimizerSettings, PassSettings
+from ...training.settings import Head, OptimizerSettings, PassSettings
 from ...types import Batch
 from ..schema import TrainingRecipe
 from .devices import CONTEXT, Machines

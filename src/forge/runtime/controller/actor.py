@@ -76,7 +76,8 @@ class Launcher:
 
         Raises:
             TypeError: an argument is missing or unknown. ValueError: the arguments do not fit the placement. Both are
-                raised by this call itself, before anything starts.
+                raised by this call itself, before anything starts; so is what the constructor raises of a component
+                with `constructor_checks`.
             what a replica's `__init__` or `setup` raised.
         """
         # Checked here and not in the replica: a mistake in the arguments should not cost the start of a process.
@@ -86,6 +87,8 @@ class Launcher:
             names = [name for name in kwargs if name in ENDPOINTS]
             hint = "".join(f"; torchforge's {name} is {ENDPOINTS[name]} here" for name in names)
             raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
+        if self._cls.constructor_checks:
+            self._cls(*args, **kwargs)
         options = self._options.on_mesh_of(snake_case(self._cls.__name__))
         options, kwargs = self._cls.place(options, kwargs)
 
@@ -112,6 +115,7 @@ class ForgeActor:
     as well, also with `explicit_response_port`."""
 
     context: ActorContext = ActorContext("local")
+    constructor_checks = False  # whether the constructor runs in the controller as well, to check its arguments
     vital = True  # whether the run ends when no replica of it is left
 
     def __init_subclass__(cls, **kwargs: object) -> None:
