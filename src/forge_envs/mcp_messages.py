@@ -23,7 +23,7 @@ def is_answer(document: Json) -> bool:
 
 
 def encoded(document: Json) -> bytes:
-    """A message as JSON, with "?" for lone surrogates. ValueError: it is no message of MCP."""
+    """A message as JSON, with "?" for lone surrogates. ValueError: it is not MCP."""
     error = document.get("error") if isinstance(document, dict) else None
     # These codes are the SDK's and ours; of a server they would be read as a timeout or a loss.
     if isinstance(error, dict) and error.get("code") in (CONNECTION_CLOSED, TIMED_OUT, FAILED):
