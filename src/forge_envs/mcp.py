@@ -27,9 +27,9 @@ from .mcp_sdk import (
     CONNECTION_CLOSED,
     STREAM_OPTIONS,
     TIMED_OUT,
-    ClientSession,
     McpError,
     PaginatedRequestParams,
+    Session,
     SessionMessage,
     anyio,
     http,
@@ -63,7 +63,7 @@ class MCPTools(ABC):
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._schemas: tuple[dict[str, Json], ...] | None = None
-        self._session: ClientSession | None = None
+        self._session: Session | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
@@ -167,7 +167,7 @@ class MCPTools(ABC):
         """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
         reason = f"{self.name} has gone"
         try:
-            async with self._connect() as (read, write), ClientSession(read, write) as session:
+            async with self._connect() as (read, write), Session(read, write) as session:
                 await session.initialize()
                 tools: list[dict[str, Json]] = []
                 seen: set[str] = set()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from .content import Json
 from .mcp_sdk import CONNECTION_CLOSED, TIMED_OUT, read_message
 
 FAILED = -32099  # our error code of an answer that is not MCP
+_NUMBER = re.compile(r'"id"\s*:\s*(\d{1,9})\b')
 _INTERNAL = -32603  # JSON-RPC's code of a server's own error
 
 
@@ -39,15 +41,20 @@ def encoded(document: Json) -> bytes:
 def messages_of(line: bytes, name: str) -> list[Any]:
     """The message of a line; none if the server prints; errors for the requests that it answers with other JSON."""
     text = line.decode(errors="replace")
+    message = f"{name} answered with what is not MCP: {text[:200]!r}"
+    numbers: list[Json]
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError):
+    except json.JSONDecodeError:
         return []
-    try:
-        return [read_message(encoded(document))]
-    except ValueError:
-        message = f"{name} answered with what is not MCP: {text[:200]!r}"
-    numbers = [part["id"] for part in (document if isinstance(document, list) else [document]) if _has_number(part)]
+    except (ValueError, RecursionError):  # it has a number of too many digits, or is nested too deep
+        numbers = list(map(int, _NUMBER.findall(text[:200])[:1]))
+    else:
+        try:
+            return [read_message(encoded(document))]
+        except ValueError:
+            parts = document if isinstance(document, list) else [document]
+            numbers = [part["id"] for part in parts if _has_number(part)]
     return [read_message(json.dumps(failure(number, message)).encode()) for number in numbers]
 
 

@@ -123,6 +123,21 @@ def test_arguments_that_are_no_text_do_not_end_the_session():
     asyncio.run(main())
 
 
+def test_patterns_of_results_are_not_tried():
+    slow = {"type": "string", "pattern": "^(a+)+$"}  # hours, on the text below
+    schema = {"type": "object", "properties": {"a": slow}}
+    tools = {"tools": [{"name": "echo", "inputSchema": {"type": "object"}, "outputSchema": schema}]}
+
+    async def main(content: object):
+        result = {"content": [], "structuredContent": {"a": content}}
+        async with mcp_server(tools, result) as url, mcp.HTTPTools(url) as opened:
+            return await opened.call("echo", {})
+
+    assert asyncio.run(main("a" * 60 + "!")) == json.dumps({"a": "a" * 60 + "!"})
+    with pytest.raises(mcp.ToolError, match="3 is not of type 'string'"):
+        asyncio.run(main(3))
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
     line, size = f"data: {'a' * 60_000}{end}".encode(), 1 << 14

@@ -173,6 +173,11 @@ def _without_slow(schema: Any) -> Any:
     return kept
 
 
+def quick(schema: Any) -> Any:
+    """A schema as `Parameters` checks it: without patterns and what else may take hours."""
+    return _without_slow(schema) if _has_slow(schema) else schema
+
+
 def _read(text: str, python: bool) -> Any:
     """Parse JSON, or Python's literals. ValueError and others: the text is neither."""
     try:

@@ -118,7 +118,7 @@ def test_lone_surrogates_of_a_result_become_question_marks(how):
 
 
 # The limits are those of the tests' own timeout: each answer comes at once, or never.
-@pytest.mark.parametrize("how", ["a batch", "a code in words", "no object", "deep"])
+@pytest.mark.parametrize("how", ["a batch", "a code in words", "no object", "deep", "deeper", "digits"])
 def test_an_answer_that_is_not_mcp_fails_its_call(how):
     async def work(tools):
         for _ in range(2):

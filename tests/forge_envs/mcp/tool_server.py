@@ -20,6 +20,8 @@ LINES = {
     "a code in words": ERROR.replace("CODE", '"E"'),
     "no object": '{"id": %s, "result": 3}\n',
     "deep": ANSWER.replace('"a\\ud800b"', "[" * 500 + "]" * 500),
+    "deeper": ANSWER.replace('"a\\ud800b"', "[" * 100_000 + "]" * 100_000),
+    "digits": ANSWER.replace('"a\\ud800b"', "1" * 5000),
     "closed": ERROR.replace("CODE", "-32000"),
     "timed out": ERROR.replace("CODE", "408"),
     "our code": ERROR.replace("CODE", "-32099"),
