@@ -19,22 +19,22 @@ from typing import Any, Self
 
 from forge.envs.environment import InfrastructureError
 from forge.envs.tools import ToolError
-from forge.system.bounded_http import bounded_transport
 
 from .content import Json, function_schema, text_of
+from .mcp_http import IsolatedTransport
+from .mcp_messages import FAILED, messages_of
 from .mcp_sdk import (
     CONNECTION_CLOSED,
     STREAM_OPTIONS,
     TIMED_OUT,
-    ClientSession,
     McpError,
     PaginatedRequestParams,
+    Session,
     SessionMessage,
     anyio,
     http,
     is_error,
     next_cursor,
-    read_message,
     streamable_http_client,
     timeout_of,
 )
@@ -45,7 +45,6 @@ __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 MAX_LINE = 64 << 20  # bytes of one line
 MAX_TOOLS = 10_000  # of one server
 PING_TIMEOUT = 5.0  # seconds
-_FAILED = -32099  # our error code of an HTTP response that is not MCP
 
 Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 
@@ -64,7 +63,7 @@ class MCPTools(ABC):
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._schemas: tuple[dict[str, Json], ...] | None = None
-        self._session: ClientSession | None = None
+        self._session: Session | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
@@ -132,13 +131,13 @@ class MCPTools(ABC):
         except McpError as error:
             if error.error.code == TIMED_OUT:
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
-            if error.error.code == _FAILED:
+            if error.error.code == FAILED:
                 # Another call may have reconnected meanwhile.
                 if error.error.data and self._session is session:
                     await self.close()
                 raise InfrastructureError(error.error.message) from None
             if error.error.code == CONNECTION_CLOSED:
-                raise await self._loss_error() from None
+                raise await self._loss_error(error.error.message) from None
             raise ToolError(error.error.message) from None
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise await self._loss_error() from None
@@ -168,7 +167,7 @@ class MCPTools(ABC):
         """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
         reason = f"{self.name} has gone"
         try:
-            async with self._connect() as (read, write), ClientSession(read, write) as session:
+            async with self._connect() as (read, write), Session(read, write) as session:
                 await session.initialize()
                 tools: list[dict[str, Json]] = []
                 seen: set[str] = set()
@@ -203,12 +202,14 @@ class MCPTools(ABC):
             elif is_current and not stop.is_set():
                 self._loss = f"{reason}{self._end_details()}"
 
-    async def _loss_error(self) -> InfrastructureError:
-        """Return the error of a connection that ended, once its reason is known."""
+    async def _loss_error(self, message: str = "") -> InfrastructureError:
+        """Return the error of a connection that ended, once its reason is known; `message` if it is still there."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=PING_TIMEOUT)
         loss = self._loss
         self._loss = ""
+        if not loss and message and self.connected:
+            loss = f"{self.name}: {message}"
         return InfrastructureError(loss or f"{self.name} was closed")
 
     @abstractmethod
@@ -303,14 +304,22 @@ class StdioTools(MCPTools):
         to_session, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         write, from_session = anyio.create_memory_object_stream[SessionMessage](0)
 
+        all_read = asyncio.Event()
+        fault = ""
+
         async def reading() -> None:
-            async with to_session:
-                while line := await stdout.readline():
-                    try:
-                        message = read_message(line)
-                    except ValueError:
-                        continue  # the server prints to stdout
-                    await to_session.send(SessionMessage(message))
+            nonlocal fault
+            try:
+                async with to_session:
+                    while line := await stdout.readline():
+                        for message in messages_of(line, self.name):
+                            await to_session.send(SessionMessage(message))
+            except ValueError:  # of readline
+                fault = f"it sent a line of more than {MAX_LINE >> 20} MiB"
+            except anyio.BrokenResourceError:  # the session was closed before the line's end
+                return
+            finally:
+                all_read.set()
 
         async def writing() -> None:
             async with from_session:
@@ -319,25 +328,34 @@ class StdioTools(MCPTools):
                     await stdin.drain()
 
         async def watching() -> None:
-            # A program may close its output and go on: it gets a second to end.
-            await asyncio.wait([asyncio.create_task(reading()), asyncio.create_task(program.wait(float("inf")))])
-            await program.wait(1.0)
+            ends = [asyncio.create_task(all_read.wait()), asyncio.create_task(program.wait(float("inf")))]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                # A program that closes its output gets a second to end, and one that ends is read to its last line.
+                await asyncio.wait(ends, timeout=1.0)
+            finally:
+                for task in ends:
+                    task.cancel()
             if not self._stop.is_set():
-                raise InfrastructureError("it has gone")
+                state = "has closed its output" if program.returncode is None else "has gone"
+                raise InfrastructureError(fault or f"it {state}")
 
         try:
             async with anyio.create_task_group() as tasks:
+                tasks.start_soon(reading)
                 tasks.start_soon(writing)
                 tasks.start_soon(watching)
                 yield read, write
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
+                grace = 0.0 if self._unanswered else PING_TIMEOUT
                 # An unexpected end is described while its log still exists.
                 if not self._stop.is_set():
                     await program.wait(1.0)
                     self._end = f"; {program.describe_end()}"
-                await program.stop(0.0 if self._unanswered else PING_TIMEOUT)
+                    grace = min(grace, 1.0)  # calls wait for the reason
+                await program.stop(grace)
 
     def _end_details(self) -> str:
         return self._end or ("" if self._program is None else f"; {self._program.describe_end()}")
@@ -374,54 +392,9 @@ class HTTPTools(MCPTools):
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Streams]:
         limits = http.Timeout(self._start_timeout, read=None)
-        transport = _Isolated(self.name)
+        transport = IsolatedTransport(self.name)
         async with (
             http.AsyncClient(headers=self._headers, timeout=limits, transport=transport) as client,
             streamable_http_client(self.name, http_client=client, **STREAM_OPTIONS) as (read, write, *_),
         ):
             yield read, write
-
-
-class _Isolated(bounded_transport(http)):  # type: ignore[misc]
-    """Turns invalid responses into errors of their own request; the SDK would end the whole session."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    async def handle_async_request(self, request: Any) -> Any:
-        # GET opens a stream of notifications, whose failure is not a call's.
-        if request.method != "POST":
-            return await super().handle_async_request(request)
-        number = json.loads(request.content).get("id")
-        try:
-            response = await super().handle_async_request(request)
-            kind = response.headers.get("content-type", "")
-            if response.status_code < 300 and (number is None or kind.startswith("text/event-stream")):
-                return response
-            text = (await response.aread()).decode(errors="replace")
-        except http.TransportError as error:
-            return self._failed(number, f"{self._name}: {error or type(error).__name__}", lost=True)
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):
-            document = None
-        # A server may also report an error of the protocol with an HTTP error status.
-        if isinstance(document, dict) and (response.status_code < 300 or document.get("id") == number):
-            headers = {n: v for n, v in response.headers.items() if n.lower() == "mcp-session-id"}
-            return http.Response(200, json=document, headers=headers, request=request)
-        if 300 <= response.status_code < 400:  # following it would carry the headers to another server
-            text = f"it redirects to {response.headers.get('Location', 'elsewhere')}: use that url"
-        if response.status_code < 300:
-            return self._failed(number, f"{self._name} answered with no JSON: {text[:500]!r}", lost=False)
-        # An unknown session is 404, in many implementations 400.
-        status = response.status_code
-        lost = status == 404 or (status == 400 and "session" in text.lower())
-        return self._failed(number, f"{self._name} answered with status {status}: {text[:500]}", lost)
-
-    def _failed(self, number: Json, message: str, lost: bool) -> Any:
-        # A notification has no answer.
-        if number is None:
-            return http.Response(202)
-        error = {"code": _FAILED, "message": message, "data": lost}
-        return http.Response(200, json={"jsonrpc": "2.0", "id": number, "error": error})

@@ -7,6 +7,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
+from forge.envs.schemas import quick
 from forge.system.bounded_http import MAX_BYTES
 
 try:
@@ -36,9 +37,9 @@ __all__ = [
     "CONNECTION_CLOSED",
     "STREAM_OPTIONS",
     "TIMED_OUT",
-    "ClientSession",
     "McpError",
     "PaginatedRequestParams",
+    "Session",
     "SessionMessage",
     "anyio",
     "http",
@@ -48,6 +49,21 @@ __all__ = [
     "streamable_http_client",
     "timeout_of",
 ]
+
+
+class Session(ClientSession):
+    """The SDK's session, which checks results by their schemas, patterns excepted: they would block the event loop."""
+
+    async def list_tools(self, *args: Any, **options: Any) -> Any:
+        page: Any = await super().list_tools(*args, **options)
+        for tool in page.tools:
+            schema = tool.outputSchema if IS_FIRST else tool.output_schema
+            if schema:
+                # In place, for the session keeps the same object.
+                checked = dict(quick(schema))
+                schema.clear()
+                schema.update(checked)
+        return page
 
 
 def timeout_of(seconds: float) -> Any:

@@ -58,7 +58,8 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
         ({"$ref": "https://example.org/elsewhere.json"}, 1, ""),  # is not fetched: the tool decides
         ({"$ref": "#/nowhere"}, 1, ""),
         ({"type": "string", "pattern": "^\\p{L}+$"}, "a", ""),  # JavaScript's: the tool decides
-        ({"type": "string", "pattern": "^[a-z]+$"}, "A", "x: 'A' does not match"),
+        ({"type": "string", "pattern": "^[a-z]+$"}, "A", ""),
+        ({"type": "string", "pattern": "^[a-z]+$"}, 1, "x must be of type string, got 1"),
         ({"type": "string", "format": "date"}, "no date", ""),  # an annotation
     ],
 )
@@ -77,7 +78,7 @@ def test_a_schema_means_what_json_schema_says(schema, value, fault):
         ({"type": "object", "properties": {}}, {"a": 1}, "no parameter 'a': it has none"),
         ({"properties": {"b": {}}, "additionalProperties": True}, {"a": 1}, ""),
         ({"properties": {"b": {}}, "additionalProperties": {"type": "string"}}, {"a": 1}, "a must be of type string"),
-        ({"properties": {"b": {}}, "patternProperties": {"^a": {"type": "string"}}}, {"a": 1}, "a must be of type str"),
+        ({"properties": {"b": {}}, "patternProperties": {"^a": {"type": "string"}}}, {"a": 1}, ""),
         ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"const": 1}}}}}, {"a": 1}, ""),
         ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"const": 1}}}}}, {"b": 1}, "no parameter 'b'"),
         ({"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, {"b": 1}, ""),
@@ -89,6 +90,57 @@ def test_a_schema_means_what_json_schema_says(schema, value, fault):
 def test_parameters_of_every_form(parameters, arguments, fault):
     found = Parameters({"name": "f", "parameters": parameters}).mismatch(arguments)
     assert found.startswith(fault) if fault else found == ""
+
+
+SLOW = {"pattern": "^(a+)+$"}  # hours, on the text below
+ENDLESS = "a" * 60 + "!"
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+# What is tried after all ends by the test's timeout.
+@pytest.mark.parametrize(
+    ("schema", "value", "fault"),
+    [
+        (SLOW, ENDLESS, ""),
+        ({"type": "integer", **SLOW}, ENDLESS, "x must be of type integer"),
+        ({"$schema": DRAFT, **SLOW}, ENDLESS, ""),
+        ({"$ref": "#/$defs/Slow"}, ENDLESS, ""),
+        ({"$ref": "#/elsewhere/Slow"}, ENDLESS, ""),
+        ({"const": {"$schema": DRAFT, **SLOW}, "anyOf": [{"$ref": "#/properties/x/const"}, {}]}, ENDLESS, ""),
+        ({"anyOf": [SLOW, {"type": "null"}]}, ENDLESS, ""),
+        ({"anyOf": [{"type": "array", "items": SLOW}, {"type": "null"}]}, 5, "x must be of type array or null"),
+        ({"items": SLOW}, [ENDLESS], ""),
+        ({"items": {"type": "string", **SLOW}}, [1], "x[0] must be of type string"),
+        ({"type": "array", "uniqueItems": True}, [{"a": n} for n in range(100_000)], ""),
+        ({"type": "array", "uniqueItems": True}, 1, "x must be of type array"),
+        ({"contains": SLOW, "maxContains": 1}, [ENDLESS, ENDLESS], ""),
+        ({"propertyNames": SLOW}, {ENDLESS: 1}, ""),
+        ({"patternProperties": {"^(a+)+$": {"type": "integer"}}, "additionalProperties": False}, {ENDLESS: "a"}, ""),
+        ({"allOf": [{"patternProperties": {"^(a+)+$": True}}], "unevaluatedProperties": False}, {ENDLESS: 1}, ""),
+        ({"not": SLOW}, ENDLESS, ""),
+        ({"not": {"$ref": "#/$defs/Slow"}}, ENDLESS, ""),
+        ({"oneOf": [SLOW, {"pattern": "^b"}]}, ENDLESS, ""),
+        ({"oneOf": [SLOW, {"pattern": "^b"}], "anyOf": [{"type": "integer"}]}, ENDLESS, "x must be of type integer"),
+        ({"oneOf": [{"type": "integer"}, {"type": "array", "items": SLOW}]}, ENDLESS, "x must be of type integer or"),
+        ({"if": SLOW, "then": {"type": "integer"}}, ENDLESS, ""),
+        ({"if": {"type": "string"}, "then": SLOW}, ENDLESS, ""),
+        ({"properties": {"pattern": {"type": "string"}}, "additionalProperties": False}, {"pattern": "("}, ""),
+        ({"properties": {"pattern": {"type": "string"}, "s": SLOW}}, {"pattern": 1}, "x.pattern must be of type str"),
+        ({"enum": [{"pattern": "a"}, {"pattern": "b"}]}, {"pattern": "a"}, ""),
+    ],
+)
+def test_what_is_slow_to_check_is_left_to_the_tool(schema, value, fault):
+    more = {"$defs": {"Slow": SLOW}, "elsewhere": {"Slow": SLOW}}
+    parameters = Parameters(one(schema, required=["x"], **more))
+    found = parameters.mismatch({"x": value})
+    assert found.startswith(fault) if fault else found == ""
+    assert parameters.takes("x", value) is not bool(fault)
+
+
+def test_parameters_that_a_condition_names_are_known_beside_patterns():
+    parameters = tool("f", properties={"x": SLOW}, **{"if": {}, "then": {"properties": {"y": SLOW}}})["function"]
+    assert Parameters(parameters).mismatch({"x": ENDLESS, "y": ENDLESS}) == ""
+    assert Parameters(parameters).mismatch({"z": 1}) == "no parameter 'z': it has y, x"
 
 
 def test_a_schema_that_is_none_is_an_error_before_any_call():

@@ -94,14 +94,15 @@ CALLS = {
     "another shape": lambda i: answered(json.dumps({"jsonrpc": "2.0", "id": i, "result": {"content": 3}}).encode()),
     "elsewhere": lambda _: answered(b"", "Location: http://127.0.0.1:1/mcp", status="307 Temporary Redirect"),
 }
-UNANSWERED = ("a long event", "deep inside")  # the SDK drops them and waits for another answer
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_mcp_server_that_answers_a_call_with_anything(name: str):
     async def main():
-        server, timeout = mcp_server(call=CALLS[name]), 2.0 if name in UNANSWERED else 20.0
-        async with server as url, mcp.HTTPTools(url, headers={"X-Api-Key": "secret"}, timeout=timeout) as tools:
+        async with (
+            mcp_server(call=CALLS[name]) as url,
+            mcp.HTTPTools(url, headers={"X-Api-Key": "secret"}, timeout=500.0) as tools,
+        ):
             with pytest.raises((InfrastructureError, mcp.ToolError)) as caught:
                 await tools.call("add", {})
             assert len(str(caught.value)) < 2000
@@ -120,6 +121,21 @@ def test_arguments_that_are_no_text_do_not_end_the_session():
             assert await tools.call("add", {"a": ["\U0001f600"]}) == ""
 
     asyncio.run(main())
+
+
+def test_patterns_of_results_are_not_tried():
+    slow = {"type": "string", "pattern": "^(a+)+$"}  # hours, on the text below
+    schema = {"type": "object", "properties": {"a": slow}}
+    tools = {"tools": [{"name": "echo", "inputSchema": {"type": "object"}, "outputSchema": schema}]}
+
+    async def main(content: object):
+        result = {"content": [], "structuredContent": {"a": content}}
+        async with mcp_server(tools, result) as url, mcp.HTTPTools(url) as opened:
+            return await opened.call("echo", {})
+
+    assert asyncio.run(main("a" * 60 + "!")) == json.dumps({"a": "a" * 60 + "!"})
+    with pytest.raises(mcp.ToolError, match="3 is not of type 'string'"):
+        asyncio.run(main(3))
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

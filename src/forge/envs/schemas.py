@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,11 +21,16 @@ Schema = Mapping[str, Any]
 Arguments = Mapping[str, Any]
 
 _LONGEST = 1 << 16  # characters of a value that is read as Python
-_UNKNOWN = (Unresolvable, re.error)  # a document elsewhere, another language's pattern: the tool itself decides
+_MAPS = ("properties", "$defs", "definitions", "dependentSchemas", "dependencies")  # of schemas by name
+_NEGATIONS = ("not", "disallow", "oneOf", "if", "then", "else", "maxContains")  # of a laxer schema they are stricter
+_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 
 
 class Parameters:
     """The parameters of a function in OpenAI's format. A `$ref` to another document is not fetched.
+
+    Patterns and `uniqueItems` are not checked, for they may take hours, which no timeout ends, and a pattern may be
+    JavaScript's: the tool itself decides. In a schema that has any, `not`, `if` and the like are left to it too.
 
     Attributes:
         properties: the schema of each parameter by its name, with those of references and alternatives.
@@ -41,15 +45,17 @@ class Parameters:
         try:
             kind = validator_for(self._schema, default=Draft202012Validator)
             kind.check_schema(self._schema, format_checker=None)  # patterns may be JavaScript's
+            checked = _without_slow if _has_slow(self._schema) else lambda schema: schema
             # With an empty registry, for the default one requests the addresses in a server's schema.
-            self._validator = kind(self._schema, registry=Registry())
+            self._validator = kind(checked(self._schema), registry=Registry())
             self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
             parts = list(self._parts(self._schema, set()))
+            schemas = [{name: checked(of) for name, of in part.get("properties", {}).items()} for part in parts]
         except Exception as error:  # of whatever a server sends as a schema: there is no common class
             raise ValueError(f"the parameters of {function.get('name')} are no JSON Schema: {_cut(error)}") from None
         self.properties: dict[str, Any] = {}
-        for part in parts:
-            self.properties = {**part.get("properties", {}), **self.properties}
+        for found in schemas:
+            self.properties = {**found, **self.properties}
         # JSON Schema allows others beside the listed ones, unless it says so; for tools a misspelt name is an error.
         self._open = not any("properties" in part for part in parts) or any(
             part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts
@@ -68,7 +74,7 @@ class Parameters:
         try:
             error = best_match(self._validator.iter_errors(values))
             with_nulls = best_match(self._validator.iter_errors(dict(arguments))) if error else None
-        except _UNKNOWN:
+        except Unresolvable:  # a document elsewhere: the tool itself decides
             return ""
         except Exception as failure:  # of whatever a model writes as values
             return f"its arguments cannot be checked: {type(failure).__name__}: {_cut(failure)}"
@@ -101,7 +107,7 @@ class Parameters:
     def _error(self, schema: object, value: object) -> ValidationError | None:
         try:
             return best_match(self._validator.evolve(schema=schema).iter_errors(value))
-        except _UNKNOWN:
+        except Unresolvable:
             return None
         except Exception as failure:  # as in mismatch
             return ValidationError(_cut(failure))
@@ -130,6 +136,46 @@ def parameters_of(function: Schema) -> Parameters:
         return Parameters(function)
     except ValueError:
         return Parameters({})
+
+
+def _has_slow(part: object) -> bool:
+    """Whether any part of a schema is slow to check."""
+    if isinstance(part, Mapping):
+        kinds = {"pattern": str, "patternProperties": Mapping, "uniqueItems": bool}
+        return any(isinstance(part.get(word), kind) for word, kind in kinds.items()) or any(
+            map(_has_slow, part.values())
+        )
+    return isinstance(part, list) and any(map(_has_slow, part))
+
+
+def _without_slow(schema: Any) -> Any:
+    """The schema without what is slow to check. It takes all values that the schema takes, and others."""
+    if isinstance(schema, list):
+        return [_without_slow(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    omitted = {"pattern", "patternProperties", "uniqueItems", *_NEGATIONS, *_UNEVALUATED}
+    # Names that a pattern would match are not additional.
+    omitted |= {"additionalProperties"} if "patternProperties" in schema else set()
+    kept: dict[str, Any] = {}
+    for word, value in schema.items():
+        if word in omitted:
+            continue
+        if word in _MAPS and isinstance(value, Mapping):
+            kept[word] = {name: _without_slow(part) for name, part in value.items()}
+        else:
+            kept[word] = _without_slow(value)
+        # They are values and no schemas; but a reference may name a part of them as one.
+        if word in ("const", "enum") and kept[word] != value:
+            del kept[word]
+    if "oneOf" in schema:
+        kept.setdefault("anyOf", _without_slow(schema["oneOf"]))
+    return kept
+
+
+def quick(schema: Any) -> Any:
+    """A schema as `Parameters` checks it: without patterns and what else may take hours."""
+    return _without_slow(schema) if _has_slow(schema) else schema
 
 
 def _read(text: str, python: bool) -> Any:

@@ -14,10 +14,11 @@ import aiohttp
 from forge.envs.environment import InfrastructureError
 
 from ..content import Json, function_schema
-from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, as_number
 
 FIRST_PAUSE = 0.05  # seconds between connection attempts, which double
 MAX_PAUSE = 2.0
+MAX_TOOLS = 10_000  # of one server
 # Errors after which the server ends the session; INFRASTRUCTURE_ERROR is sent by our servers only.
 _ENDING = ("FACTORY_ERROR", "SESSION_ERROR", "INFRASTRUCTURE_ERROR")
 
@@ -80,21 +81,43 @@ class Session:
     async def list_tools(self) -> tuple[dict[str, Json], ...]:
         """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
         try:
-            # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
-            reply = await self._request("mcp", "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
-            if "error" in reply:
-                raise OpenEnvError("MCP_ERROR", str(reply["error"].get("message")), self._url)
-            tools = reply["result"]["tools"]
+            tools = await self._mcp_tools()
         except OpenEnvError as error:
             if error.code != "UNKNOWN_TYPE":
                 raise
             tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
-        except (KeyError, TypeError, AttributeError):
-            raise InfrastructureError(f"{self._url} answered tools/list with {str(reply)[:80]!r}") from None
         try:
-            return tuple(map(function_schema, tools))
+            schemas = tuple(map(function_schema, tools))
+            valid = all(isinstance(part["function"]["name"], str) and part["function"]["name"] for part in schemas)
+            valid = valid and all(isinstance(part["function"]["parameters"], dict) for part in schemas)
         except (KeyError, TypeError, AttributeError):
-            raise InfrastructureError(f"{self._url} lists tools that have no name: {str(tools)[:80]!r}") from None
+            valid = False
+        if not valid:
+            raise InfrastructureError(f"{self._url} lists tools that have no name or no schema: {str(tools)[:80]!r}")
+        return schemas
+
+    async def _mcp_tools(self) -> list[Json]:
+        """All pages of the list of tools. OpenEnvError: there is none."""
+        tools: list[Json] = []
+        cursors: set[str] = set()
+        params: dict[str, Json] = {}
+        while True:
+            # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
+            call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": params}
+            reply = await self._request("mcp", "mcp", call)
+            try:
+                if "error" in reply:
+                    raise OpenEnvError("MCP_ERROR", str(reply["error"].get("message")), self._url)
+                tools += reply["result"]["tools"]
+                cursor = reply["result"].get("nextCursor")
+                if not cursor:
+                    return tools
+                if cursor in cursors or len(tools) > MAX_TOOLS:
+                    raise InfrastructureError(f"{self._url}: its list of tools has no end: {len(tools)} so far")
+                cursors.add(cursor)
+            except (KeyError, TypeError, AttributeError):
+                raise InfrastructureError(f"{self._url} answered tools/list with {str(reply)[:80]!r}") from None
+            params = {"cursor": cursor}
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> Reply:
         """Call an MCP tool as a step; its observation has `result` or `error`."""
@@ -124,7 +147,7 @@ class Session:
             raise RuntimeError(f"a session takes one call at a time: {kind} was called while another call waits")
         if self._socket is None:
             raise InfrastructureError(f"the session with {self._url} is over")
-        text = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
+        text = json.dumps({"type": kind} if data is None else {"type": kind, "data": data}, default=as_number)
         self._busy = True
         try:
             async with asyncio.timeout(self._timeout) as limit:

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
 
-from forge.envs.environment import CUT, Action, Environment, Message, Step
+from forge.envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
 from forge.envs.schemas import parameters_of
 from forge.types import Sample
 
 from ..content import Json, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
-from .wire import FORGE_ACTION, Reply, step_from_reply
+from .wire import FORGE_ACTION, Reply, flag_of_server, step_from_reply
 
 Task = Any  # a `Sample`, a mapping of the reset's parameters, or the value of its `task`
 ToAction = Callable[[Action], Mapping[str, Json]]
@@ -81,7 +81,7 @@ class OpenEnvEnvironment(Environment):
         self._release_session()
         self._rewarded = False
         if self._schema is None:
-            self._schema = (await self._client.schema()).get("action", {})
+            self._schema = self._checked((await self._client.schema()).get("action"))
         self._session = await self._client.acquire()
         reply = await self._session.reset(**self._to_reset(task, seed))
         tools = await self._session.list_tools() if self._mcp else ()
@@ -93,7 +93,7 @@ class OpenEnvEnvironment(Environment):
         """Take a turn.
 
         Raises:
-            InfrastructureError: the session was lost, or a reward is not a finite number.
+            InfrastructureError: the session was lost, or the reply breaks the protocol.
             OpenEnvError: the environment raised.
         """
         if self._session is None:
@@ -162,7 +162,7 @@ class OpenEnvEnvironment(Environment):
     ) -> Step:
         self._rewarded |= reward is not None
         # OpenEnv has no other word for an episode that a limit ended.
-        truncated = over and bool(metadata.get("truncated"))
+        truncated = over and flag_of_server(metadata.get("truncated"), "truncated")
         return Step(
             messages,
             reward=None if over and not self._rewarded else reward or 0.0,
@@ -170,6 +170,17 @@ class OpenEnvEnvironment(Environment):
             truncated=truncated,
             info={"metadata": metadata},
         )
+
+    def _checked(self, schema: Json) -> Mapping[str, Json]:
+        """The server's schema of an action; empty if it has none. InfrastructureError: it is not an object,
+        and the default action needs it."""
+        if isinstance(schema, Mapping):
+            return schema
+        if schema is not None and self._to_action is None and not self._mcp:
+            raise InfrastructureError(
+                f"{self._client.url}/schema has an action that must be an object, got {schema!r:.80}"
+            )
+        return {}
 
     def _messages(self, reply: Reply) -> tuple[Message, ...]:
         if self._to_messages is not None:
@@ -187,15 +198,16 @@ class OpenEnvEnvironment(Environment):
         parameters = parameters_of({"parameters": schema})
         fields = [name for name in parameters.properties if name != "metadata"]
         # Without required fields, all are.
-        required = [name for name in schema.get("required", ()) if name in fields] or fields
+        required = [name for name in fields if name in (schema.get("required") or ())] or fields
         text = action.answer
         if len(required) != 1:
             try:
                 value = json.loads(text)
             except ValueError:
-                value = None
+                value = None if required or text.strip() else {}
             if not isinstance(value, dict):
-                raise ValueError(f"an action must be a JSON object with {', '.join(required)}")
+                names = f" with {', '.join(required)}" if required else ", such as {}: its schema names no fields"
+                raise ValueError(f"an action must be a JSON object{names}")
             return value
         [name] = required
         # The first reading that the schema accepts: as text, as JSON, as a number.
@@ -246,12 +258,15 @@ def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
 
 
 def _result(reply: Reply) -> str:
-    """Return the text of a tool's result or error."""
+    """Return the text of a tool's result or error. InfrastructureError: it is not MCP's."""
     error = reply.observation.get("error")
     if error:
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
     result = reply.observation.get("result", reply.observation)
     if isinstance(result, dict) and isinstance(result.get("content"), list):
+        if not all(isinstance(block, dict) for block in result["content"]):
+            raise InfrastructureError(f"the server gave a result with content other than blocks: {result!r:.80}")
         text = text_of(result)
-        return f"error: {text}" if result.get("is_error") or result.get("isError") else text
+        failed = any(flag_of_server(result.get(name), name) for name in ("is_error", "isError"))
+        return f"error: {text}" if failed else text
     return result if isinstance(result, str) else json.dumps(result)

@@ -18,7 +18,7 @@ from forge.system.web import bind, guard, listen, required_key
 
 from ..content import Json
 from .tasks import TaskLists, TaskSets
-from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_json
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, as_number, reply_to_json
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def _json_errors() -> Iterator[None]:
 
 def _dumps(answer: Data) -> str:
     with _json_errors():
-        return json.dumps(answer)
+        return json.dumps(answer, default=as_number)
 
 
 class OpenEnvServer:

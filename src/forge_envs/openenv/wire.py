@@ -63,9 +63,12 @@ class Reply:
 
     @classmethod
     def read(cls, data: Mapping[str, Json]) -> Self:
-        """Parse a server's reply. InfrastructureError: the reward is not a finite number."""
+        """Parse a server's reply. InfrastructureError: it has no observation, the reward is not a finite number, or
+        `done` is not a truth value."""
         reward = data.get("reward")
         observation = data.get("observation")
+        if observation is None:
+            raise InfrastructureError(f"the server gave a reply without an observation: {dict(data)!r:.80}")
         try:
             number = None if reward is None else float(reward)
         except (TypeError, ValueError, OverflowError):
@@ -74,7 +77,40 @@ class Reply:
             raise InfrastructureError(f"the server gave the reward {str(reward)[:80]!r}, which is not a finite number")
         observation = observation if isinstance(observation, dict) else {"value": observation}
         metadata = data.get("metadata")
-        return cls(observation, number, bool(data.get("done")), metadata if isinstance(metadata, dict) else {})
+        done = flag_of_server(data.get("done"), "done")
+        return cls(observation, number, done, metadata if isinstance(metadata, dict) else {})
+
+
+def flag(value: Json, name: str) -> bool:
+    """A truth value; null is false. ValueError: it is another value, such as the text "false", which Python takes for
+    true."""
+    if value is None or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise ValueError(f"{name} must be true or false, got {value!r:.80}")
+
+
+def flag_of_server(value: Json, name: str) -> bool:
+    """A truth value in a server's reply, see `flag`. InfrastructureError: it is another value."""
+    try:
+        return flag(value, name)
+    except ValueError as error:
+        raise InfrastructureError(f"the server broke the protocol: {error}") from None
+
+
+def as_number(value: object) -> Json:
+    """A number or truth value of NumPy or PyTorch as Python's, for JSON. TypeError: it is none."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "shape", None) == ():
+        return item()
+    raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
+
+
+def _as_number_or_text(value: object) -> Json:
+    # Gymnasium and the like give arrays in `info`.
+    try:
+        return as_number(value)
+    except TypeError:
+        return str(value)
 
 
 def action_from_json(data: Json) -> Action:
@@ -107,7 +143,8 @@ def action_from_json(data: Json) -> Action:
     if not isinstance(errors, list | tuple) or not all(isinstance(error, str) for error in errors):
         raise ValueError("errors must be a list of strings")
     parsed = tuple(ToolCall(call["name"], dict(call.get("arguments", {})), str(call.get("id", ""))) for call in calls)
-    return Action(text, data.get("content", text.strip()), parsed, tuple(errors), bool(data.get("truncated", False)))
+    truncated = flag(data.get("truncated"), "truncated")
+    return Action(text, data.get("content", text.strip()), parsed, tuple(errors), truncated)
 
 
 def reply_to_json(step: Step) -> dict[str, Json]:
@@ -119,15 +156,15 @@ def reply_to_json(step: Step) -> dict[str, Json]:
     reward = None if step.reward is None else float(step.reward)
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
-    # Of Gymnasium and the like `info` has arrays, which become text.
-    metadata = json.loads(json.dumps(dict(step.info), default=str)) | ({"truncated": True} if step.truncated else {})
-    observation = {"messages": list(step.messages), "tools": list(step.tools), "rewritten": step.rewritten}
+    metadata = json.loads(json.dumps(dict(step.info), default=_as_number_or_text))
+    metadata |= {"truncated": True} if step.truncated else {}
+    observation = {"messages": list(step.messages), "tools": list(step.tools), "rewritten": bool(step.rewritten)}
     reply: dict[str, Json] = {"observation": {**observation, "metadata": metadata}, "reward": reward}
-    return {**reply, "done": step.done, **({"metadata": metadata} if metadata else {})}
+    return {**reply, "done": bool(step.done), **({"metadata": metadata} if metadata else {})}
 
 
 def step_from_reply(reply: Reply) -> Step:
-    """Convert a reply back to a step, see `reply_to_json`. InfrastructureError: it has no messages."""
+    """Convert a reply back to a step, see `reply_to_json`. InfrastructureError: it breaks the schema."""
     metadata = dict(reply.metadata)
     messages = reply.observation.get("messages", [])
     tools = reply.observation.get("tools", [])
@@ -144,13 +181,13 @@ def step_from_reply(reply: Reply) -> Step:
         for tool in tools
     ):
         raise InfrastructureError(f"the server gave tools that are no list of function schemas: {tools!r:.80}")
-    truncated = bool(metadata.pop("truncated", False))
+    truncated = flag_of_server(metadata.pop("truncated", None), "truncated")
     return Step(
         messages=tuple(messages),
         reward=reply.reward,
         terminated=reply.done and not truncated,
         truncated=truncated,
         tools=tuple(tools),
-        rewritten=bool(reply.observation.get("rewritten")),
+        rewritten=flag_of_server(reply.observation.get("rewritten"), "rewritten"),
         info=metadata,
     )

@@ -53,6 +53,10 @@ class Server:
             return web.Response(text="<html>", content_type="application/json")
         if "cut" in arguments:
             return web.Response(status=200)
+        if "raw" in arguments:
+            text = arguments["raw"].replace("NUMBER", str(message["id"]))
+            text = f"data: {text}\n\n" if self.events and text else text
+            return web.Response(text=text, content_type=f"{'text/event-stream' if self.events else 'application/json'}")
         said = {"content": [{"type": "text", "text": "é" * arguments.get("long", 1)}]}
         return await self.say(request, message["id"], {**said, "isError": "bad" in arguments})
 
@@ -143,6 +147,45 @@ def test_answers_that_are_none(bad):
         assert await tools.call("add", {}) == "é"
 
     with_tools(work)
+
+
+ANSWER = '{"jsonrpc": "2.0", "id": NUMBER, "result": {"content": [{"type": "text", "text": "a\\ud800\u2028b"}]}}'
+ERROR = '{"jsonrpc": "2.0", "id": NUMBER, "error": {"code": CODE, "message": "no such city"}}'
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_lone_surrogates_of_a_result_become_question_marks(events):
+    async def work(tools, server):
+        assert await tools.call("add", {"raw": ANSWER}) == "a?\u2028b"
+        assert await tools.call("add", {"raw": ANSWER.replace("NUMBER", "99")}) == "a?\u2028b"
+        assert server.sessions == {"s0"}
+
+    with_tools(work, events)
+
+
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("raw", [f"[{ANSWER}]", ERROR.replace("CODE", '"E"'), "{", ""])
+def test_answers_that_are_not_mcp_fail_their_call(events, raw):
+    async def work(tools, server):
+        reason = r"answered with (no JSON|what is not MCP)|ended its events without an answer"
+        for _ in range(2):
+            with pytest.raises(InfrastructureError, match=reason):
+                await tools.call("add", {"raw": raw})
+        assert await tools.call("add", {}) == "é"
+        assert server.sessions == {"s0"}
+
+    with_tools(work, events, timeout=500.0)
+
+
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("code", ["-32000", "408", "-32001", "-32099"])
+def test_an_error_whose_code_is_the_sdks_is_the_servers(events, code):
+    async def work(tools, server):
+        with pytest.raises(ToolError, match=r"^no such city$"):
+            await tools.call("add", {"raw": ERROR.replace("CODE", code)})
+        assert server.sessions == {"s0"}
+
+    with_tools(work, events)
 
 
 @pytest.mark.parametrize("status", [404, 400])

@@ -1,6 +1,7 @@
 """MCP over standard input and output, against a server written by hand."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -106,6 +107,62 @@ def test_a_server_that_dies(kill):
         assert await tools.call("pid", {}) != str(pid)
 
     with_tools(work)
+
+
+@pytest.mark.parametrize("how", ["a surrogate", "a log in JSON"])
+def test_lone_surrogates_of_a_result_become_question_marks(how):
+    async def work(tools):
+        assert [await tools.call("add", {"a": 1}) for _ in range(2)] == ["a?b", "a?b"]
+
+    with_tools(work, how)
+
+
+# The limits are those of the tests' own timeout: each answer comes at once, or never.
+@pytest.mark.parametrize("how", ["a batch", "a code in words", "no object", "deep", "deeper", "digits"])
+def test_an_answer_that_is_not_mcp_fails_its_call(how):
+    async def work(tools):
+        for _ in range(2):
+            with pytest.raises(InfrastructureError, match=r"answered .*what is not MCP"):
+                await tools.call("add", {"a": 1})
+        assert tools.connected
+
+    with_tools(work, how, timeout=500.0)
+
+
+@pytest.mark.parametrize("how", ["closed", "timed out", "our code"])
+def test_an_error_whose_code_is_the_sdks_is_the_servers(how):
+    async def work(tools):
+        for _ in range(2):
+            with pytest.raises(ToolError, match=r"^no such city$"):
+                await tools.call("add", {"a": 1})
+        assert tools.connected
+
+    with_tools(work, how)
+
+
+@pytest.mark.parametrize("how", ["a long line", "an unfinished line"])
+def test_lines_without_end_leave_no_stray_errors(how, monkeypatch, caplog, capfd):
+    monkeypatch.setattr("forge_envs.mcp.MAX_LINE", 1 << 20)
+    is_long = how == "a long line"
+
+    async def work(tools):
+        expected = InfrastructureError if is_long else ToolError
+        with pytest.raises(expected, match=r"sent a line of more than 1 MiB; " if is_long else r"took more than 1 s"):
+            await tools.call("add", {"a": 1})
+        assert tools.connected is not is_long
+
+    with_tools(work, how, timeout=60.0 if is_long else 1.0)
+    gc.collect()
+    assert not caplog.records
+    assert "Error" not in capfd.readouterr().err
+
+
+def test_a_server_that_closes_its_output_is_lost():
+    async def work(tools):
+        with pytest.raises(InfrastructureError, match=r"it has closed its output; .* is still running"):
+            await tools.call("add", {"a": 1})
+
+    with_tools(work, "closes", timeout=500.0)
 
 
 @pytest.mark.parametrize(

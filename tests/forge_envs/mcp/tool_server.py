@@ -11,6 +11,24 @@ NAMES = ["add", "fail", "slow", "crash", "big", "hang", "blocks", "pid", "ask"]
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [{"name": name, "description": f"{name} it", "inputSchema": NUMBERS} for name in NAMES]
 LOCK = threading.Lock()
+ANSWER = '{"jsonrpc": "2.0", "id": %s, "result": {"content": [{"type": "text", "text": "a\\ud800b"}]}}\n'
+ERROR = '{"jsonrpc": "2.0", "id": %s, "error": {"code": CODE, "message": "no such city"}}\n'
+# What is written in the place of an answer, to the number of a call.
+LINES = {
+    "a surrogate": ANSWER,
+    "a batch": f"[{ANSWER.strip()}]\n",
+    "a code in words": ERROR.replace("CODE", '"E"'),
+    "no object": '{"id": %s, "result": 3}\n',
+    "deep": ANSWER.replace('"a\\ud800b"', "[" * 500 + "]" * 500),
+    "deeper": ANSWER.replace('"a\\ud800b"', "[" * 100_000 + "]" * 100_000),
+    "digits": ANSWER.replace('"a\\ud800b"', "1" * 5000),
+    "closed": ERROR.replace("CODE", "-32000"),
+    "timed out": ERROR.replace("CODE", "408"),
+    "our code": ERROR.replace("CODE", "-32099"),
+    "a log in JSON": '{"id": %s, "level": "info"}\n[1]\n3\n' + ANSWER,
+    "a long line": f'"{"x" * (2 << 20)}"\n',
+    "an unfinished line": "{",
+}
 
 
 def send(message):
@@ -83,6 +101,11 @@ for line in sys.stdin:
         first = "cursor" not in params
         page = {"tools": TOOLS[:4], "nextCursor": "more"} if first else {"tools": TOOLS[4:]}
         send({"id": number, "result": page})
+    elif method == "tools/call" and HOW == "closes":
+        os.close(1)
+    elif method == "tools/call" and HOW in LINES:
+        sys.stdout.write(LINES[HOW].replace("%s", str(number)))
+        sys.stdout.flush()
     elif method == "tools/call" and params["name"] == "hang":
         time.sleep(60)
     elif method == "tools/call" and params["name"] == "ask":

@@ -14,7 +14,7 @@ STATE = {"type": "state", "data": {}}
 
 
 @asynccontextmanager
-async def server(answer, properties=None):
+async def server(answer, properties=None, about=None):
     """Each message is answered by what `answer(type, data)` gives: a message, text, or None, which ends the session."""
 
     async def session(request):
@@ -31,8 +31,8 @@ async def server(answer, properties=None):
         return socket
 
     async def schema(_):
-        about = {"title": "Action", "properties": properties or {}, "required": list(properties or {})}
-        return web.json_response({"action": about})
+        known = {"title": "Action", "properties": properties or {}, "required": list(properties or {})}
+        return web.json_response({"action": known if about is None else about})
 
     app = web.Application()
     app.add_routes([web.get("/ws", session), web.get("/schema", schema)])
@@ -228,10 +228,114 @@ def test_a_call_that_the_server_refuses_goes_back_to_the_policy():
     assert (step.reward, step.done) == (1.0, False)
 
 
+@pytest.mark.parametrize("word", ["is_error", "isError"])
+@pytest.mark.parametrize("done", [False, True])
+def test_results_of_tools_that_are_none(word, done):
+    def answer(kind, data):
+        if kind == "mcp":
+            return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}}
+        return observed({} if kind == "reset" else {"result": data["arguments"]}, done=done and kind == "step")
+
+    async def main():
+        async with server(answer) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client, mcp=True)
+            await env.reset(None, seed=0)
+            for blocks in (["abc"], [None], [{"type": "text", "text": "a"}, 3]):
+                with pytest.raises(InfrastructureError, match="content other than blocks"):
+                    await env.step(Action("", calls=(ToolCall("look", {"content": blocks}),)))
+            result = {"content": [{"type": "text", "text": "a"}]}
+            with pytest.raises(InfrastructureError, match=f"{word} must be true or false, got 'false'"):
+                await env.step(Action("", calls=(ToolCall("look", {**result, word: "false"}),)))
+            return await env.step(Action("", calls=(ToolCall("look", {**result, word: True}),)))
+
+    assert asyncio.run(main()).messages[0]["content"] == "error: a"
+
+
+def listed(pages):
+    """The tools of a server whose pages of tools, by cursor, are these."""
+
+    def answer(kind, data):
+        if kind == "mcp":
+            return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": pages[data["params"].get("cursor")]}}
+        return observed({})
+
+    async def main():
+        async with server(answer) as url, OpenEnvClient(url) as client:
+            return (await OpenEnvEnvironment(client, mcp=True).reset(None, seed=0)).tools
+
+    return asyncio.run(main())
+
+
+def test_tools_on_several_pages():
+    pages = {None: {"tools": [{"name": "a"}], "nextCursor": "2"}, "2": {"tools": [{"name": "b"}], "nextCursor": None}}
+    assert [tool["function"]["name"] for tool in listed(pages)] == ["a", "b"]
+    with pytest.raises(InfrastructureError, match="its list of tools has no end: 2 so far"):
+        listed({**pages, "2": {"tools": [{"name": "b"}], "nextCursor": "2"}})
+    with pytest.raises(InfrastructureError, match="answered tools/list with"):
+        listed({None: {"tools": [], "nextCursor": ["2"]}})
+
+
+@pytest.mark.parametrize(
+    "tool", ["t", None, {}, {"name": 5}, {"name": ""}, {"name": None}, {"name": "t", "inputSchema": "x"}]
+)
+def test_tools_without_a_name(tool):
+    with pytest.raises(InfrastructureError, match="lists tools that have no name or no schema"):
+        listed({None: {"tools": [tool]}})
+
+
+@pytest.mark.parametrize("about", ["text", [], 5, True])
+def test_a_schema_of_actions_that_is_none(about):
+    async def main(**settings):
+        said = observed({"text": "well"})
+        async with server(lambda kind, data: said, about=about) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client, **settings)
+            await env.reset(None, seed=0)
+            return await env.step(Action("x", "x"))
+
+    with pytest.raises(InfrastructureError, match="/schema has an action that must be an object, got "):
+        asyncio.run(main())
+    assert asyncio.run(main(to_action=lambda action: {})).messages[0]["content"] == "well"
+
+
+@pytest.mark.parametrize("about", [{}, {"type": "object"}, {"properties": {}}, {"properties": ["a"], "required": 5}])
+def test_an_action_without_fields(about):
+    asked = []
+
+    def answer(kind, data):
+        asked.append(data)
+        return observed({"text": "well"})
+
+    async def main():
+        async with server(answer, about=about) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client)
+            await env.reset(None, seed=0)
+            return [(await env.step(Action(text, text))).messages[0]["content"] for text in ("", "{}", "go")]
+
+    error = "error: an action must be a JSON object, such as {}: its schema names no fields"
+    assert asyncio.run(main()) == ["well", "well", error]
+    assert asked[1:] == [{}, {}]
+
+
 def test_an_episode_that_was_cut():
     cut = observed({}, 1.0, done=True, metadata={"truncated": True})
     last = played(["x"], lambda kind, data: cut if kind == "step" else observed({}), {"word": {"type": "string"}})[-1]
     assert (last.terminated, last.truncated) == (False, True)
+
+
+@pytest.mark.parametrize("said", [{"done": "false"}, {"done": []}, {"done": True, "metadata": {"truncated": "false"}}])
+def test_truth_values_that_are_none(said):
+    with pytest.raises(InfrastructureError, match="must be true or false"):
+        played(
+            ["x"],
+            lambda kind, data: observed({}, 1.0, **(said if kind == "step" else {})),
+            {"word": {"type": "string"}},
+        )
+
+
+@pytest.mark.parametrize("kind", ["reset", "step"])
+def test_a_reply_without_an_observation(kind):
+    with pytest.raises(InfrastructureError, match="a reply without an observation"):
+        played(["x"], lambda asked, data: observed(None if asked == kind else {}), {"word": {"type": "string"}})
 
 
 def test_long_observations_are_cut():

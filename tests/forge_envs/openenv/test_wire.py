@@ -1,0 +1,77 @@
+"""Steps and actions as JSON: truth values, and numbers of NumPy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from forge.envs import Action, Environment, InfrastructureError, Step
+from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, Reply, serve
+from forge_envs.openenv.wire import action_from_json, reply_to_json, step_from_reply
+
+NO_TRUTH = ["false", "true", "", [], [False], {}, 2, -1, 0.5]
+
+
+@pytest.mark.parametrize(("value", "truth"), [(True, True), (1, True), (False, False), (0, False), (None, False)])
+def test_truth_values(value, truth):
+    assert Reply.read({"observation": {}, "done": value}).done is truth
+    assert action_from_json({"text": "x", "truncated": value}).truncated is truth
+    step = step_from_reply(Reply({"rewritten": value}, None, True, {"truncated": value}))
+    assert (step.rewritten, step.truncated, step.terminated) == (truth, truth, not truth)
+
+
+@pytest.mark.parametrize("value", NO_TRUTH)
+def test_other_values_are_neither_true_nor_false(value):
+    with pytest.raises(InfrastructureError, match="done must be true or false, got "):
+        Reply.read({"observation": {}, "done": value})
+    with pytest.raises(InfrastructureError, match="truncated must be true or false"):
+        step_from_reply(Reply({}, None, True, {"truncated": value}))
+    with pytest.raises(InfrastructureError, match="rewritten must be true or false"):
+        step_from_reply(Reply({"rewritten": value}, None, False))
+    with pytest.raises(ValueError, match="truncated must be true or false"):
+        action_from_json({"text": "x", "truncated": value})
+
+
+@pytest.mark.parametrize("data", [{}, {"observation": None}, {"messages": [], "done": True}])
+def test_a_reply_without_an_observation(data):
+    with pytest.raises(InfrastructureError, match="a reply without an observation"):
+        Reply.read(data)
+
+
+class Numbers(Environment):
+    """All of its values are NumPy's."""
+
+    async def reset(self, task, *, seed):
+        return Step(({"role": "user", "content": "q", "level": np.int64(3)},))
+
+    async def step(self, action):
+        info = {"score": np.float32(0.5), "solved": np.bool_(True), "board": np.zeros(2), "day": np.datetime64("2020")}
+        return Step(reward=np.float32(1.0), terminated=np.bool_(True), truncated=np.bool_(False), info=info)
+
+
+def test_values_of_numpy_arrive_as_numbers():
+    async def main():
+        async with serve(Numbers) as url, OpenEnvClient(url) as client:
+            env = OpenEnvEnvironment(client)
+            first = await env.reset({"level": np.int64(3)}, seed=np.int64(0))
+            return first, await env.step(Action("x", "x"))
+
+    first, last = asyncio.run(main())
+    assert first.messages[0]["level"] == 3
+    assert (last.reward, last.terminated, last.truncated) == (1.0, True, False)
+    assert last.info == {"score": 0.5, "solved": True, "board": "[0. 0.]", "day": "2020-01-01"}
+    assert json.loads(json.dumps(reply_to_json(Step(truncated=np.bool_(True)))))["metadata"] == {"truncated": True}
+
+
+def test_an_action_with_another_truth_value_is_invalid():
+    async def main():
+        async with serve(Numbers) as url, OpenEnvClient(url) as client, client.session() as session:
+            await session.reset(seed=0)
+            with pytest.raises(OpenEnvError, match="VALIDATION_ERROR: truncated must be true or false, got 'false'"):
+                await session.step({"text": "x", "truncated": "false"})
+            return await session.step({"text": "x", "truncated": None})
+
+    assert asyncio.run(main()).done
