@@ -270,7 +270,7 @@ def test_arguments_of_vllm_are_kept_but_for_those_that_other_keys_say():
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "trust_remote_code": True,
-        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
         "seed": 0,
         "gpu_memory_utilization": 1.0,
         "quantization": None,
@@ -283,6 +283,22 @@ def test_arguments_of_vllm_are_kept_but_for_those_that_other_keys_say():
     for name in ("engine_args", "engine_config"):
         values = convert({"model": "a/b", "policy": {name: engine}}).values
         assert repr(values["generator"]["vllm"]) == repr(kept)  # True is not 1
+    general = {"max_num_seqs": 4, "max_model_len": 512, "dtype": "float32"}
+    file = {"model": "a/b", "trainer": {"training": {"seq_len": 256, "dtype": "bfloat16"}}, "policy": {}}
+    file["policy"] = {"engine_args": general}
+    assert convert(file).values["generator"] == {
+        "slots": 4,
+        "max_seq_len": 512,
+        "dtype": "float32",
+        "engine": "vllm",
+    }
+    file["policy"] = {"engine_args": {"dtype": "auto", "seed": 0}}
+    assert convert(file).values["generator"] == {
+        "vllm": {"seed": 0},
+        "engine": "vllm",
+        "max_seq_len": 256,
+        "dtype": "bfloat16",
+    }
     placed = {"model": "a/b", "services": {"policy": {"procs": 4}}}
     differing = {"model": "c/d", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     assert convert(placed | {"policy": {"engine_args": differing}}).values["generator"]["vllm"] == differing

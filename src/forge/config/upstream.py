@@ -15,7 +15,7 @@ import yaml
 
 from .interpolations import resolve_all
 from .numbers import whole
-from .upstream_keys import ALPACA, COUNTS, ENGINE, KEYS, LEAST, MESH, NOTES, PROGRAM, RECOMPUTED
+from .upstream_keys import ALPACA, COUNTS, ENGINE, ENGINE_KEYS, KEYS, LEAST, MESH, NOTES, PROGRAM, RECOMPUTED
 from .yaml_files import read_yaml
 
 Json = Any
@@ -225,7 +225,10 @@ def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple
     said = {"model": _model(values), "tensor_parallel_size": 1 if procs is None else procs, "pipeline_parallel_size": 1}
     if engine is None or value is None or (engine[1] in said and said[engine[1]] == value):
         return None
-    return f"generator.vllm.{engine[1]}", value
+    # "auto" is the dtype of the model's config.json, which is the default.
+    if (engine[1], value) == ("dtype", "auto"):
+        return None
+    return f"generator.{ENGINE_KEYS.get(engine[1], f'vllm.{engine[1]}')}", value
 
 
 def _model(values: Mapping[str, Json]) -> str | None:
@@ -300,10 +303,10 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
         converted.put("generator.engine", "vllm")
     # Prompt and answer have the room in the engine that they have in the trainer.
     length = _at(converted.values, "training.seq_len")
-    if length:
+    if length and _at(converted.values, "generator.max_seq_len") is None:
         converted.put("generator.max_seq_len", length)
     # vLLM takes the dtype of a model's config.json, which is bfloat16 for those that torchforge names.
-    if _at(converted.values, "training.dtype"):
+    if _at(converted.values, "training.dtype") and _at(converted.values, "generator.dtype") is None:
         converted.put("generator.dtype", _at(converted.values, "training.dtype"))
     for path, value in PROGRAM.items():
         is_absent = _at(converted.values, path) is None

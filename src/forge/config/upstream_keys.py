@@ -109,6 +109,8 @@ NOTES = {
     "eval.": "eval has other keys, docs/configuration.md",
 }
 ENGINE = re.compile(r"policy\.engine_(?:args|config)\.(.+)")  # vLLM's arguments, by its newer name and its older one
+# Those that have a key here for every engine.
+ENGINE_KEYS = {"max_num_seqs": "slots", "max_model_len": "max_seq_len", "dtype": "dtype"}
 # Whether TorchTitan's modes of activation checkpointing compute activations again.
 RECOMPUTED = {"none": False, "selective": True, "full": True, "memory_budget": True}
 # Whole numbers by the ends of their keys, and the least that each may be.
