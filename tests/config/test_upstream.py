@@ -206,7 +206,7 @@ def test_models_over_several_gpus(tmp_path: Path):
     values = convert(read_upstream(written(tmp_path, LARGE | {"policy": policy}))).values
     assert values["parallelism"] == {"tensor_parallel_degree": 8}
     assert values["services"]["trainer"] == {"procs": 8, "with_gpus": True}
-    assert values["generator"] == {"vllm": {"max_num_seqs": 64}, "engine": "vllm", **rest(values)}
+    assert values["generator"] == {"slots": 64, "engine": "vllm", **rest(values)}
 
 
 def rest(values: dict[str, Any]) -> dict[str, Any]:
