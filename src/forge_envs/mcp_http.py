@@ -80,6 +80,7 @@ class CheckedEvents(http.AsyncByteStream):  # type: ignore[misc]
         self._resumable = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield the events, each checked."""
         reason = "ended its events without an answer"
         try:
             async for event in _events(self._stream):
@@ -92,6 +93,7 @@ class CheckedEvents(http.AsyncByteStream):  # type: ignore[misc]
             yield self._failed(reason)
 
     async def aclose(self) -> None:
+        """Close the stream."""
         await self._stream.aclose()
 
     def _checked(self, event: bytes) -> bytes:

@@ -55,6 +55,7 @@ class Session(ClientSession):
     """The SDK's session, which checks results by their schemas, patterns excepted: they would block the event loop."""
 
     async def list_tools(self, *args: Any, **options: Any) -> Any:
+        """Return a page of tools, whose results are checked from then on without patterns."""
         page: Any = await super().list_tools(*args, **options)
         for tool in page.tools:
             schema = tool.outputSchema if IS_FIRST else tool.output_schema
