@@ -87,6 +87,6 @@ class RowState:
         self.drawn[:rows].scatter_(1, columns, tokens[:, None])
         self.logprobs[:rows].scatter_(1, columns, logprobs[:, None])
         positions += running if active is None else active.logical_and(running)
-        ended = (self.stops[:rows] == tokens[:, None]).any(1).logical_or_(positions >= self.ends[:rows])
-        running &= ended.logical_not_()
+        running &= positions < self.ends[:rows]
+        running &= (self.stops[:rows] != tokens[:, None]).all(1)
         return Drawn(tokens, logprobs, positions.masked_fill(running, -1))
