@@ -207,6 +207,23 @@ def test_wrong_settings_are_errors_of_the_call_before_anything_starts(component,
         assert "\n" not in str(caught.value)
 
 
+def test_the_constructor_of_a_users_subclass_runs_in_its_process_alone():
+    constructed = []
+
+    class Named(ReplayBuffer):
+        pass
+
+    class Constructed(ReplayBuffer):
+        def __init__(self, **settings):
+            constructed.append(settings)
+            super().__init__(**settings)
+
+    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+        Named.as_actor(batch_size=0)
+    Constructed.as_actor(batch_size=0).close()
+    assert not constructed
+
+
 def test_logprobs_of_a_response():
     logits = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([[1, 2, 3], [4, 5, 8]])

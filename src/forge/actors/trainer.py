@@ -402,6 +402,8 @@ class TitanTrainer(Trainer):
         TypeError: a section has a key without an equivalent; names it.
     """
 
+    constructor_checks = True
+
     def __init__(self, model: str | Mapping[str, Any], *, loss: Callable[..., Any], **settings: Any) -> None:
         super().__init__(**{"backend": "titan", **trainer_settings({"model": model, "loss": loss, **settings})})
 

@@ -222,8 +222,8 @@ def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple
     """The key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
     engine = ENGINE.fullmatch(key)
     procs = _at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
-    said = {"model": _model(values), "tensor_parallel_size": 1 if procs is None else procs, "pipeline_parallel_size": 1}
-    if engine is None or value is None or (engine[1] in said and said[engine[1]] == value):
+    expected = {"model": _model(values), "tensor_parallel_size": procs or 1, "pipeline_parallel_size": 1}
+    if engine is None or value is None or (engine[1] in expected and expected[engine[1]] == value):
         return None
     # "auto" is the dtype of the model's config.json, which is the default.
     if (engine[1], value) == ("dtype", "auto"):

@@ -155,7 +155,7 @@ class RunningBatch:
     def _erase(self, rows: list[int]) -> None:
         """Zero what rows have in the cache, but for the prompt that is being computed in the prefill row."""
         for row in rows:
-            self.decoder.cache.erase([row], self._prefilling[1] if row == self.decoder.cache.prefill_row else 0)
+            self.decoder.cache.erase(row, self._prefilling[1] if row == self.decoder.cache.prefill_row else 0)
 
     def _running_rows(self) -> list[int]:
         return [i for i in range(len(self.rows)) if i not in self.free_rows]

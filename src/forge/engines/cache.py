@@ -92,12 +92,11 @@ class KeyValueCache:
         for name in self.stores:
             setattr(self, name, getattr(self, name)[:, :, :, :0].clone())
 
-    def erase(self, rows: Sequence[int], start: int = 0) -> None:
-        """Zero the keys and values of rows from a position on: those of damaged weights may be NaN, which would survive
-        the mask of the next sample there."""
-        for row in rows:
-            self.keys[:, row, :, start:] = 0
-            self.values[:, row, :, start:] = 0
+    def erase(self, row: int, start: int = 0) -> None:
+        """Zero the keys and values of a row from a position on: those of damaged weights may be NaN, which would
+        survive the mask of the next sample there."""
+        self.keys[:, row, :, start:] = 0
+        self.values[:, row, :, start:] = 0
 
     def reserve(self, length: int, rows: int, max_length: int | None = None) -> None:
         """Make room for `length` positions, keeping the first `rows` rows and the prefill row. With a limit there is

@@ -50,12 +50,14 @@ class Parameters:
             self._validator = kind(checked(self._schema), registry=Registry())
             self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
             parts = list(self._parts(self._schema, set()))
-            schemas = [{name: checked(of) for name, of in part.get("properties", {}).items()} for part in parts]
+            properties_of_parts = [
+                {name: checked(parameter) for name, parameter in part.get("properties", {}).items()} for part in parts
+            ]
         except Exception as error:  # of whatever a server sends as a schema: there is no common class
             raise ValueError(f"the parameters of {function.get('name')} are no JSON Schema: {_cut(error)}") from None
         self.properties: dict[str, Any] = {}
-        for found in schemas:
-            self.properties = {**found, **self.properties}
+        for properties in properties_of_parts:
+            self.properties = {**properties, **self.properties}
         # JSON Schema allows others beside the listed ones, unless it says so; for tools a misspelt name is an error.
         self._open = not any("properties" in part for part in parts) or any(
             part.get("additionalProperties", False) is not False or "patternProperties" in part for part in parts

@@ -49,7 +49,7 @@ def test_a_process_ends_once_nothing_listens_where_its_controller_did():
 
 def test_a_controller_that_was_never_reached_is_not_lost():
     with socket.socket() as unbound:
-        unbound.bind(("127.0.0.1", 0))  # connections are refused
+        unbound.bind(("127.0.0.1", 0))  # nothing listens
         with process_of(unbound.getsockname()) as process:
             output, _ = process.communicate(timeout=100)
     assert output == "no longer watched\n"

@@ -110,8 +110,8 @@ def main() -> int:
         store = dist.TCPStore(meeting.address, meeting.port, meeting.world, is_master=serves, timeout=MEETING_TIMEOUT)
     except dist.DistError as error:
         action = "listen" if serves else "reach rank 0"
-        place = f"{meeting.address}:{meeting.port}"
-        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {place}: {error}") from None
+        address = f"{meeting.address}:{meeting.port}"
+        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {address}: {error}") from None
     attempt = (
         f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # every restart of torchrun meets under new keys
     )

@@ -87,7 +87,9 @@ class Launcher:
             names = [name for name in kwargs if name in ENDPOINTS]
             hint = "".join(f"; torchforge's {name} is {ENDPOINTS[name]} here" for name in names)
             raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
-        if self._cls.constructor_checks:
+        # The constructor of a user's subclass may do more than to check: it runs in the process alone.
+        constructor_class = next(cls for cls in self._cls.__mro__ if "__init__" in vars(cls))
+        if vars(constructor_class).get("constructor_checks"):
             self._cls(*args, **kwargs)
         options = self._options.on_mesh_of(snake_case(self._cls.__name__))
         options, kwargs = self._cls.place(options, kwargs)
@@ -115,7 +117,7 @@ class ForgeActor:
     as well, also with `explicit_response_port`."""
 
     context: ActorContext = ActorContext("local")
-    constructor_checks = False  # whether the constructor runs in the controller as well, to check its arguments
+    constructor_checks = False  # whether this class's constructor runs in the controller as well, to check arguments
     vital = True  # whether the run ends when no replica of it is left
 
     def __init_subclass__(cls, **kwargs: object) -> None:
