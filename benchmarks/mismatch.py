@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from benchmarks.mismatch_faults import FAULTS, LORA, VARIANTS, YARN
 from benchmarks.mismatch_runs import CLEAN, Setup, record_run
-from forge.recipes.mismatch.verdict import Mismatch, compare
+from forge_inspect.mismatch.verdict import Mismatch, compare
 
 CLEAN_RUNS: dict[str, Setup] = {
     "dense": Setup(),

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import matplotlib
 
-from forge.cli.plan import planned
-from forge.recipes.plan.devices import CONTEXT, GB
-from forge.recipes.plan.trainers import ComponentPlan
+from forge_inspect.cli.plan import planned
+from forge_inspect.plan.devices import CONTEXT, GB
+from forge_inspect.plan.trainers import ComponentPlan
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -25,14 +25,14 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from forge.recipes.plan.memory import trainer_memory
-from forge.recipes.plan.passes import run_passes
-from forge.recipes.plan.trainers import full_batch, weighted_scores, weighted_values
 from forge.training.build import Backend
 from forge.training.distributed import join, leave
 from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from forge.training.trainer import PolicyTrainer
+from forge_inspect.plan.memory import trainer_memory
+from forge_inspect.plan.passes import run_passes
+from forge_inspect.plan.trainers import full_batch, weighted_scores, weighted_values
 
 SEQ_LEN = 1024
 SIZES = {

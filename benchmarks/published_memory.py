@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forge.recipes.plan.memory import trainer_memory
-from forge.recipes.plan.passes import run_passes
-from forge.recipes.plan.shapes import PUBLIC, shape_folder
-from forge.recipes.plan.trainers import full_batch, weighted_scores
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
+from forge_inspect.plan.memory import trainer_memory
+from forge_inspect.plan.passes import run_passes
+from forge_inspect.plan.shapes import PUBLIC, shape_folder
+from forge_inspect.plan.trainers import full_batch, weighted_scores
 
 GIB = 2**30
 TITAN_MODELS = {

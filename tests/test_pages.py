@@ -18,27 +18,12 @@ from typing import NamedTuple, get_origin
 import pytest
 import yaml
 
-from forge.cli import (
-    audit,
-    clean,
-    convert,
-    doctor,
-    evaluate,
-    launch,
-    mismatch,
-    plan,
-    recipes,
-    replay,
-    runs,
-    serve,
-    simulate,
-    table,
-    watch,
-    worker,
-)
+from forge.cli import clean, doctor, evaluate, launch, recipes, runs, serve, table, watch, worker
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge.rewards.config import VerifiersConfig
+from forge_compat import convert
+from forge_inspect.cli import audit, mismatch, plan, replay
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,7 +32,7 @@ LANGUAGES = {"python", "bash", "yaml", "text"}
 MARK = re.compile(r"<!-- not run: \S.* -->\s*\Z")
 COMMANDS = (
     *(recipes, serve, clean, worker, doctor, launch, plan, evaluate),
-    *(audit, mismatch, replay, table, runs, watch, simulate, convert),
+    *(audit, mismatch, replay, table, runs, watch, convert),
 )
 # Words of the shell, and programs that come with every machine.
 SHELL = {"export", "source", "until", "do", "done", "cd", "[", "break"}

@@ -13,7 +13,6 @@ import numpy as np
 import yaml
 
 from forge.config import build, to_dict
-from forge.config.plugin import warn_of_code
 from forge.config.yaml_files import read_yaml
 from forge.observability import Reduce, record_metric
 from forge.rewards.config import VerifiersConfig
@@ -56,7 +55,6 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is not an ensemble: it has no {VERIFIERS}")
     values = read_yaml(file) or {}
-    warn_of_code(file, values)
     if isinstance(values, dict):  # migrate keys of earlier versions
         plugins = [{"use": "forge_weaver:Distilled", **settings} for settings in values.pop("distilled", None) or ()]
         if (code := values.pop("code", None)) is not None:

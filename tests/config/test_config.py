@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from forge.recipes.memory import memory_report
 from pydantic import Field
 from safetensors.torch import save_file
 
@@ -21,11 +22,9 @@ from forge.config.yaml_files import parse_yaml
 from forge.engines import EngineSettings
 from forge.recipes.distill_config import DistillConfig
 from forge.recipes.dpo_config import DPOConfig
-from forge.recipes.memory import memory_report
 from forge.recipes.reward_model_config import RewardModelConfig
 from forge.recipes.rl_config import GRPOConfig, SeveralPoliciesConfig
 from forge.recipes.sft_config import SFTConfig
-from forge.recipes.simulate import SimulationSettings
 from forge.runtime.controller import Options
 from forge.system.extras import run_elsewhere
 
@@ -40,7 +39,6 @@ CONFIGS = {
     "real": GRPOConfig,
     "selfplay": SeveralPoliciesConfig,
     "sft": SFTConfig,
-    "simulate": SimulationSettings,
     "tools": ToolsConfig,
     "weaver": WeaverConfig,
 }

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forge.recipes.foreign import check_sampling
 
 import forge
 from forge.algorithms import ALGORITHMS, setting_names
 from forge.config import ConfigError, build, keys_of, load, section_in
-from forge.config.foreign_names import GUIDES, TABLES, answer, translated
 from forge.recipes.dpo_config import DPOConfig
-from forge.recipes.foreign import check_sampling
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft_config import SFTConfig
 from forge.runtime.controller import Options
+from forge_compat.setting_names import GUIDES, TABLES, answer, translated
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"question": "abc", "answer": "cba"}]

@@ -10,11 +10,11 @@ import yaml
 
 from forge.cli import main
 from forge.config import read
-from forge.config.foreign_names import leaves
-from forge.config.upstream import Settings, convert, read_upstream
-from forge.config.upstream_keys import KEYS, NOTES
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft_config import SFTConfig
+from forge_compat.setting_names import leaves
+from forge_compat.torchforge_files import Settings, convert, read_upstream
+from forge_compat.torchforge_keys import KEYS, NOTES
 from tests.config.test_foreign_names import has_key
 
 DEGREES = {

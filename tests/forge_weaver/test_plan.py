@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
-from forge.cli.plan import planned
-from forge.recipes.plan.components import Plan
 from forge.rewards.config import VerifiersConfig
+from forge_inspect.cli.plan import planned
+from forge_inspect.plan.components import Plan
 from forge_weaver import RankMean, ScoreTable, save_ensemble
 from tests.recipes.test_plan import small_scorer
 

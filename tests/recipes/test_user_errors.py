@@ -11,11 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from forge.recipes.slowness import reported
 
 import forge
 from forge.envs import Environment, Step
 from forge.observability.runs import ending, state
-from forge.recipes.slowness import reported
 from forge.recipes.user_errors import summary, user_frames
 from forge.rewards.reward import BadScore, FunctionVerifier
 from forge.runtime.controller import first_to_end

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from forge.config.foreign_names import ENDPOINTS
 from forge.runtime.controller.handle import Endpoint, Handle
 from forge.system.aliases import ABSENT
+from forge_compat.setting_names import ENDPOINTS
 
 
 class Service(Handle):

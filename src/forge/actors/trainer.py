@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..config.upstream import trainer_settings
+from forge_compat.torchforge_files import trainer_settings
+
 from ..data.packing import pack, pack_tensors
 from ..models.flops import forward_flops
 from ..models.hub import check_model_name

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..config.foreign_names import translation
 from ..config.plugin import construct, nearest_setting, resolve
 from .base import TENSORS, Algorithm, OwnLoss
 from .cispo import CISPO
@@ -92,7 +91,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     arguments = [p for p in parameters if p.name not in TENSORS and p.name not in spans]
     if unknown := [name for name in settings if name not in {p.name for p in arguments}]:
         names = ", ".join(p.name for p in arguments) or "none"
-        raise ValueError(f"{subject} has no setting {unknown[0]!r}{translation(unknown[0])}: it has {names}")
+        raise ValueError(f"{subject} has no setting {unknown[0]!r}: it has {names}")
     if missing := [p.name for p in arguments if p.default is p.empty and p.name not in settings]:
         raise ValueError(
             f"{subject} needs {missing[0]!r}, which is not a tensor of a batch ({', '.join(TENSORS)}): set it under "

@@ -11,27 +11,10 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..system.files import fill_standard_files
-from . import (
-    audit,
-    clean,
-    completion,
-    convert,
-    doctor,
-    evaluate,
-    launch,
-    mismatch,
-    plan,
-    recipes,
-    replay,
-    runs,
-    serve,
-    simulate,
-    table,
-    watch,
-    worker,
-)
+from . import clean, completion, doctor, evaluate, launch, recipes, runs, serve, table, watch, worker
 
-# Commands of installed packages: the entry point names a module with `add_to(commands)`.
+MODULES = (recipes, evaluate, serve, clean, worker, doctor, launch, table, runs, watch)
+# Commands of extensions: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
 
 
@@ -68,8 +51,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Create the parser of all commands.
 
     Args:
-        words: the command line. If it begins with a command of this package, those of other packages, which take
-            seconds to import, are omitted.
+        words: the command line; extensions are omitted whose command it does not call.
     """
     parser = argparse.ArgumentParser(
         prog="forge",
@@ -78,27 +60,14 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    recipes.add_to(commands)
-    plan.add_to(commands)
-    convert.add_to(commands)
-    evaluate.add_to(commands)
-    serve.add_to(commands)
-    clean.add_to(commands)
-    worker.add_to(commands)
-    doctor.add_to(commands)
-    launch.add_to(commands)
-    table.add_to(commands)
-    runs.add_to(commands)
-    audit.add_to(commands)
-    replay.add_to(commands)
-    mismatch.add_to(commands)
-    watch.add_to(commands)
-    simulate.add_to(commands)
+    for module in MODULES:
+        module.add_to(commands)
     completion.add_to(commands, make_parser)
-    # A set: an environment that was installed under the former name, torchforge, has each entry point twice.
-    is_own = bool(words) and words[0] in commands.choices and words[0] != completion.NAME
-    points = () if is_own else entry_points(group=GROUP)
-    for name, module in sorted({(point.name, point.value) for point in points}):
+    # Only the command that is called, if it is one of these: importing all of them takes seconds.
+    points = {point.name: point.value for point in entry_points(group=GROUP)}
+    if words and (words[0] in points or (words[0] in commands.choices and words[0] != completion.NAME)):
+        points = {name: module for name, module in points.items() if name == words[0]}
+    for name, module in sorted(points.items()):
         try:
             import_module(module).add_to(commands)
         except ImportError as error:  # an optional package is missing

@@ -6,22 +6,18 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import logging
-import os
-import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 from ..system.masking import without_secrets
-from .foreign_names import translation
 
+# Functions of extensions, `(names, python) -> line`, which know settings of other libraries and former names.
+SETTING_NAMES = "forge.setting_names"
 Object = Any  # of a class that a user names
 Json = Any  # a value of a configuration
 Type = Any  # a type annotation
-
-log = logging.getLogger(__name__)
 
 
 def nearest(name: object, names: Iterable[object]) -> str:
@@ -38,28 +34,18 @@ def nearest(name: object, names: Iterable[object]) -> str:
 
 def nearest_setting(name: object, names: Iterable[object]) -> str:
     """Return `nearest`, or what stands here for another library's setting."""
-    return translation(name) or nearest(name, names)
+    explanation = explain_names([str(name)])
+    return f": {explanation}" if explanation else nearest(name, names)
 
 
-def warn_of_code(path: Path, values: Json) -> None:
-    """Warn of names of code in a file's values, if the file belongs to a user other than this one or root: the code
-    will be imported."""
-    owner = path.stat().st_uid
-    if owner in (os.geteuid(), 0):
-        return
-    # Only names are shown: values may be secrets.
-    names = set()
-    pending = [values]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value):
-            names.add(value)
-        elif isinstance(value, Mapping):
-            pending += [*value.keys(), *value.values()]
-        elif isinstance(value, list):
-            pending += value
-    finding = f"names code that will run as you: {', '.join(sorted(names))}" if names else "names no code"
-    log.warning("%s belongs to another user (%d). It %s", path, owner, finding)
+def explain_names(names: Sequence[str], python: bool = False) -> str:
+    """Ask the extensions what stands for settings of other libraries; empty if none knows.
+
+    Args:
+        python: the settings were arguments of `forge.train` or its kin, which take keys without their section.
+    """
+    explanations = (point.load()(names, python) for point in entry_points(group=SETTING_NAMES))
+    return next(filter(None, explanations), "")
 
 
 def resolve(name: str, kind: str, home: str | None = None) -> Object:

@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from ..system.masking import masked, masked_names, without_secrets
-from .foreign_names import leaves, translated
-from .plugin import nearest, warn_of_code
+from .plugin import explain_names, nearest
 from .yaml_files import Loader, read_yaml
 
 if TYPE_CHECKING:
@@ -103,13 +102,8 @@ class Section(BaseModel, metaclass=_OneLineErrors):
 
     @classmethod
     def canonical(cls, values: dict[str, Json]) -> dict[str, Json]:
-        """The values by the section's own keys, where it can be written in another way too. ConfigError: see there."""
+        """Return the values with objects from Python in the form that the section keeps."""
         return values
-
-    @classmethod
-    def canonical_path(cls, path: list[str]) -> list[str]:
-        """The path of a setting by the section's own keys, as `canonical`."""
-        return path
 
     def keys(self) -> Iterator[str]:
         """Names of the fields, for unpacking with `**`."""
@@ -202,9 +196,6 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
             `build`.
     """
     values = read_file(path)
-    warn_of_code(path, values)
-    if issubclass(cls, Section):
-        values = cls.canonical(values)
     for name, text in overrides:
         _set(values, cls, name, text)
     # The config.yaml of a run has masked secrets: with "***" a service would fail late, and say something else.
@@ -318,21 +309,10 @@ def read_file(path: Path) -> dict[str, Json]:
 
 def _set(values: dict[str, Json], cls: type, name: str, text: str) -> None:
     path = name.split(".")
-    if issubclass(cls, Section):
-        path = cls.canonical_path(path)
     if _hint(cls, path) is None and _hint(cls, ["services", *path]) is not None:
         path = ["services", *path]
     hint = _hint(cls, path)
     value = _parse_override(text, Any if hint is None else hint)
-    # A section by another name, such as `--rollout '{n_samples: 4}'`, overrides its keys one by one.
-    if isinstance(value, dict) and issubclass(cls, Section) and cls.canonical_path([*path, "_"]) != [*path, "_"]:
-        for key, item in value.items():
-            _put(values, cls.canonical_path([*path, str(key)]), item, name)
-    else:
-        _put(values, path, value, name)
-
-
-def _put(values: dict[str, Json], path: list[str], value: Json, name: str) -> None:
     for key in path[:-1]:
         if values.get(key) is None:  # a section that the file omits, or sets to null
             values[key] = {}
@@ -396,9 +376,10 @@ LIMITS = {"greater_than_equal": "at least", "greater_than": "above", "less_than_
 def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     """Describe one error of several: an unknown key first, for it explains a missing one."""
     # A file of another library has many unknown keys: one line says what stands for them.
-    foreign = [leaf for e in errors.errors() if e["type"] in UNKNOWN for leaf in leaves(_location(e, key), e["input"])]
-    if lines := translated(foreign):
-        return f"unknown key {foreign[0]!r}: {lines}" if len(foreign) == 1 else f"unknown keys: {lines}"
+    unknown = [error for error in errors.errors() if error["type"] in UNKNOWN]
+    foreign = [leaf for error in unknown for leaf in _leaves(_location(error, key), error["input"])]
+    if explanation := explain_names(foreign) if foreign else "":
+        return f"unknown key{'s' if len(foreign) > 1 else f' {foreign[0]!r}'}: {explanation}"
     error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in UNKNOWN)
     kind = error["type"]
     hint = cls
@@ -443,6 +424,13 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
     form = _form(key, hint, value) if kind == "model_type" else ""
     return f"{key or 'the configuration'} must be {expected}, got {value!r:.80}{form}"
+
+
+def _leaves(name: str, value: Json) -> list[str]:
+    """Return the dotted names of the settings in a value; its own if it has none."""
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [leaf for key, item in value.items() for leaf in _leaves(f"{name}.{key}", item)]
 
 
 def _location(error: Mapping[str, Json], key: str) -> str:

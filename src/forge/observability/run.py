@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,8 +22,7 @@ from ..system.files import make_private, reserve, room_for, write_atomic
 from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .account import account_text, token_account
-from .alerts import AUDIT, alerts
-from .audit import audit
+from .alerts import alerts
 from .console import Progress, configure_logging, log
 from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
 from .held_out import HELD_OUT, lines
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 # Bytes that are reserved for Monarch's log, which prints a line for each that it cannot write. Of a small run it writes
 # 94 kB, most of it at the start and at the end.
 RESERVED = 1 << 18
+# Functions of extensions that are called with the directory of a run that ends.
+RUN_END = "forge.run_end"
 Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # with the name of their set
 FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning names the probable cause
 
@@ -291,19 +293,6 @@ class Run:
         rows = (f"{digest.hexdigest()} {sizes[name]} {name}\n" for name, digest in self._digests.items())
         write_sealed(self.folder / LOGS, "".join(rows))
 
-    def _audit(self) -> None:
-        """Write the audit of a run that has a schedule, and warn of its faults."""
-        if not self.history or not (self.folder / SCHEDULE).stat().st_size:
-            return
-        # By the schedule, which is some kB a step: all rollouts of a run may be many GB.
-        try:
-            result = audit(self.folder, by_schedule=True)
-        except ValueError:  # it trained no step, or its loop writes none
-            return
-        write_atomic(self.folder / AUDIT, result.json())
-        for fault in result.faults:
-            log.warning("audit: %s", fault)
-
     def _write(self, name: str, data: bytes) -> None:
         with room_for(self.folder / name, len(data)):
             self._logs[name].write(data)
@@ -371,7 +360,8 @@ class Run:
         # The error of a full disk must not hide the run's own, which is why all of this is caught.
         try:
             self._trace.close()
-            self._audit()
+            for point in entry_points(group=RUN_END) if self.history else ():
+                point.load()(self.folder)
             if self.history and self._report is not None:
                 self._report(self.folder, "finished" if self._finished else last_state(self.folder))
         except OSError as error:  # a full disk; the run's own error is more important

@@ -79,7 +79,7 @@ def settings(folder: Path) -> Row:
         OSError: it cannot be read. ValueError: it is malformed or too large.
     """
     path = folder / CONFIG
-    nested = parse_yaml(decoded(read_plain(path, MAX_CONFIG), path), path, fast=True)
+    nested = parse_yaml(decoded(read_plain(path, MAX_CONFIG), path), path)
     return flat(without_secrets(nested) if isinstance(nested, dict) else {})
 
 

@@ -14,16 +14,16 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ..config.plugin import nearest
+from ..config.plugin import explain_names, nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
 from ..observability.held_out import HELD_OUT
 from ..observability.rollouts import ROLLOUTS, batches, texts
-from .foreign import check_sampling, check_settings
+from ..types import Sampling
 from .hooks import Hooks, OnRollouts, OnStep, takes_two
 
 if TYPE_CHECKING:
@@ -270,7 +270,6 @@ def _run(
     """Build the configuration of a recipe from Python values, and run it."""
     from .launch import execute
 
-    check_settings(settings, config_type, values.get("algorithm"))
     values = {"dataset": _dataset(dataset), **values} | ({} if model is None else {"model": model})
     values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
     held_out = {"problems": 0}
@@ -323,7 +322,7 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
         ConfigError: no section has it, or several do.
     """
     sections = keys_of(config_type)
-    if key in sections or (key == "rollout" and "grpo" in sections):  # see RLConfig.canonical
+    if key in sections:
         return {key: value}
     inner = {name: section_in(field.annotation) for name, field in sections.items()}
     # Sections about one matter, such as `episode` or `critic`, are given whole.
@@ -335,15 +334,23 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
         from ..algorithms import setting_names
 
         # A setting of the algorithm, such as beta, before the misspelling of another, such as beta2.
-        name = algorithm.get("name", "grpo") if isinstance(algorithm, Mapping) else algorithm
-        if key in setting_names(name) or not misspelt:
+        if key in setting_names(algorithm) or not (misspelt or explain_names([key])):
             owners = ["grpo"]
     if len(owners) > 1:
         choices = " or ".join(f"{name}={{{key!r}: ...}}" for name in owners)
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
     if not owners:
-        raise ConfigError(f"unknown setting {key!r}{nearest(key, everything)}")
+        explanation = explain_names([key], python=True)
+        raise ConfigError(explanation or f"unknown setting {key!r}{nearest(key, everything)}")
     return {owners[0]: {key: value}}
+
+
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name that is not a field of `forge.types.Sampling`; names the nearest."""
+    known = [field.name for field in fields(Sampling)]
+    for name in sampling:
+        if name not in known:
+            raise ConfigError(explain_names([name], python=True) or f"unknown setting {name!r}{nearest(name, known)}")
 
 
 def _with_rows(section: Mapping[str, Any]) -> dict[str, Any]:

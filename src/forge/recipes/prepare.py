@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +24,9 @@ from ..serve.watch.report import write_report
 from ..types import Sample
 from .eval_config import EvalConfig
 from .evaluation import load_sets
-from .memory import memory_report
 from .placement import check_hosts, check_shared
-from .plan.start import log_plan
 from .resume import Start, check_origin, write_origin
 from .schema import TrainingRecipe
-from .slowness import reported
-from .space import check_space
 
 NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
 
@@ -74,9 +69,8 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
     check_others(cfg, model, dict(zip(cfg.others(), further_models, strict=True)))
     cfg.check_tokenizer(model)
     cfg.check_reward()
-    with reported("reading and checking the data"):
-        items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
-        sets = load_sets(cfg.data(model), cfg.eval, model, cfg.seed)
+    items, held_out = check_data(cfg.data(model), cfg.eval, model, cfg.seed, cfg.scorers)
+    sets = load_sets(cfg.data(model), cfg.eval, model, cfg.seed)
     steps = cfg.training.steps if items is None else -(-items // cfg.training.batch_size)
     if steps < cfg.training.steps:
         log.info(
@@ -85,20 +79,6 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
         )
         cfg.training.steps = steps
     warn_of_settings(cfg, held_out)
-    needs = memory_report(cfg, model)
-    if needs:
-        log.info(
-            "%d steps of training. Least memory (activations and caches come on top): %s",
-            *(cfg.training.steps, "; ".join(needs)),
-        )
-    log_plan(cfg, model)
-    # Last, what is free on this machine; then the folder, the first thing that is written.
-    check_space(cfg, model, start.step, overwrite)
-    if os.environ.get("TORCHSTORE_USE_RDMA"):
-        log.info(
-            "TORCHSTORE_USE_RDMA: processes on one host share weights in memory, without RDMA; between hosts weights "
-            "go through Monarch's RDMABuffer wherever it finds RDMA, set or not"
-        )
     # A folder that is cleared must not hold what the new run reads.
     if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
         check_overwrite(cfg, model)

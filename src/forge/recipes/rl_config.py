@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..algorithms import Algorithm, Correction, load_algorithm
-from ..config.plugin import nearest_setting, resolve
+from ..config.plugin import resolve
 from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, RowsConfig
 from ..engines.interface import check_length
@@ -22,17 +22,13 @@ from .models_config import FurtherModel, check_models, placed, seats, trained_mo
 from .rollout_settings import RolloutSettings
 from .schema import RecipeConfig, SamplingServices
 
-# What `rollout` holds where it is written in place of `grpo`; `algorithm` holds all else.
-ROLLOUT_KEYS = frozenset({"n_samples", "temperature", "max_tokens", "overlong_buffer", *RolloutSettings.model_fields})
-
 
 class AlgorithmConfig(RolloutSettings):
     """Sampling, and the settings of the algorithm: every field of its class is a key here, such as `clip_high` or
     `beta` ([algorithms.md](algorithms.md)). A setting that the algorithm does not have is an error.
 
-    It may be written as two sections: `rollout` with `n_samples`, `temperature`, `max_tokens`, `overlong_buffer` and
-    what bounds sampling (`top_p` to `bad_words`), and `algorithm` with its `name` and all else. Log-probabilities are
-    those of the policy at `temperature`, whatever is excluded ([engines.md](engines.md#what-is-excluded))."""
+    Log-probabilities are those of the policy at `temperature`, whatever is excluded
+    ([engines.md](engines.md#what-is-excluded))."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -140,45 +136,6 @@ class RLConfig(RecipeConfig):
     eval: RLEvalConfig = RLEvalConfig()
     services: RLServices = RLServices()
     metrics: RolloutMetrics = RolloutMetrics()
-
-    @classmethod
-    def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """`grpo` from `rollout` and from an `algorithm` that is a mapping with a `name`, which may be written instead.
-
-        Raises:
-            ConfigError: a key that belongs to the other of them, or one that is also set in `grpo`.
-        """
-        algorithm = values.get("algorithm")
-        if "rollout" not in values and not isinstance(algorithm, dict):
-            return values
-        sections = {"grpo": values.get("grpo") or {}, "rollout": values.get("rollout") or {}}
-        for name, section in sections.items():
-            if not isinstance(section, dict):
-                raise ConfigError(f"{name} must be a mapping of keys to values, got {section!r:.80}")
-        settings = {**sections["grpo"]}
-        parts = {"rollout": sections["rollout"]}
-        values = {key: value for key, value in values.items() if key != "rollout"}
-        if isinstance(algorithm, dict):
-            parts["algorithm"] = {key: value for key, value in algorithm.items() if key != "name"}
-            values["algorithm"] = algorithm.get("name") or "grpo"
-        for name, part in parts.items():
-            for key, value in part.items():
-                if name == "rollout" and key not in ROLLOUT_KEYS:
-                    hint = nearest_setting(key, sorted(ROLLOUT_KEYS))
-                    raise ConfigError(f"unknown key 'rollout.{key}'{hint}; settings of the loss are keys of algorithm")
-                if name == "algorithm" and key in ROLLOUT_KEYS:
-                    raise ConfigError(f"algorithm.{key} is a key of rollout: write it there")
-                if key in settings:
-                    raise ConfigError(f"grpo.{key} and {name}.{key} are the same setting: keep one")
-                settings[key] = value
-        return {**values, "grpo": settings}
-
-    @classmethod
-    def canonical_path(cls, path: list[str]) -> list[str]:
-        """The path of a setting of `rollout` or `algorithm` in `grpo`."""
-        if path == ["algorithm", "name"]:
-            return ["algorithm"]
-        return ["grpo", *path[1:]] if path[0] in ("rollout", "algorithm") and len(path) > 1 else path
 
     @property
     def multi_turn(self) -> bool:

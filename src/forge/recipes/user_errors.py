@@ -32,12 +32,6 @@ def user_frames(error: BaseException) -> list[str]:
     return frames
 
 
-def innermost(stack: traceback.StackSummary) -> str:
-    """The user's own line that a stack is in, after a comma; empty if there is none."""
-    users = [frame for frame in stack if _is_users(frame.filename)]
-    return f", in {users[-1].filename}:{users[-1].lineno} ({users[-1].name})" if users else ""
-
-
 def _is_users(file: str) -> bool:
     if file.startswith("<") and file != "<dynamic-code>":  # of a function that was sent by value
         return False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ...config.upstream import Settings, read_upstream
+from forge_compat.torchforge_files import Settings, read_upstream
 
 
 def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:

@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from ...config.foreign_names import ENDPOINTS
+from forge_compat.setting_names import ENDPOINTS
+
 from ..monarch_names import method_of
 from ._monarch import EndpointProperty
 from .context import ActorContext

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...config.foreign_names import ENDPOINTS
+from forge_compat.setting_names import ENDPOINTS
+
 from ...config.plugin import nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout

@@ -1,0 +1,1 @@
+"""Names and files of other libraries: torchforge, TorchStore, TRL, verl, OpenRLHF and TitanRL."""

@@ -1,0 +1,35 @@
+"""`forge convert upstream FILE`: a configuration of Meta's torchforge with the keys of this library."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from forge.cli.table import Subparsers
+
+TEXT = "a configuration file of another library, printed with the keys of this one"
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "convert",
+        help=TEXT,
+        description=TEXT,
+        epilog="example: forge convert upstream apps/grpo/qwen3_1_7b.yaml",
+    )
+    parser.add_argument("library", choices=["upstream"], help="upstream: Meta's torchforge")
+    parser.add_argument("file", type=Path, help="its YAML file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the YAML, with a comment for each key that has no equivalent; bad files end it with one line."""
+    # Here: other commands do without it.
+    from .torchforge_files import convert, read_upstream
+
+    try:
+        converted = convert(read_upstream(args.file), args.file.stem)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(converted.text(args.file.name), end="")

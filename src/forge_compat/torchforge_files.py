@@ -1,0 +1,362 @@
+"""Configuration files of Meta's torchforge: read with their interpolations, and written with the keys of this library.
+
+`forge_compat.torchforge_keys` has the table of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from forge.config.numbers import whole
+from forge.config.yaml_files import read_yaml
+
+from .interpolations import resolve_all
+from .torchforge_keys import ALPACA, COUNTS, ENGINE, ENGINE_KEYS, KEYS, LEAST, MESH, NOTES, PROGRAM, RECOMPUTED
+
+Json = Any
+
+
+class Settings(dict[str, Json]):
+    """A mapping whose keys are attributes as well, and so are those of the mappings in it."""
+
+    def __getattr__(self, name: str) -> Json:
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(f"the configuration has no key {name!r}; it has {', '.join(self)}") from None
+        return Settings(value) if isinstance(value, dict) else value
+
+
+@dataclass
+class Converted:
+    """A configuration of this library, and what is lost.
+
+    Attributes:
+        recipe: "train" or "sft".
+        values: nested, as a YAML file has them.
+        notes: (key of torchforge's, its value, why it has no equivalent).
+        added: keys that torchforge's program has in its code.
+    """
+
+    recipe: str
+    values: dict[str, Json] = field(default_factory=dict)
+    notes: list[tuple[str, Json, str]] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+
+    def put(self, path: str, value: Json) -> None:
+        """Set a key by its dotted path."""
+        *sections, name = path.split(".")
+        target = self.values
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[name] = value
+
+    def text(self, source: str) -> str:
+        """The YAML file, with a comment for each key that is lost."""
+        lines = [f"# {source} of torchforge. Start it: forge {self.recipe} THIS_FILE"]
+        if self.added:
+            lines.append(f"# From the code of torchforge's program: {', '.join(self.added)}.")
+        lines += ["", yaml.safe_dump(self.values, sort_keys=False, width=110).rstrip()]
+        if self.notes:
+            lines += ["", "# Keys without an equivalent:"]
+            lines += [f"#   {name}: {_flow(value)}  # {note}" for name, value, note in self.notes]
+        return "\n".join(lines) + "\n"
+
+
+def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
+    """Read a file of torchforge's, its interpolations resolved and `hf://` removed from names of models.
+
+    Args:
+        overrides: `section.key=value`, set before interpolations are resolved, or `~section.key`, which is removed.
+
+    Raises:
+        ValueError: the file is malformed, an interpolation names a key or variable that does not exist, or an override
+            has another form.
+    """
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a mapping of keys to values, got {type(values).__name__}")
+    # First, as other keys may refer to them.
+    for override in overrides:
+        _override(values, override)
+    return resolve_all(values)
+
+
+def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
+    """Write a configuration of torchforge's with the keys of this library.
+
+    Args:
+        values: from `read_upstream`.
+        name: of the run.
+
+    Raises:
+        ValueError: a number of another kind, an open value (`???`), or one that contradicts another key; names the key.
+    """
+    converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
+    sources: dict[str, tuple[str, Json]] = {}  # by key here
+    for key, value in _leaves("", values):
+        _check(key, value)
+        target = _engine_argument(key, value, values) or _place(converted.recipe, key, value)
+        if target is None:
+            if not _is_said(key, value, values):
+                converted.notes.append((key, value, _note(key)))
+            continue
+        path, here = target
+        earlier, earlier_value = sources.get(path, (key, value))
+        if earlier_value != value:
+            converted.notes.append((earlier, earlier_value, f"{path} is that of {key}"))
+        sources[path] = key, value
+        converted.put(path, here)
+    if any(_is_off(values, f"{section}checkpoint.enable") for section in ("", "trainer.")):
+        converted.put("checkpoint.every", 0)
+    converted.put("run.name", name)
+    if converted.recipe == "train":
+        _finish_rl(converted, values)
+    else:
+        _finish_sft(converted, values)
+    return converted
+
+
+def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `forge.actors.Trainer` from those of torchforge's TitanTrainer; others stay as they are.
+
+    Raises:
+        ValueError: `model` is a mapping without hf_assets_path, or the optimizer's name is not AdamW.
+        TypeError: a section has a key without an equivalent.
+    """
+    # `optimizer` and `parallelism` are sections of `Trainer` as well, whose keys differ.
+    sections = ("training", "lr_scheduler", "compile", "checkpoint", "activation_checkpoint", "comm")
+    torchforge = {name: settings[name] for name in sections if isinstance(settings.get(name), Mapping)}
+    arguments = {name: value for name, value in settings.items() if name not in torchforge}
+    optimizer = arguments.pop("optimizer", None) or {}
+    if not isinstance(optimizer, Mapping):
+        raise TypeError(f"optimizer must be a mapping of its settings, got {optimizer!r:.80}")
+    optimizer = {**optimizer}
+    renamed = {name: optimizer.pop(name) for name in ("name", "lr", "eps") if name in optimizer}
+    torchforge |= {"optimizer": renamed} if renamed else {}
+    model = arguments["model"]
+    if isinstance(model, Mapping):
+        if not model.get("hf_assets_path"):
+            raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
+        arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
+    for key, value in _leaves("", torchforge):
+        if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
+        if key.startswith(("checkpoint.", "comm.")):
+            continue
+        target = _place("train", key, value)
+        if target is not None:
+            name = target[0].rpartition(".")[2]
+            is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
+            (arguments if is_pass else optimizer)[name] = target[1]
+        elif key == "optimizer.name" and value is not None:
+            raise ValueError(
+                f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'muon'}}"
+            )
+        # Others have no effect here, but for those of the schedule.
+        elif value is not None and _note(key) in (NOTES[""], NOTES["lr_scheduler."]):
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
+    if isinstance(arguments.get("parallelism"), Mapping):
+        degrees = arguments["parallelism"].items()
+        arguments["parallelism"] = {name: value for name, value in degrees if name != "disable_loss_parallel"}
+    return arguments | {"optimizer": optimizer}
+
+
+def _override(values: dict[str, Json], override: str) -> None:
+    """Set or remove one key of nested values."""
+    path, is_set, text = override.partition("=")
+    *sections, name = path.removeprefix("~").split(".")
+    target: Json = values
+    for section in sections:
+        target = target.setdefault(section, {}) if isinstance(target, dict) else None
+    if not isinstance(target, dict) or (override.startswith("~") and name not in target):
+        raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
+    if override.startswith("~"):
+        del target[name]
+    elif is_set:
+        target[name] = yaml.safe_load(text)
+    else:
+        raise ValueError(f"an override is written as section.key=value, got {override}")
+
+
+def _leaves(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
+    """The key here and its value; None if there is none, or it says what is the default."""
+    # Keys whose values have another form.
+    titan = key.removeprefix("trainer.")
+    if titan == "optimizer.name" and str(value).lower() == "adamw":
+        return "training.optimizer", "adamw"
+    if titan == "activation_checkpoint.mode":
+        if str(value).lower() not in RECOMPUTED:
+            raise ValueError(f"{key} must be one of {', '.join(RECOMPUTED)}, got {value!r:.80}")
+        return "training.gradient_checkpointing", RECOMPUTED[str(value).lower()]
+    if titan == "checkpoint.async_mode" and str(value).startswith("async"):
+        return "checkpoint.async_write", True
+    if key not in KEYS or value is None:
+        return None
+    target = KEYS[key]
+    # The default of every degree but one; a file of ours has only what differs.
+    if target.startswith("parallelism.") and value == 1:
+        return None
+    # Sections of a file of RL, which a file of SFT may have beside its own.
+    if recipe == "sft" and target.startswith(("grpo.", "async.")):
+        return None
+    if target == "training.dtype" or not isinstance(value, str):
+        return target, value
+    return target, value.removeprefix("hf://")
+
+
+def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple[str, Json] | None:
+    """The key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
+    engine = ENGINE.fullmatch(key)
+    procs = _at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
+    expected = {"model": _model(values), "tensor_parallel_size": procs or 1, "pipeline_parallel_size": 1}
+    if engine is None or value is None or (engine[1] in expected and expected[engine[1]] == value):
+        return None
+    # "auto" is the dtype of the model's config.json, which is the default.
+    if (engine[1], value) == ("dtype", "auto"):
+        return None
+    return f"generator.{ENGINE_KEYS.get(engine[1], f'vllm.{engine[1]}')}", value
+
+
+def _model(values: Mapping[str, Json]) -> str | None:
+    """The file's model; in one of SFT `model` is a section."""
+    return next((values[name] for name in ("model", "model_name") if isinstance(values.get(name), str)), None)
+
+
+def _is_off(values: Mapping[str, Json], path: str) -> bool:
+    """Whether a switch is false. ValueError: it is neither true nor false."""
+    value = _at(values, path)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{path} must be true or false, got {value!r:.80}")
+    return value is False
+
+
+def _check(key: str, value: Json) -> None:
+    """Check a value that is computed with, or counts. ValueError: it is no such number, or open; names the key."""
+    if value == "???":
+        raise ValueError(f"{key} is open (???): write its value")
+    least = LEAST.get(key.rpartition(".")[2])
+    if least is not None and value is not None and (key in KEYS or key in COUNTS):
+        whole(value, key, -1 if key.endswith(("data_parallel_shard_degree", "dp_size")) else least)
+
+
+def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
+    """Whether nothing is lost without this key: it is a default, or another one says it."""
+    model = _model(values)
+    if ENGINE.fullmatch(key):  # `_engine_argument` keeps all others
+        return True
+    if key.removeprefix("trainer.") == "checkpoint.enable" and value is False:
+        return True
+    if key.startswith(("parallelism.", "trainer.parallelism.")) and key.endswith("_degree") and value == 1:
+        return True
+    return value == model and key in ("dataset.model", "checkpoint.initial_load_path", "model.hf_assets_path")
+
+
+def _note(key: str) -> str:
+    if key.endswith(".mesh_name"):
+        return MESH
+    titan = key.removeprefix("trainer.")
+    fits = [name for name in NOTES if key.startswith(name) or titan.startswith(name)]
+    return NOTES[max(fits, key=len)]
+
+
+def _at(values: Mapping[str, Json], path: str) -> Json:
+    """The value at a dotted path; None if there is none."""
+    value: Json = values
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
+    """The batch in prompts, the engine, and what torchforge's program has in its code."""
+    # By the names of its newer files, its older ones, and its buffer.
+    sizes = ("local_batch_size", "batch_size", "replay_buffer.batch_size")
+    key = next((name for name in sizes if _at(values, name) is not None), None)
+    group = values.get("group_size")
+    if group is not None or (key and "group_size" in values):
+        group = whole(group, "group_size")
+    for section in ("sampling_params", "sampling_config"):
+        samples = _at(values, f"policy.{section}.n")
+        if None not in (group, samples) and group != samples:
+            raise ValueError(f"policy.{section}.n = {samples} is not group_size = {group}: set both to one number")
+        group = group or samples
+    if key:
+        # A batch there counts answers on each rank, here prompts in all.
+        episodes = whole(_at(values, key), key) * _buffer_parts(values)
+        converted.put("training.batch_size", max(1, -(-episodes // (group or 1))))
+    # Its engine is always vLLM.
+    if _at(values, "policy.engine_args") or _at(values, "policy.engine_config"):
+        converted.put("generator.engine", "vllm")
+    # Prompt and answer have the room in the engine that they have in the trainer.
+    length = _at(converted.values, "training.seq_len")
+    if length and _at(converted.values, "generator.max_seq_len") is None:
+        converted.put("generator.max_seq_len", length)
+    # vLLM takes the dtype of a model's config.json, which is bfloat16 for those that torchforge names.
+    if _at(converted.values, "training.dtype") and _at(converted.values, "generator.dtype") is None:
+        converted.put("generator.dtype", _at(converted.values, "training.dtype"))
+    for path, value in PROGRAM.items():
+        is_absent = _at(converted.values, path) is None
+        if path.startswith("dataset.") and _at(values, "dataset.path") != "openai/gsm8k":
+            continue
+        if is_absent and (path != "grpo.beta" or _at(values, "ref_model")):
+            converted.put(path, value)
+            converted.added.append(path)
+
+
+def _buffer_parts(values: Mapping[str, Json]) -> int:
+    """The ranks for which torchforge's buffer has a batch each. ValueError: their number does not follow."""
+    parts = _at(values, "replay_buffer.dp_size")
+    if parts is None:
+        return 1
+    if parts != -1:
+        return whole(parts, "replay_buffer.dp_size")
+    others = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    return _ranks(values, "replay_buffer.dp_size = -1", "actors.trainer.procs", "trainer.parallelism", others)
+
+
+def _ranks(values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]) -> int:
+    """The ranks that some degrees of parallelism leave for others. ValueError: they do not divide all ranks."""
+    degrees = [f"{section}.{kind}_degree" for kind in kinds]
+    product = math.prod(whole(_at(values, name), name) for name in degrees if _at(values, name) is not None)
+    procs = _at(values, procs_key)
+    ranks = product if procs is None else whole(procs, procs_key)
+    if ranks % product:
+        raise ValueError(
+            f"{subject}: the other degrees of {section} make {product}, which does not divide {procs_key} = {ranks}"
+        )
+    return ranks // product
+
+
+def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
+    """The batch in rows over all ranks, and the rows that torchforge's program names."""
+    local = _at(values, "training.local_batch_size")
+    if local is not None:
+        # Ranks of tensor and context parallelism share their rows.
+        shared = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+        copies = _ranks(values, "training.local_batch_size", "processes.procs", "parallelism", shared)
+        converted.put("training.batch_size", whole(local, "training.local_batch_size") * copies)
+    if _at(converted.values, "dataset.path") is None:
+        converted.put("dataset.path", ALPACA)
+        converted.put("dataset.prompt_field", "instruction")
+        converted.put("dataset.target_field", "output")
+        converted.added.append("dataset")
+
+
+def _flow(value: Json) -> str:
+    # In one line, also a text of several.
+    return " ".join(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").split())

@@ -1,0 +1,46 @@
+"""`forge audit RUN`: what became of each prompt and token of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from forge.cli.table import Subparsers
+
+TEXT = "count what became of each prompt and token of a run, from its files alone"
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("audit", help=TEXT, description=TEXT, epilog="example: forge audit runs/x --json")
+    parser.add_argument("folder", type=Path, help="the folder of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the audit; exit code 1 if there is a fault."""
+    from ..audit import audit
+
+    try:
+        result = audit(args.folder)
+    except FileNotFoundError:
+        raise SystemExit(f"error: {args.folder} is not a run that has made a step") from None
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    if args.json:
+        print(result.json())
+    else:
+        print(f"{result.steps} steps")
+        for name, count in result.counts.items():
+            print(f"{name:<46} {count}")
+        for name, (effect, probability) in result.biases.items():
+            print(f"bias of {name:<38} {effect:+.2f}, p {probability:.2g}")
+        for fault in result.faults:
+            print(f"fault: {fault}")
+        if result.is_sound:
+            print(
+                "no fault: every prompt was trained once, was dropped for a counted reason, or was in flight at the end"
+            )
+    if not result.is_sound:
+        raise SystemExit(1)

@@ -1,0 +1,67 @@
+"""`forge mismatch RUN`: why the log-probabilities of engine and trainer differ."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from forge.cli.table import Subparsers
+
+if TYPE_CHECKING:
+    from ..mismatch.verdict import Mismatch
+
+TEXT = "name the component and the layer in which engine and trainer differ, on a recorded batch of a run"
+BAD_INPUT = 2  # exit code; 1 is a fault of the run
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "mismatch", help=TEXT, description=TEXT, epilog="example: forge mismatch runs/x --bisect"
+    )
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--bisect", action="store_true", help="walk the layers to the first whose states differ")
+    parser.add_argument("--step", type=int, default=None, help="whose batch; default: the newest that can be compared")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the comparison; exit code 1 if there is a fault, 2 if there is nothing to compare."""
+    from forge.models.find import quiet_loading
+
+    from ..mismatch.verdict import compare, write
+
+    try:
+        with quiet_loading():
+            result = compare(args.folder, step=args.step, bisect=args.bisect)
+    except FileNotFoundError:
+        _reject(f"{args.folder} is not a run that has made a step")
+    except (ValueError, ImportError) as error:
+        _reject(str(error))
+    write(result, args.folder)
+    print(result.json() if args.json else "\n".join(_lines(result)))
+    if not result.is_sound:
+        raise SystemExit(1)
+
+
+def _reject(reason: str) -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr)
+    raise SystemExit(BAD_INPUT)
+
+
+def _lines(result: Mismatch) -> list[str]:
+    """The comparison for a terminal: a line for each pair of sides, then the faults."""
+    lines = [f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}"]
+    width = max(len(f"{link.first} | {link.second}") for link in result.links)
+    for link in result.links:
+        share = "" if link.share is None or result.is_sound else f"  {link.share:6.1%} of the difference"
+        mark = "" if link.agrees else "  <- differs"
+        lines.append(f"{f'{link.first} | {link.second}':<{width}}  {link.mean:.1e} nats{share}{mark}")
+    lines += [f"fault: {fault}" for fault in result.faults]
+    lines += [f"note: {note}" for note in result.notes]
+    if result.is_sound:
+        lines.append(f"no fault: {result.sentence}")
+    return lines

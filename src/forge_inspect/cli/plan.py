@@ -1,0 +1,113 @@
+"""`forge plan CONFIG`: the memory and the seconds of a run, before it starts and without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from forge.cli.recipes import RECIPES
+from forge.cli.table import Subparsers
+
+TEXT = "what a configuration needs: memory of each process, seconds of a step; without a GPU and without weights"
+# The section that one recipe alone has.
+SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan", help=TEXT, description=TEXT, epilog="example: forge plan apps/grpo/qwen3_1_7b.yaml --gpus 2xH100"
+    )
+    parser.add_argument("config", help="YAML file of a recipe; apps/... are those of the installed recipes")
+    parser.add_argument("--gpus", default=None, help="a number and a device, as 8xH100 or 64xH200; cpu")
+    parser.add_argument(
+        "--price", type=float, default=None, help="dollars of a GPU's hour: adds the cost of 1,000 steps"
+    )
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the plan; ends with 1 where something does not fit."""
+    from forge.config.sections import ConfigError
+
+    try:
+        # Options after the file are among the overrides, which argparse does not look into.
+        gpus = _take(args.overrides, "--gpus") or args.gpus
+        price = _take(args.overrides, "--price") or args.price
+        _, plan = planned(args.config, args.overrides, gpus)
+        dollars = None if price is None else _dollars(price)
+    except (ConfigError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    from ..plan.text import plan_lines
+
+    print("\n".join(plan_lines(plan, dollars)))
+    if not plan.fits:
+        raise SystemExit(1)
+
+
+def _dollars(price: float | str) -> float:
+    try:
+        return float(price)
+    except ValueError:
+        raise ValueError(f"--price is dollars of a GPU's hour, got {price!r}") from None
+
+
+def _take(words: list[str], option: str) -> str | None:
+    """Remove an option and return its value, if it is there. ValueError: it has none."""
+    # Both `--gpus 8xH100` and `--gpus=8xH100`.
+    for number, word in enumerate(words):
+        name, joined, value = word.partition("=")
+        if name != option:
+            continue
+        if not joined and number + 1 == len(words):
+            raise ValueError(f"{option} needs a value")
+        taken = words[number : number + (1 if joined else 2)]
+        del words[number : number + len(taken)]
+        return value if joined else taken[1]
+    return None
+
+
+def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, Any]:
+    """The configuration of a file, and its `forge_inspect.plan.components.Plan`.
+
+    Raises:
+        ConfigError: a setting that does not exist, or is wrong.
+        ValueError: an unknown device or model, or degrees that do not fit the model.
+    """
+    from forge.config.sections import bundled, load, read_file
+    from forge.system.extras import run_elsewhere
+
+    path = bundled(Path(config))
+    sections = read_file(path)
+    if "collect" in sections:
+        raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
+    recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
+    _, settings, kind, _ = RECIPES[recipe]
+    further = (sections.get("models") or {}).values()
+    if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in further):
+        kind = "SeveralPoliciesConfig"
+    config_type = getattr(importlib.import_module(f"forge.recipes.{settings}"), kind)
+    # Checked as a run would be, but for what the run would look for on this machine.
+    with run_elsewhere():
+        cfg = load(config_type, ["--config", config, *overrides])
+    from forge.models.find import build_small_model
+    from forge.runtime.cluster.inventory import memory_limit
+
+    from ..plan.components import make_plan
+    from ..plan.devices import Device, parse_machines
+    from ..plan.shapes import shape_folder
+
+    cpu = Device("CPU", memory_limit(), 0.0, 0.0, 0.0, 0.0, "cpu")
+    uses_gpus = any(cfg.services[name].with_gpus for name in cfg.configured())
+    machines = parse_machines(gpus or ("8xH100" if uses_gpus else "cpu"), cpu)
+    with tempfile.TemporaryDirectory() as scratch:
+        find = partial(shape_folder, scratch=Path(scratch))
+        if cfg.model is None:
+            built = build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch)
+            return cfg, make_plan(cfg, Path(built), "a model from scratch", machines, find=find, grows=True)
+        return cfg, make_plan(cfg, find(cfg.model), cfg.model, machines, find=find, grows=True)

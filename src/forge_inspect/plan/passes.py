@@ -1,0 +1,211 @@
+"""The passes of a trainer over tensors without memory: its own code, any model, any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from forge.data.packing import split
+from forge.system.devices import planning_for
+from forge.training.distributed import Ranks, lay_out
+from forge.training.experts import balance
+from forge.training.lora import add_adapters
+from forge.training.policy import Policy, ScalarModel
+from forge.training.settings import Backend, Head, LoraSettings, Parallelism, PassSettings
+from forge.training.step import Loss, loss_inputs, micro_batch_loss
+from forge.training.tensor_parallel import parallelize
+from forge.training.titan_setup import check_model
+from forge.types import Batch
+
+from .experts import divide_experts
+from .meter import Meter, Moment, metered
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a rank, before FSDP divides it: its number of elements, and whether it trains.
+
+    elements: those that are left by tensor and expert parallelism.
+    spread: ranks of expert parallelism that divide it; FSDP has so many times fewer ranks to divide it further.
+    is_resharded: it is in no layer, and yet gathered only while it computes.
+    """
+
+    elements: int
+    is_inner: bool  # of a decoder layer
+    is_matrix: bool
+    trains: bool
+    is_stack: bool = False  # of matrices, those of experts
+    spread: int = 1
+    is_resharded: bool = False
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the passes of one micro-batch hold on one rank.
+
+    weights: by name.
+    peaks: see `Meter`, with gradients in the dtype of the passes.
+    itemsize: bytes of an element in the passes.
+    operators: number of operators.
+    layers: number of decoder layers.
+    """
+
+    weights: Mapping[str, Weight]
+    peaks: Mapping[Moment, tuple[int, int]]
+    itemsize: int
+    operators: int
+    layers: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of all weights, of which tensor parallelism alone has divided some."""
+        return sum(weight.elements * weight.spread for weight in self.weights.values())
+
+
+def run_passes(
+    model: str | Path,
+    batch: Batch,
+    loss: Loss,
+    settings: PassSettings,
+    *,
+    head: Head = "policy",
+    lora: LoraSettings | None = None,
+    parallelism: Parallelism | None = None,
+    world_size: int = 1,
+    device_type: str = "cpu",
+    learns: bool = True,
+    backend: Backend = "fsdp",
+) -> Passes:
+    """Run the forward and backward passes of an update without memory.
+
+    Args:
+        model: a folder with config.json; weights are not read.
+        batch: of all data ranks; the first pack of the first rank is run.
+        device_type: "cpu", or that of a GPU.
+        learns: whether there is a backward pass.
+        backend: with "titan" mixtures of experts compute as TorchTitan's do; the rest is taken to be alike.
+
+    Raises:
+        ValueError: a model or degrees that the trainer rejects.
+    """
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    with ranks_of(parallelism or Parallelism(), world_size) as ranks, planning_for(device_type):
+        policy = _build(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
+        if backend == "titan":
+            check_model(policy.model.config)
+            (parallelism or Parallelism()).over(world_size).check_experts(policy.model.config)
+            divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
+        policy.ranks = ranks
+        policy.train()
+        weights = dict(policy.named_parameters())
+        local = {name: _local(weight) for name, weight in weights.items()}
+        pack = split(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
+        with metered(weights) as meter:
+            if not learns:
+                with torch.no_grad():
+                    policy(pack, 1.0)
+                return _passes(policy, local, weights, meter, dtype, ranks.experts, backend)
+            output = policy(pack, 1.0)
+            value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
+            if policy.routers is not None:
+                load = policy.routers.take()
+                value = value + balance(load, load.detach().double(), policy.routers.k)
+            value.backward()
+            del output, value
+        return _passes(policy, local, weights, meter, dtype, ranks.experts, backend)
+
+
+def _passes(
+    policy: Policy | ScalarModel,
+    local: Mapping[str, torch.Tensor],
+    weights: Mapping[str, nn.Parameter],
+    meter: Meter,
+    dtype: torch.dtype,
+    degree: int,
+    backend: Backend,
+) -> Passes:
+    # TorchTitan divides an embedding that is not the head too by itself.
+    is_tied = not any(name.endswith("lm_head.weight") for name in weights)
+    resharded = () if backend != "titan" or is_tied else ("embed_tokens.weight",)
+    described = {
+        name: Weight(
+            tensor.numel(),
+            is_inner=".layers." in name,
+            is_matrix=tensor.dim() >= 2,
+            trains=weights[name].requires_grad,
+            is_stack=tensor.dim() > 2,
+            spread=degree if tensor.dim() > 2 else 1,
+            is_resharded=name.endswith(resharded),
+        )
+        for name, tensor in local.items()
+    }
+    layers = len(policy.model.model.layers)
+    return Passes(described, meter.peaks, dtype.itemsize, meter.operators, layers)
+
+
+@contextmanager
+def ranks_of(parallelism: Parallelism, world_size: int) -> Iterator[Ranks]:
+    """The first of so many ranks, without the others: their collectives return at once.
+
+    Raises:
+        RuntimeError: this process is in a process group.
+    """
+    if world_size == 1:
+        yield Ranks(0, 1, META, None)
+        return
+    if dist.is_initialized():
+        raise RuntimeError("this process has joined other ranks: plan in another one")
+    import torch.distributed._tools.fake_collectives  # collectives of the meta device
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield replace(lay_out(parallelism, torch.device("cpu")), device=META)
+    finally:
+        dist.destroy_process_group()
+
+
+def _build(
+    model: str | Path,
+    head: Head,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    lora: LoraSettings | None,
+    ranks: Ranks,
+) -> Policy | ScalarModel:
+    options: dict[str, Any] = {} if head == "policy" else {"num_labels": 1}
+    kind: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
+    config = AutoConfig.from_pretrained(model, **options, trust_remote_code=False)
+    with META:
+        built = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+    if gradient_checkpointing:
+        with warnings.catch_warnings():
+            # Its new name is not in all versions of transformers that are supported, and a plan need not say so.
+            warnings.simplefilter("ignore", FutureWarning)
+            built.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(built) if head == "policy" else ScalarModel(built, lag=1 if head == "value" else 0)
+    degrees = Parallelism(tensor_parallel_degree=ranks.tensor.size, context_parallel_degree=ranks.context.size)
+    degrees.check(built.config)
+    # Adapters are real, as they are drawn from their names: here they lose their values.
+    if lora is not None:
+        add_adapters(built, lora)
+        policy.to(META)
+    if ranks.tensor.size > 1:
+        parallelize(built, ranks)
+    return policy
+
+
+def _local(weight: nn.Parameter) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,79 @@
+"""The configuration of a model: of its folder, or of public models by their hub id, without a download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from forge.models.hub import split_revision
+
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8}
+LLAMA3 = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def _shape(
+    family: dict[str, Any], hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False, **others: Any
+) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": 40960,
+        **family,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+        **others,
+    }
+
+
+# From the config.json files of their authors.
+PUBLIC = {
+    "Qwen/Qwen3-0.6B": _shape(QWEN3, 1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _shape(QWEN3, 2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-4B": _shape(QWEN3, 2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-4B-Instruct-2507": _shape(QWEN3, 2560, 9728, 36, 32, tied=True, max_position_embeddings=262144),
+    "Qwen/Qwen3-8B": _shape(QWEN3, 4096, 12288, 36, 32),
+    "Qwen/Qwen3-14B": _shape(QWEN3, 5120, 17408, 40, 40),
+    "Qwen/Qwen3-32B": _shape(QWEN3, 5120, 25600, 64, 64),
+    "Qwen/Qwen3-30B-A3B": _shape(QWEN3_MOE, 2048, 6144, 48, 32, num_key_value_heads=4, moe_intermediate_size=768),
+    "Qwen/Qwen3-235B-A22B": _shape(QWEN3_MOE, 4096, 12288, 94, 64, num_key_value_heads=4, moe_intermediate_size=1536),
+    "meta-llama/Llama-3.1-8B-Instruct": _shape(LLAMA3, 4096, 14336, 32, 32),
+    "meta-llama/Llama-3.1-70B-Instruct": _shape(LLAMA3, 8192, 28672, 80, 64),
+}
+# Those of the same shape under other names.
+PUBLIC |= {f"{name}-Base": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/") and "-2507" not in name}
+for _name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"):
+    PUBLIC[f"{_name}-Instruct-2507"] = {**PUBLIC[_name], "max_position_embeddings": 262144}
+PUBLIC["meta-llama/Llama-3.1-8B"] = PUBLIC["meta-llama/Llama-3.1-8B-Instruct"]
+
+
+def shape_folder(model: str, scratch: Path) -> Path:
+    """A folder with the config.json of a model, which is written to `scratch` unless the model is a folder.
+
+    Raises:
+        ValueError: the model is not a folder, not known here, and not at the hub.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    name, revision = split_revision(model)
+    # Before the hub, which takes half a minute where there is no network.
+    if name in PUBLIC:
+        fields = dict(PUBLIC[name])
+        folder = scratch / name.replace("/", "--")
+        folder.mkdir(parents=True, exist_ok=True)
+        fields["architectures"] = [ARCHITECTURES[fields["model_type"]]]
+        (folder / "config.json").write_text(json.dumps(fields, indent=1))
+        return folder
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+    except (OSError, ValueError) as error:
+        public_names = ", ".join(name for name in PUBLIC if "-Base" not in name)
+        raise ValueError(
+            f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): "
+            f"give a folder with that file alone; known without it are {public_names}"
+        ) from None

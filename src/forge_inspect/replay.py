@@ -1,0 +1,414 @@
+"""Replay: a run computed again by its schedule, bit for bit, with any number of generators. See docs/replay.md."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from forge.actors.replay_buffer import Item, ReplayBuffer
+from forge.config.sections import ConfigError, read, to_dict
+from forge.envs.rollout import turn_seeds
+from forge.observability.console import log
+from forge.observability.folder import CONFIG, LOGS, MARK, clear
+from forge.observability.held_out import HELD_OUT
+from forge.observability.rollouts import ROLLOUTS
+from forge.observability.schedule import SCHEDULE, BadSchedule, GroupEntry, Schedule, StepEntry, read_schedule
+from forge.recipes.components import Job, RLComponents, start_rl
+from forge.recipes.hooks import Hooks
+from forge.recipes.launch import execute
+from forge.recipes.models_config import POLICY
+from forge.recipes.resume import ORIGIN
+from forge.recipes.rl import Loop
+from forge.recipes.rl_config import RLConfig
+from forge.recipes.schema import sample_seed
+from forge.runtime.controller import ForgeError
+from forge.system.checksums import write_sealed
+from forge.system.masking import without_secrets
+from forge.types import Completion, Group, Sample, Seen, Spans
+
+POLL = 0.02  # seconds between two looks at what the generators hold
+# What the schedule itself lists: with another value it says nothing about the run.
+LISTED = ("seed", "dataset", "async", "training.batch_size", "training.steps", "training.sync_interval")
+LISTED_SAMPLING = ("grpo.n_samples", "rollout.n_samples")
+
+
+class ReplayDiffers(ForgeError):
+    """A difference of a replay from its schedule: names the step, and what differs in it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, and how much of it is replayed.
+
+    Attributes:
+        until: the last step.
+        changes: settings that are not those of the run: where it parts from the schedule is reported, not an error.
+    """
+
+    schedule: Schedule
+    until: int
+    changes: tuple[str, ...] = ()
+
+
+def replay(
+    folder: Path,
+    *,
+    start: int | None = None,
+    until: int | None = None,
+    replicas: int | None = None,
+    changes: Sequence[tuple[str, str]] = (),
+    name: str | None = None,
+) -> Path:
+    """Compute a run again, and compare each step with the run's schedule.
+
+    Args:
+        folder: of the run.
+        start: the step of the checkpoint to begin with; None: the run's own start.
+        until: the last step; None: that of the schedule.
+        replicas: generators; None: as many as the run had.
+        changes: settings that differ, as (section.key, value).
+        name: of the new run, beside the first; by default its name with "-replay".
+
+    Returns:
+        the folder of the new run.
+
+    Raises:
+        ConfigError: the run cannot be replayed, or not so.
+        ReplayDiffers: a step is not what the schedule says.
+    """
+    try:
+        schedule = read_schedule(folder)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has no {SCHEDULE}: it is not a run of RL, or of an earlier version") from None
+    except BadSchedule as error:
+        raise ConfigError(str(error)) from None
+    last = max(schedule.steps)
+    if start is not None and start >= (until or last):
+        raise ConfigError(f"--from {start}: there is no step to compute up to {until or last}")
+    if until is not None and not 1 <= until <= last:
+        raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
+    for key, _ in changes:
+        if key in LISTED_SAMPLING or any(key == listed or key.startswith(f"{listed}.") for listed in LISTED):
+            raise ConfigError(f"--change {key}: the schedule lists what depends on it, so that it must stay as it was")
+    overrides = [("run.name", name or f"{folder.resolve().name}-replay"), ("run.overwrite", "true"), *changes]
+    if replicas is not None:
+        overrides.append(("services.generator.num_replicas", str(replicas)))
+    # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
+    cfg = read(RLConfig, folder / CONFIG, overrides)
+    cfg.run.root = str(folder.resolve().parent)
+    target = Path(cfg.run.root) / cfg.run.name
+    if target.resolve() == folder.resolve():
+        raise ConfigError(f"--name {cfg.run.name} is the run itself: choose another one")
+    # An earlier replay is replaced, but nothing that a user has named.
+    if name is not None and (target / MARK).exists():
+        raise ConfigError(f"--name {name}: {target} holds an earlier run, choose another name")
+    check(cfg, schedule)
+    if cfg.from_scratch is not None:
+        # The model of the run, which is beside it: its folder is named after the run.
+        cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
+    if start is not None:
+        copy_checkpoint(folder, target, cfg, start)
+    plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
+    recipe = update_wrapper(partial(train, plan=plan), train)
+    return execute(recipe, cfg, resume=None if start is None else str(target))
+
+
+def copy_checkpoint(folder: Path, target: Path, cfg: RLConfig, step: int) -> None:
+    """Make the new run's folder one that ended at this step, so that it can be resumed.
+
+    Raises:
+        ConfigError: the run has no checkpoint of this step.
+    """
+    from forge.training.checkpoint import checkpoints, step_of
+
+    kept = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
+    if step not in kept:
+        steps = ", ".join(map(str, kept)) or "none"
+        raise ConfigError(
+            f"--from {step}: the run has no checkpoint of this step; it has {steps} (see checkpoint.keep)"
+        )
+    if (target / MARK).exists():
+        clear(target)
+    target.mkdir(exist_ok=True)
+    shutil.copytree(kept[step], target / "checkpoints" / kept[step].name)
+    if (critic := folder / "checkpoints/critic" / kept[step].name).is_dir():
+        shutil.copytree(critic, target / "checkpoints/critic" / critic.name)
+    for name in (ORIGIN, ROLLOUTS, HELD_OUT, SCHEDULE, LOGS, MARK):
+        shutil.copy2(folder / name, target)
+    write_sealed(target / CONFIG, yaml.safe_dump(without_secrets(to_dict(cfg)), sort_keys=False))
+
+
+def check(cfg: RLConfig, schedule: Schedule) -> None:
+    """Reject what a schedule does not determine.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    expected = f"{Loop.__module__}:{Loop.__qualname__}"
+    for is_wrong, message in (
+        (schedule.recipe != expected, f"it ran the loop {schedule.recipe}, and only {expected} can be replayed"),
+        (schedule.by_hand, f"{' and '.join(schedule.by_hand)} came from Python, and no file has them"),
+        (cfg.generator.engine == "vllm", "vLLM does not wait for weights at a token: only the embedded engine does"),
+        (cfg.episode.agent is not None, "clients of agents ask when they like, and the schedule does not say when"),
+        (cfg.reward.learns, "its reward learned from scores in an order that the schedule does not have"),
+        (cfg.dataset.sampler is not None, "its sampler drew by rewards in an order that the schedule does not have"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"this run cannot be replayed: {message}")
+    in_flight = 2 * cfg.training.batch_size * (cfg.max_policy_age + 1)
+    for entry in schedule.steps.values():
+        for group in (*entry.groups, *entry.dropped):
+            # Prompts are numbered as they are drawn: without a bound a damaged number would be drawn towards for ever.
+            if group.index >= len(schedule.groups) + in_flight:
+                raise ConfigError(f"step {entry.step}: prompt {group.index} is beyond all that the run can have drawn")
+            if not set(group.samples) <= set(range(cfg.grpo.n_samples)):
+                raise ConfigError(f"step {entry.step}: prompt {group.index} has more than {cfg.grpo.n_samples} samples")
+
+
+class ScheduledBuffer(ReplayBuffer):
+    """A replay buffer whose batches, and what it drops, are those of a schedule.
+
+    Args:
+        batches: indices of the groups of each step, in their order.
+        reasons: why groups were dropped, by index.
+    """
+
+    def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
+        super().__init__(capacity=1 << 30, **settings)
+        self.batches = batches
+        self.reasons = reasons
+
+    async def _take(self, version: int, batch_size: int) -> list[Any]:
+        """The groups with which the run trained `version`, in its order."""
+        # Step n trains version n - 1.
+        indices = self.batches[version + 1]
+        async with self.changed:
+            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.groups})
+            groups = {group.index: group for group in self.groups}
+            self.items = [group for group in self.groups if group.index not in indices]
+        return [groups[index] for index in indices]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The items: a run has groups alone."""
+        return [item for item in self.items if isinstance(item, Group)]
+
+    def _unfit(self, item: Item) -> str | None:
+        assert isinstance(item, Group)
+        reason = self.reasons.get(item.index)
+        if reason is None and not any(episode.reward is not None for episode in item.episodes):
+            raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
+        return reason
+
+
+class ScheduledPolicy:
+    """A policy for one group, whose tokens are drawn by the weights that drew them in the run.
+
+    Args:
+        policy: the generators.
+        group: its entries.
+        seed: of the group.
+    """
+
+    def __init__(self, policy: Any, group: GroupEntry, seed: int, samples: int) -> None:
+        self.policy = policy
+        self.group = group
+        self.generate = self
+        self.drawn = dict.fromkeys(range(samples), 0)  # tokens of complete requests, by sample
+        self.seeds: dict[int, int] = {}  # of the request that runs, by sample
+        self._turns = {number: turn_seeds(seed, number, 0) for number in self.drawn}
+        self._numbers = {next(turns): number for number, turns in self._turns.items()}
+
+    def left(self, number: int) -> Spans:
+        """The spans of a sample that are still to be drawn."""
+        entry = self.group.samples.get(number)
+        skipped = self.drawn[number]
+        spans: list[tuple[int, int]] = []
+        for version, count in entry.spans if entry else ():
+            rest = count - min(count, skipped)
+            skipped -= count - rest
+            if rest:
+                spans.append((version, rest))
+        return tuple(spans)
+
+    def is_held(self, version: int, held_seeds: set[int]) -> bool:
+        """Whether all that these weights draw was drawn, or is beyond what its request can draw with them."""
+        for number in self.drawn:
+            spans = self.left(number)
+            if spans and spans[0][0] <= version and self.seeds.get(number) not in held_seeds:
+                return False
+        return True
+
+    async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
+        """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
+        # A reward without an environment asks for all samples at once, an episode for its next turn.
+        numbers = [self._number(seed)] if n is None else [*range(n)]
+        schedule = tuple(map(self.left, numbers))
+        if all(schedule):  # of a changed run, tokens may be beyond it
+            sampling["schedule"] = schedule
+        self.seeds |= dict.fromkeys(numbers, seed)
+        answers: Completion | list[Completion] = await self.policy.generate.route(prompt, n=n, seed=seed, **sampling)
+        completions = [answers] if isinstance(answers, Completion) else answers
+        for number, completion in zip(numbers, completions, strict=True):
+            self.drawn[number] += len(completion.token_ids)
+            del self.seeds[number]
+        return answers
+
+    def _number(self, seed: int) -> int:
+        """The sample whose next turn has this seed."""
+        if seed not in self._numbers:
+            raise ReplayDiffers(
+                f"an episode of prompt {self.group.index} was begun once more: its environment failed, which it did "
+                "not in the run"
+            )
+        number = self._numbers.pop(seed)
+        self._numbers[next(self._turns[number])] = number
+        return number
+
+
+class Replay(Loop):
+    """The loop of RL by a schedule: it decides what is drawn by which weights, and what each step trains on."""
+
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan, seen: Seen) -> None:
+        super().__init__(cfg, job, parts)
+        self.plan = plan
+        self.unfinished = first_versions(plan, seen, job.record.start)
+        self.active: dict[int, ScheduledPolicy] = {}
+        self.changed = asyncio.Condition()
+        self.parted: str | None = None
+
+    async def rollouts(self) -> None:
+        """Start the rollout of each prompt that the schedule has, once its first weights are there."""
+        waiting = {*self.unfinished}
+        last = max(waiting, default=-1)
+        async with asyncio.TaskGroup() as tasks:
+            while waiting:
+                sample = await self.parts.dataset.sample.route()
+                index = sample.prompt.index
+                if index > last:
+                    raise ReplayDiffers(f"the data has no prompt {min(waiting)}, which the schedule has")
+                if index in waiting:
+                    waiting.discard(index)
+                    tasks.create_task(self.rollout(sample))
+        await asyncio.Event().wait()  # the run ends with its training
+
+    async def rollout(self, sample: Sample) -> None:
+        """Play the group of one prompt as the run did, and store it."""
+        prompt = sample.prompt
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.published_version >= self.unfinished[prompt.index])
+        # The seed is that of the run: with the same weights it draws the same tokens.
+        seed = sample_seed(self.cfg.seed, prompt.index)
+        count = self.cfg.grpo.n_samples
+        policy = ScheduledPolicy(self.parts.policy, self.plan.schedule.groups[prompt.index], seed, count)
+        self.active[prompt.index] = policy
+        episodes = await self.parts.env.rollout(policy, sample, n=count, seed=seed)
+        del self.active[prompt.index]
+        del self.unfinished[prompt.index]
+        await self.parts.buffer.add.route(Group(episodes, prompt.index, sample.target, prompt.text))
+
+    def is_published(self, version: int) -> bool:
+        """Whether generators got the weights of this version."""
+        return version in self.plan.schedule.published
+
+    async def publish(self, version: int) -> None:
+        """Hand the weights to the generators, once all that those before them draw is drawn."""
+        while not await self.are_held():  # noqa: ASYNC110  # generators do not call back
+            await asyncio.sleep(POLL)
+        await super().publish(version)
+        async with self.changed:
+            self.changed.notify_all()
+        identity = self.job.store.manifest(POLICY, version).digest
+        logged = self.plan.schedule.published.get(version, identity)
+        if logged != identity:
+            cause = "after the same rollouts" if version else "the model is not that of the run"
+            self.differs(version, f"the weights are {identity}, and were {logged}, {cause}")
+
+    async def are_held(self) -> bool:
+        """Whether generators may take other weights: none has a token left that these draw."""
+        version = self.published_version
+        # A prompt that is not begun yet may have tokens of these weights as well.
+        due = [index for index, first in self.unfinished.items() if first <= version]
+        if not due:
+            return True
+        if not all(index in self.active for index in due):
+            return False
+        held_seeds = {seed for seeds in await self.parts.policy.held.fanout() for seed in seeds}
+        policies = [self.active[index] for index in due if index in self.active]
+        return all(policy.is_held(version, held_seeds) for policy in policies)
+
+    def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
+        """Write what a step trained on, and compare it with the run's."""
+        whole_entry = self.record.log_schedule(entry, dropped, metrics)
+        difference = self.plan.schedule.steps[entry.step].difference(whole_entry)
+        if difference is not None:
+            self.differs(entry.step, difference)
+
+    def differs(self, step: int, difference: str) -> None:
+        """Report the first difference from the run.
+
+        Raises:
+            ReplayDiffers: without changes there must be none.
+        """
+        message = f"step {step}: {difference}"
+        if not self.plan.changes:
+            raise ReplayDiffers(message)
+        if self.parted is None:
+            self.parted = message
+            log.warning("with %s the runs part in %s", ", ".join(self.plan.changes), message)
+
+    async def run(self) -> None:
+        """Compute the steps, and say what came of it."""
+        await super().run()
+        compared = [step for step in self.plan.schedule.steps if self.record.start < step <= self.plan.until]
+        if self.parted is None:
+            log.info("steps %d to %d are those of the run, bit for bit", min(compared), max(compared))
+
+
+def first_versions(plan: Plan, seen: Seen, start: int) -> dict[int, int]:
+    """The first weights that drew a token of each group that is to be played, by its index.
+
+    Args:
+        seen: the groups that a checkpoint has.
+        start: its step.
+
+    Raises:
+        ReplayDiffers: weights from before the checkpoint drew tokens of one that it does not have.
+    """
+    steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
+    indices = {group.index for entry in steps for group in (*entry.groups, *entry.dropped)}
+    versions = {}
+    for index in sorted(index for index in indices if index not in seen):
+        samples = plan.schedule.groups[index].samples.values()
+        versions[index] = min((sample.spans[0][0] for sample in samples if sample.spans), default=start)
+        if versions[index] < start:
+            raise ReplayDiffers(
+                f"prompt {index} was in flight at step {start}, begun by version {versions[index]}, whose weights are "
+                "gone: replay from the start, or from a step at which nothing was in flight, such as that of a resume"
+            )
+    return versions
+
+
+async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
+    """Train by a schedule."""
+    job.record.begin_schedule(plan.schedule.recipe, ())
+    parts = await start_rl(cfg, job, cfg.load_algorithm())
+    steps = plan.schedule.steps.values()
+    trained = {group.index for entry in steps for group in entry.groups}
+    dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
+    batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
+    # In this process wherever the run had its own: nothing is lost if it ends.
+    buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30, start=job.record.start)
+    if job.record.resume is not None:
+        await buffer.load_state_dict.route(await parts.buffer.state_dict.route())
+    parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
+    # A hook ends the run, as `training.steps` would change the schedule of the learning rate.
+    ends = Hooks(on_step=lambda step, metrics: step == plan.until)
+    await Replay(cfg, job._replace(hooks=ends), parts, plan, await buffer.handled.route()).run()

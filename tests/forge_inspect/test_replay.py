@@ -1,0 +1,245 @@
+"""Replays of runs: the same bits, whatever the number of generators; and what differs is named with its step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forge.config import ConfigError
+from forge.envs import Action, Environment, Step
+from forge.observability.schedule import _sealed, read_schedule
+from forge.types import Seen
+from forge_inspect.replay import Plan, ReplayDiffers, first_versions, replay
+from tests.recipes.test_recipes import CONFIG, finish, start
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
+STEPS = 8
+ASYNCHRONOUS = CONFIG | {
+    "from_scratch": CONFIG["from_scratch"] | {"max_positions": 128},
+    "training": CONFIG["training"] | {"steps": STEPS, "learning_rate": 3e-3, "seq_len": 512},
+    "grpo": {"n_samples": 4, "max_tokens": 80},
+    "reward": {"functions": ["tests.recipes.test_replay:letters"], "accuracy": "ExactMatch"},
+    "async": {"max_policy_age": 4},
+    "checkpoint": {"every": 1, "keep": STEPS},
+    "eval": {"problems": 0},
+}
+
+
+def letters(response: str) -> float:
+    """Distinct letters: a reward that differs among the answers of almost every group."""
+    return len(set(response)) / 26
+
+
+class Echo(Environment):
+    """Repeats what the policy says, and pays its letters."""
+
+    async def reset(self, task: Any, *, seed: int) -> Step:
+        return Step(({"role": "user", "content": "abc"},))
+
+    async def step(self, action: Action) -> Step:
+        return Step(({"role": "user", "content": action.content[:8] or "a"},), reward=letters(action.content))
+
+
+def forge(*words: str) -> tuple[int, str]:
+    return finish(sys.executable, "-m", "forge", *words)
+
+
+def trained(root: Path, config: dict[str, Any], name: str = "test") -> Path:
+    """The folder of a run."""
+    path = root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config | {"run": {"name": name, "root": str(root / "runs")}}))
+    code, output = forge("train", str(path))
+    assert code == 0, output
+    return root / "runs" / name
+
+
+def states(folder: Path) -> dict[str, str]:
+    """The sha256 of weights and optimiser after each step."""
+    return {
+        path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("checkpoints/step_*/__0_0.distcp"))
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An asynchronous run, with gradients in every step."""
+    folder = trained(tmp_path_factory.mktemp("replayed"), ASYNCHRONOUS)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    assert min(row["train/grad_norm"] for row in rows) > 0
+    assert max(row["policy_age/max"] for row in rows) > 0
+    return folder
+
+
+def copied(run: Path, name: str) -> Path:
+    """A copy of what a replay reads of a run."""
+    folder = run.parent / name
+    folder.mkdir()
+    for file in ("config.yaml", "metrics.jsonl", "schedule.jsonl", "origin.json"):
+        shutil.copy2(run / file, folder)
+    shutil.copytree(run.parent / "test-initial", run.parent / f"{name}-initial")
+    return folder
+
+
+@pytest.mark.parametrize("replicas", ["1", "3"])
+def test_a_replay_has_the_bits_of_the_run(run: Path, replicas: str) -> None:
+    code, output = forge("replay", str(run), "--replicas", replicas, "--name", f"again{replicas}")
+    assert code == 0, output
+    assert f"steps 1 to {STEPS} are those of the run, bit for bit" in output
+    assert states(run.parent / f"again{replicas}") == states(run)
+    assert len(states(run)) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("step", "path", "value", "message"),
+    [
+        (3, ("groups", 1, 2, 0, 3), "0" * 16, "step 3: sample 0 of prompt"),
+        pytest.param(5, ("groups", 1, 2, 0, 2), 0.25, "step 5: sample 0 of prompt", marks=pytest.mark.slow),
+        pytest.param(6, ("numbers", "train/loss"), 0.25, "step 6: train/loss was 0.25", marks=pytest.mark.slow),
+    ],
+)
+def test_an_edited_entry_is_named_at_its_step(
+    run: Path, step: int, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    folder = copied(run, f"edited{step}")
+    lines = [json.loads(line) for line in (folder / "schedule.jsonl").read_text().splitlines()]
+    part = next(line for line in lines if line["step"] == step and "groups" in line)
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    (folder / "schedule.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    code, output = forge("replay", str(folder))
+    assert code == 1
+    assert f"(step {step}) is not what the run wrote: its checksum differs" in output
+    # Even if the checksum fits, the replay finds it.
+    sealed = [_sealed({key: part for key, part in line.items() if key != "checksum"}) for line in lines]
+    (folder / "schedule.jsonl").write_text("".join(f"{line}\n" for line in sealed))
+    code, output = forge("replay", str(folder))
+    assert code == 1
+    assert message in output
+
+
+def test_a_change_says_where_the_runs_part(run: Path) -> None:
+    name = "parted"
+    code, output = forge("replay", str(run), "--change", "training.weight_decay=0.5", "--until", "4", "--name", name)
+    assert code == 0, output
+    assert "with training.weight_decay=0.5 the runs part in step 1: the weights are" in output
+    assert max(read_schedule(run.parent / name).steps) == 4
+
+
+def test_a_checkpoint_is_a_start_where_nothing_was_in_flight(tmp_path: Path) -> None:
+    lock_step = trained(tmp_path, ASYNCHRONOUS | {"async": {"max_policy_age": 0}})
+    code, output = forge("replay", str(lock_step), "--from", "5")
+    assert code == 0, output
+    assert f"steps 6 to {STEPS} are those of the run, bit for bit" in output
+    second_states = states(lock_step.parent / "test-replay")
+    assert second_states == {name: digest for name, digest in states(lock_step).items() if name in second_states}
+
+
+def test_a_prompt_in_flight_at_the_checkpoint_is_named(run: Path) -> None:
+    schedule = read_schedule(run)
+    plan = Plan(schedule, STEPS)
+    early = {index for index, first in first_versions(plan, Seen(), 0).items() if first < 3}
+    assert first_versions(plan, Seen(0, early), 3).keys() == schedule.groups.keys() - early
+    with pytest.raises(ReplayDiffers, match=rf"prompt {max(early)} was in flight at step 3, begun by version"):
+        first_versions(plan, Seen(0, early - {max(early)}), 3)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
+    config = ASYNCHRONOUS | {"checkpoint": {"every": 3, "keep": STEPS}, "generator": {"slots": 2}}
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump(config | {"run": {"name": "test", "root": str(tmp_path / "runs")}}))
+    metrics = tmp_path / "runs/test/metrics.jsonl"
+    process = start(sys.executable, "-m", "forge", "train", str(path), group=True)
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 6:  # step 0 has a line as well
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    code, output = forge("train", str(path), "--resume", str(tmp_path / "runs/test"))
+    assert code == 0, output
+    assert "resuming from" in output
+    code, output = forge("replay", str(tmp_path / "runs/test"))
+    assert code == 0, output
+    assert states(tmp_path / "runs/test-replay") == states(tmp_path / "runs/test")
+    assert len(states(tmp_path / "runs/test")) == 3
+    # It may begin where the run was resumed: what was in flight had been begun once more.
+    code, output = forge("replay", str(tmp_path / "runs/test"), "--from", "3", "--name", "late")
+    assert code == 0, output
+    assert f"steps 4 to {STEPS} are those of the run, bit for bit" in output
+
+
+def noisy(response: str) -> float:
+    """A reward that draws."""
+    return random.random()
+
+
+@pytest.mark.slow
+def test_a_reward_that_draws_is_named(tmp_path: Path) -> None:
+    reward = {"functions": ["tests.recipes.test_replay:noisy"], "accuracy": "ExactMatch"}
+    folder = trained(tmp_path, ASYNCHRONOUS | {"reward": reward, "training": ASYNCHRONOUS["training"] | {"steps": 2}})
+    code, output = forge("replay", str(folder))
+    assert code == 1
+    assert "step 1: sample 0 of prompt" in output
+    assert "for the same tokens" in output
+
+
+def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
+    config = ASYNCHRONOUS | {
+        "environment": "tests.recipes.test_replay:Echo",
+        "episode": {"max_turns": 3, "max_tokens": 100, "template": "plain"},
+        "grpo": {"n_samples": 4, "max_tokens": 24},
+    }
+    folder = trained(tmp_path, {key: value for key, value in config.items() if key != "reward"})
+    code, output = forge("replay", str(folder), "--replicas", "1")
+    assert code == 0, output
+    assert states(tmp_path / "runs/test-replay") == states(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"until": 99}, "--until 99: the schedule has the steps 1 to 8"),
+        ({"start": 8}, "--from 8: there is no step to compute up to 8"),
+        ({"start": 0}, "--from 0: the run has no checkpoint of this step; it has 1, 2, 3, 4, 5, 6, 7, 8"),
+        ({"changes": [("training.batch_size", "2")]}, "--change training.batch_size: the schedule lists what depends"),
+        ({"changes": [("seed", "2")]}, "--change seed: the schedule lists what depends on it"),
+        ({"changes": [("training.nothing", "2")]}, "training.nothing"),
+        ({"name": "test"}, "--name test is the run itself"),
+        ({"name": "other"}, "holds an earlier run, choose another name"),
+        ({"replicas": 0}, "num_replicas"),
+    ],
+)
+def test_what_cannot_be_replayed_is_named_before_anything_starts(
+    run: Path, settings: dict[str, Any], message: str
+) -> None:
+    other = run.parent / "other"
+    other.mkdir(exist_ok=True)
+    shutil.copy2(run / "metrics.jsonl", other)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        replay(run, **settings)
+    assert (other / "metrics.jsonl").exists()
+
+
+def test_a_run_without_a_schedule_is_one_line(tmp_path: Path) -> None:
+    code, output = forge("replay", str(tmp_path))
+    assert code == 1
+    assert len(output.strip().splitlines()) == 1
+    assert "has no schedule.jsonl: it is not a run of RL, or of an earlier version" in output
+    code, output = forge("replay", str(tmp_path), "--change", "novalue")
+    assert code == 1
+    assert "error: --change novalue: write KEY=VALUE" in output
