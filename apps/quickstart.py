@@ -21,7 +21,7 @@ def main(options: list[str]) -> None:
     from forge.recipes import rl, sft
     from forge.recipes.launch import launch
     from forge.recipes.rl_config import RLConfig
-    from forge.recipes.sft_config import SFTConfig
+    from forge.recipes.sft import SFTConfig
 
     warm_up = ["--config", str(APPS / "sft/tiny.yaml"), *options]
     try:

@@ -47,7 +47,7 @@ def prepare(folder: Path) -> None:
         return
     from forge.config import load
     from forge.models import build_small_model
-    from forge.recipes.sft_config import SFTConfig
+    from forge.recipes.sft import SFTConfig
 
     print("No runs/quickstart-warmup/model: starting from a random model of the same size.\n")
     scratch = load(SFTConfig, ["--config", str(ROOT / "apps/sft/tiny.yaml")]).from_scratch

@@ -14,11 +14,11 @@ from apps.code.config import CodeConfig
 from apps.tools.main import ToolsConfig
 from apps.weaver.config import WeaverConfig
 from forge.config import Section, choices_in, keys_of, section_in
-from forge.recipes.distill_config import DistillConfig
-from forge.recipes.dpo_config import DPOConfig
-from forge.recipes.reward_model_config import RewardModelConfig
+from forge.recipes.distill import DistillConfig
+from forge.recipes.dpo import DPOConfig
+from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 from forge.runtime.controller import Options
 
 PAGE = Path(__file__).with_name("configuration.md")

@@ -30,9 +30,9 @@ def test_the_configuration_page_is_up_to_date():
 
 def test_every_configuration_key_is_described():
     from forge.config import keys_of, section_in
-    from forge.recipes.dpo_config import DPOConfig
+    from forge.recipes.dpo import DPOConfig
     from forge.recipes.rl_config import RLConfig
-    from forge.recipes.sft_config import SFTConfig
+    from forge.recipes.sft import SFTConfig
     from forge.runtime.controller import Options
 
     def undescribed(section):

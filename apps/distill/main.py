@@ -5,8 +5,7 @@
 Sampling and training take turns. Rewards play no part in training: they say how many held-out answers are right.
 """
 
-from forge.recipes.distill import train
-from forge.recipes.distill_config import DistillConfig
+from forge.recipes.distill import DistillConfig, train
 from forge.recipes.launch import launch
 
 if __name__ == "__main__":

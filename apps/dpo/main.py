@@ -5,8 +5,7 @@
 The reference is the model that training starts from. No reward model and no sampling: pairs in, a policy out.
 """
 
-from forge.recipes.dpo import train
-from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.dpo import DPOConfig, train
 from forge.recipes.launch import launch
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ Leaves a sequence classifier of one class, as transformers loads it: its logit i
 """
 
 from forge.recipes.launch import launch
-from forge.recipes.reward_model import train
-from forge.recipes.reward_model_config import RewardModelConfig
+from forge.recipes.reward_model import RewardModelConfig, train
 
 if __name__ == "__main__":
     launch(train, RewardModelConfig)

@@ -12,16 +12,18 @@ python -m apps.selfplay.main --config apps/selfplay/auction.yaml
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from forge.recipes import rl
-from forge.recipes.components import Job
+from forge.recipes.components import POLICY, Job, RLComponents
 from forge.recipes.launch import launch
-from forge.recipes.learners import Learner
 from forge.recipes.rl import Loop
-from forge.recipes.rl_config import RLConfig, SeveralPoliciesConfig
+from forge.recipes.rl_config import RLConfig
 from forge.training import credit
 from forge.types import Group
+from forge_agents.models import seats
+from forge_agents.several import Learner, SeveralPoliciesConfig
 
 
 class SelfPlay(Loop):
@@ -29,15 +31,24 @@ class SelfPlay(Loop):
 
     config: ClassVar[type[RLConfig]] = SeveralPoliciesConfig
 
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents) -> None:
+        super().__init__(cfg, job, parts)
+        own = Learner(POLICY, parts.policy, parts.trainer, parts.reference, parts.critic)
+        # Policies that start as the run's own share its reference.
+        env: Any = parts.env  # of forge_agents
+        further = [replace(each, reference=each.reference or parts.reference) for each in env.learners.values()]
+        self.learners = [own, *further]
+
     async def train_step(self, groups: list[Group], version: int) -> dict[str, float]:
-        learners = self.parts.learners.values()
+        learners = self.learners
         steps = await asyncio.gather(*(self.learn(learner, groups, version) for learner in learners))
         self.record.log_rollouts(version + 1, [], dropped=await self.parts.buffer.take_dropped.route())
         return {name: value for metrics in steps for name, value in metrics.items()}
 
     async def learn(self, learner: Learner, games: list[Group], version: int) -> dict[str, float]:
-        seats = [seat for seat, policy in self.cfg.seats.items() if policy == learner.name]
-        groups = [game.of(seat) for game in games for seat in seats] if len(self.cfg.seats) > 1 else games
+        learners_by_seat = seats(self.cfg.models)
+        own_seats = [seat for seat, name in learners_by_seat.items() if name == learner.name]
+        groups = [game.of(seat) for game in games for seat in own_seats] if len(learners_by_seat) > 1 else games
         with learner.metrics():
             credit.record_rollouts(episode for group in groups for episode in group.episodes)
             recorded_groups = self.record.pick(groups)
@@ -48,12 +59,12 @@ class SelfPlay(Loop):
         return metrics
 
     async def publish(self, version: int) -> None:
-        await asyncio.gather(*(learner.publish(version) for learner in self.parts.learners.values()))
+        await asyncio.gather(*(learner.publish(version) for learner in self.learners))
         await self.parts.advance(version)
         self.published_version = version
 
     async def export(self) -> None:
-        for learner in self.parts.learners.values():
+        for learner in self.learners:
             await learner.trainer.export_model.call(self.record.model_of(learner.name))
 
 

@@ -7,8 +7,7 @@ a small model that is made from the seed, and nothing is downloaded.
 """
 
 from forge.recipes.launch import launch
-from forge.recipes.sft import train
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig, train
 
 if __name__ == "__main__":
     launch(train, SFTConfig)

@@ -14,7 +14,7 @@ from typing import Any
 
 from forge.config import ConfigError
 from forge.envs.environment import InfrastructureError
-from forge.recipes.models_config import POLICY
+from forge.recipes.components import POLICY
 from forge.types import Sample
 
 from . import workers

@@ -14,13 +14,14 @@ from forge.envs.environment import InfrastructureError
 from forge.envs.group import GroupEnv
 from forge.envs.rollout import PolicyService
 from forge.observability import Reduce, metrics_of, record_metric
-from forge.recipes.models_config import POLICY
+from forge.recipes.components import POLICY
 from forge.runtime.controller import ForgeError, ServiceStopped
 from forge.types import NO_TURN, Episode, Sample
 
 from .certificate import EXCLUSIONS, Certificate, total
 from .record import Auxiliary, SessionRecord
 from .settings import Access, SessionSettings
+from .several import Learner
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class AgentEnv(GroupEnv):
         retries: how often an episode that was lost is played again.
         concurrency: episodes at once.
         seats: by each name whose turns become an episode, the trained policy that plays there.
+        learners: the further policies that train, by name.
     """
 
     def __init__(
@@ -75,12 +77,16 @@ class AgentEnv(GroupEnv):
         concurrency: int = 64,
         resources: Any = None,
         seats: Mapping[str, str] | None = None,
+        learners: Mapping[str, Learner] | None = None,
     ) -> None:
         super().__init__()
         self.gateway, self.play_agent, self.score = gateway, play, score
         self.limits, self.retries, self.auxiliary = dict(limits or {}), retries, auxiliary
         self.resources = resources  # such as the runner of commands, which lives as long as this
         self.seats = dict(seats or {POLICY: POLICY})
+        self.learners = dict(learners or {})
+        # For checkpoints, see `forge.recipes.components.start_rl`.
+        self.trainers = {key: part for learner in self.learners.values() for key, part in learner.trainers().items()}
         self._room = asyncio.Semaphore(concurrency)
         self._has_warned = False  # of episodes without a turn, of which there may be many
 

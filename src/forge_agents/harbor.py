@@ -10,7 +10,7 @@ from typing import Any
 
 from forge.config import ConfigError
 from forge.config.sections import build
-from forge.recipes.models_config import POLICY
+from forge.recipes.components import POLICY
 from forge.system.scratch import Scratch
 from forge.types import Sample
 

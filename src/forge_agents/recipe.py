@@ -16,7 +16,7 @@ from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
 from forge.config.sections import build
 from forge.envs.environment import InfrastructureError
-from forge.recipes.models_config import POLICY
+from forge.recipes.components import POLICY
 from forge.system.web import bind
 from forge.types import Sample
 
@@ -27,12 +27,15 @@ from .config import AgentConfig
 from .environment import AgentEnv, Outcome, Play, Score
 from .harbor import HarborPlay
 from .listener import SharedListener
+from .models import place_part, seats
 from .provider import Provider
 from .settings import Access
+from .several import start_learners
 
 if TYPE_CHECKING:
     from forge.recipes.components import Job
     from forge.recipes.rl_config import RLConfig
+    from forge.runtime.controller.handle import Handle
 
 RETRIES = 5  # of a coroutine's client, within which a gateway that died is back
 
@@ -42,13 +45,15 @@ def agent_config(values: Any) -> AgentConfig:
     return build(AgentConfig, dict(values), "episode.agent")
 
 
-async def agent_env(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> AgentEnv:
-    """Start the gateway, and return the environment whose episodes its agents play.
+async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
+    """Start the gateway and further models, and return the environment whose episodes its agents play.
 
     Args:
-        policies: the generators of the policies that train, by name.
+        policy: the generators of the run's own policy.
     """
     agent = agent_config(cfg.episode.agent)
+    learners = await start_learners(cfg, job, cfg.load_algorithm())
+    policies = {POLICY: policy, **{name: learner.policy for name, learner in learners.items()}}
     listener = SharedListener()
     settings = await policy_settings(cfg, job, policies)
     providers = {
@@ -85,7 +90,8 @@ async def agent_env(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> Age
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
         resources=holder,
-        seats=cfg.seats,
+        seats=seats(cfg.models),
+        learners=learners,
     )
 
 
@@ -94,7 +100,7 @@ async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) 
     frozen = [name for name, further in cfg.models.items() if further.is_frozen]
     generators = await asyncio.gather(*(frozen_generator(cfg, job, name) for name in frozen))
     settings = {}
-    for seat, policy in cfg.seats.items():
+    for seat, policy in seats(cfg.models).items():
         model = job.model if policy == POLICY else cfg.models[policy].model or job.model
         sampling = {"temperature": cfg.grpo.temperature}
         whole_turns = cfg.generator.router_replay
@@ -112,7 +118,7 @@ async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) 
 
 async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
     """Start the generators of a frozen model."""
-    options = cfg.placement(f"models.{name}.generator")
+    options = place_part(cfg.models[name], name, "generator")
     return await Generator.options(**options).as_service(cfg.models[name].model or job.model, **cfg.generator)
 
 

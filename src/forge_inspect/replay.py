@@ -20,10 +20,9 @@ from forge.observability.folder import CONFIG, LOGS, MARK, clear
 from forge.observability.held_out import HELD_OUT
 from forge.observability.rollouts import ROLLOUTS
 from forge.observability.schedule import SCHEDULE, BadSchedule, GroupEntry, Schedule, StepEntry, read_schedule
-from forge.recipes.components import Job, RLComponents, start_rl
+from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
 from forge.recipes.launch import execute
-from forge.recipes.models_config import POLICY
 from forge.recipes.resume import ORIGIN
 from forge.recipes.rl import Loop
 from forge.recipes.rl_config import RLConfig

@@ -20,13 +20,14 @@ from forge.config import ConfigError, Section, build, load, section_in, to_dict
 from forge.config.plugin import warn_of_code
 from forge.config.yaml_files import parse_yaml
 from forge.engines import EngineSettings
-from forge.recipes.distill_config import DistillConfig
-from forge.recipes.dpo_config import DPOConfig
-from forge.recipes.reward_model_config import RewardModelConfig
-from forge.recipes.rl_config import GRPOConfig, SeveralPoliciesConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.distill import DistillConfig
+from forge.recipes.dpo import DPOConfig
+from forge.recipes.reward_model import RewardModelConfig
+from forge.recipes.rl_config import GRPOConfig
+from forge.recipes.sft import SFTConfig
 from forge.runtime.controller import Options
 from forge.system.extras import run_elsewhere
+from forge_agents.several import SeveralPoliciesConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {

@@ -12,9 +12,9 @@ from forge.recipes.foreign import check_sampling
 import forge
 from forge.algorithms import ALGORITHMS, setting_names
 from forge.config import ConfigError, build, keys_of, load, section_in
-from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.dpo import DPOConfig
 from forge.recipes.rl_config import RLConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 from forge.runtime.controller import Options
 from forge_compat.setting_names import GUIDES, TABLES, answer, translated
 

@@ -11,7 +11,7 @@ import yaml
 from forge.cli import main
 from forge.config import read
 from forge.recipes.rl_config import RLConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 from forge_compat.setting_names import leaves
 from forge_compat.torchforge_files import Settings, convert, read_upstream
 from forge_compat.torchforge_keys import KEYS, NOTES

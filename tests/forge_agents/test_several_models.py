@@ -14,9 +14,9 @@ from forge.config import ConfigError, build
 from forge.models import build_small_model
 from forge.observability.rollouts import batches
 from forge.recipes.rl_config import RLConfig
-from forge.recipes.rl_config import SeveralPoliciesConfig as Several
 from forge.types import Episode, Group
 from forge_agents.certificate import EXCLUSIONS
+from forge_agents.several import SeveralPoliciesConfig as Several
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]
 

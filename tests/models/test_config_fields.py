@@ -17,14 +17,14 @@ from forge.engines import EmbeddedEngine
 from forge.engines.vllm_args import check_keys
 from forge.models import FAMILIES, check_family
 from forge.models.architecture import check_config, longest
-from forge.recipes.distill_config import DistillConfig
-from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.distill import DistillConfig
+from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import launch
 from forge.recipes.prepare import prepare
 from forge.recipes.resume import Start, read_config
-from forge.recipes.reward_model_config import RewardModelConfig
+from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 from forge.training.policy import Policy, ScalarModel
 from tests.models.config_fields import OTHERS, VALUES, Cell, cases, cell, config_of, fields_of, sweep
 from tests.recipes.test_recipes import CONFIG

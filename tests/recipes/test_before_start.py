@@ -11,12 +11,12 @@ import pytest
 from forge.config import ConfigError, build, to_dict
 from forge.data.config import DatasetConfig, PreferencesConfig, SupervisedConfig
 from forge.models import build_small_model
-from forge.recipes.distill_config import DistillConfig
+from forge.recipes.distill import DistillConfig
 from forge.recipes.prepare import check_data, prepare
 from forge.recipes.resume import Start
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import EvalConfig, RunConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 
 SHAPE = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 32}
 

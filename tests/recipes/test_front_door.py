@@ -16,7 +16,7 @@ import forge
 from forge.algorithms import ALGORITHMS, Algorithm, setting_names
 from forge.config import ConfigError, keys_of, section_in
 from forge.recipes.api import Result, _placed
-from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import BadInput
 from forge.recipes.rl_config import RLConfig
 

@@ -139,7 +139,7 @@ def test_a_sequence_without_an_end_has_its_length():
 
 def test_beta_is_the_algorithms():
     from forge.recipes.api import _placed
-    from forge.recipes.dpo_config import DPOConfig
+    from forge.recipes.dpo import DPOConfig
 
     assert _placed(RLConfig, "beta", 0.04, "grpo") == {"grpo": {"beta": 0.04}}
     assert _placed(DPOConfig, "beta", 0.2, None) == {"dpo": {"beta": 0.2}}

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from forge.data.load import load_data
 from forge.models import build_small_model
-from forge.recipes.distill_config import DistillConfig
-from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.distill import DistillConfig
+from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import launch
-from forge.recipes.reward_model_config import RewardModelConfig
+from forge.recipes.reward_model import RewardModelConfig
 from tests.recipes.test_recipes import CONFIG, command, finish, rows, small_model
 
 CONFIGS: dict[str, Any] = {"dpo": DPOConfig, "reward_model": RewardModelConfig, "distill": DistillConfig}

@@ -11,14 +11,14 @@ import transformers
 from forge.config import ConfigError, build
 from forge.models import build_small_model
 from forge.recipes import preflight
-from forge.recipes.distill_config import DistillConfig
-from forge.recipes.dpo_config import DPOConfig
+from forge.recipes.distill import DistillConfig
+from forge.recipes.dpo import DPOConfig
 from forge.recipes.prepare import prepare
 from forge.recipes.resume import Start
-from forge.recipes.reward_model_config import RewardModelConfig
+from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import TrainingRecipe
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 
 ROWS = {"path": "rows.jsonl"}
 TASK = {"task": "apps.toys.words:Reverse", "prompt_template": "{question}>"}

@@ -18,7 +18,7 @@ from forge.recipes.launch import launch
 from forge.recipes.prepare import prepare
 from forge.recipes.resume import Start, find_start
 from forge.recipes.rl_config import RLConfig as GRPOConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 from forge.system.checksums import write_checksums, write_sealed
 from forge.training.checkpoint import checkpoints, extra
 from tests.recipes.test_recipes import CONFIG, command, finish, rows, start

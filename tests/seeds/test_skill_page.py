@@ -20,7 +20,7 @@ from forge.config import ConfigError, load
 from forge.losses import ReinforceLoss
 from forge.models import build_small_model
 from forge.recipes.rl_config import RLConfig
-from forge.recipes.sft_config import SFTConfig
+from forge.recipes.sft import SFTConfig
 from tests.seeds import printed
 
 pytestmark = pytest.mark.skipif(printed.MISSING, reason="the documents are not beside the checkout")

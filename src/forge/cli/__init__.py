@@ -66,10 +66,10 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     # Only the command that is called, if it is one of these: importing all of them takes seconds.
     points = {point.name: point.value for point in entry_points(group=GROUP)}
     if words and (words[0] in points or (words[0] in commands.choices and words[0] != completion.NAME)):
-        points = {name: module for name, module in points.items() if name == words[0]}
-    for name, module in sorted(points.items()):
+        points = {words[0]: points[words[0]]} if words[0] in points else {}
+    for name, path in sorted(points.items()):
         try:
-            import_module(module).add_to(commands)
+            import_module(path).add_to(commands)
         except ImportError as error:  # an optional package is missing
             commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_unavailable(error))
     return parser

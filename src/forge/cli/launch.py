@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> None:
     LAUNCHERS[args.launcher][0](parser)
     # Options of the launcher come first; all unknown ones are overrides of the configuration.
     options, overrides = parser.parse_known_args(args.rest)
-    _, settings, config_name, _ = RECIPES[options.recipe]
-    config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config_name)
+    module, config_name, _ = RECIPES[options.recipe]
+    config_type = getattr(importlib.import_module(module), config_name)
     try:
         runs = []
         for suffix, variant in variants(options.sweep, options.seeds):

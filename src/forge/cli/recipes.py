@@ -8,14 +8,15 @@ from pathlib import Path
 
 from .table import Subparsers
 
-# By command: the module of its loop, that of its configuration, the configuration's class, and a description.
+# By command: the module of its configuration, the configuration's class, and a description.
 RECIPES = {
-    "train": ("rl", "rl_config", "RLConfig", "reinforcement learning with rewards or environments"),
-    "sft": ("sft", "sft_config", "SFTConfig", "supervised fine-tuning"),
-    "dpo": ("dpo", "dpo_config", "DPOConfig", "direct preference optimisation"),
-    "reward-model": ("reward_model", "reward_model_config", "RewardModelConfig", "a reward model from preferences"),
-    "distill": ("distill", "distill_config", "DistillConfig", "on-policy distillation"),
+    "train": ("forge.recipes.rl_config", "RLConfig", "reinforcement learning with rewards or environments"),
+    "sft": ("forge.recipes.sft", "SFTConfig", "supervised fine-tuning"),
+    "dpo": ("forge.recipes.dpo", "DPOConfig", "direct preference optimisation"),
+    "reward-model": ("forge.recipes.reward_model", "RewardModelConfig", "a reward model from preferences"),
+    "distill": ("forge.recipes.distill", "DistillConfig", "on-policy distillation"),
 }
+LOOPS = {"train": "forge.recipes.rl"}  # where it is another module than the configuration's
 
 # Configurations of the recipes that this library installs.
 EXAMPLES = {
@@ -29,7 +30,7 @@ EXAMPLES = {
 
 def add_to(commands: Subparsers) -> None:
     """Add the commands to the parser."""
-    for name, (_, _, _, text) in RECIPES.items():
+    for name, (_, _, text) in RECIPES.items():
         parser = commands.add_parser(
             name, help=text, description=text, epilog=f"example: forge {name} {EXAMPLES[name]} --training.steps 50"
         )
@@ -54,10 +55,9 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {error}") from None
     from ..runtime.controller import forked_processes
 
-    loop, settings, config, _ = RECIPES[args.recipe]
+    module, config, _ = RECIPES[args.recipe]
     with forked_processes():  # the server imports its libraries while this process imports the recipe
         from ..recipes.launch import launch
 
-        module = importlib.import_module(f"..recipes.{loop}", __package__)
-        config_type = getattr(importlib.import_module(f"..recipes.{settings}", __package__), config)
-        launch(module.train, config_type, words)
+        loop = importlib.import_module(LOOPS.get(args.recipe, module))
+        launch(loop.train, getattr(importlib.import_module(module), config), words)

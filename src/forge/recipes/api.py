@@ -145,11 +145,12 @@ def sft(
 ) -> Result:
     """Supervised fine-tuning on conversations, prompts with answers, or plain text. Arguments as of `train`."""
     from . import sft as recipe
-    from .sft_config import SFTConfig
 
     values = {"eval": {"accuracy": False}}
     hooks = Hooks(on_step)
-    return _run(recipe.train, SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings, hooks)
+    return _run(
+        recipe.train, recipe.SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings, hooks
+    )
 
 
 def dpo(
@@ -164,10 +165,9 @@ def dpo(
 ) -> Result:
     """Direct preference optimisation on pairs of answers. Arguments as of `train`."""
     from . import dpo as recipe
-    from .dpo_config import DPOConfig
 
     hooks = Hooks(on_step)
-    return _run(recipe.train, DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings, hooks)
+    return _run(recipe.train, recipe.DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings, hooks)
 
 
 def evaluate(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,16 +23,12 @@ from ..models.tokenizer import open_tokenizer
 from ..observability import Run
 from ..observability.console import log
 from ..observability.metrics import drain, on_the_clock
-from ..observability.runs import SERVED
 from ..runtime.controller import Service, drain_metrics
 from ..runtime.controller.handle import Handle
 from ..runtime.store import Store
-from ..system.files import write_atomic
 from .checkpoint import RunState
-from .evaluation import Evaluation, start_evaluation
+from .evaluation import Evaluation, plan_evaluation
 from .hooks import Hooks
-from .learners import Learner
-from .models_config import POLICY
 from .preemption import Preempted, Preemption
 
 if TYPE_CHECKING:
@@ -120,16 +114,16 @@ class Job(NamedTuple):
 
 @dataclass
 class RLComponents:
-    """The components of the RL recipe. `learners` are all policies that train, the run's own first, each with its
-    reference and critic."""
+    """The components of the RL recipe. `reference` and `critic` are None where the algorithm needs none."""
 
     algorithm: Algorithm
     dataset: Handle
     buffer: Handle
     policy: Handle
     trainer: Handle
+    reference: Handle | None
+    critic: Handle | None
     env: GroupEnv
-    learners: dict[str, Learner]
     state: RunState
     evaluation: Evaluation
 
@@ -140,6 +134,7 @@ class RLComponents:
         await self.buffer.advance.route(version)
 
 
+POLICY = "policy"  # the name of the run's own weights, and the one by which agents ask for its model
 AGENTS = "forge_agents.recipe"  # the extension of `episode.agent`
 MakeEnv = Callable[["RLConfig", Job], Coroutine[Any, Any, GroupEnv]]
 
@@ -161,114 +156,51 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
         spell = partial(spelled, model_tokenizer(job.model))
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     single_turn = make_env is None and not cfg.multi_turn
+
     # All at once: each starts processes, loads a model or opens data, which takes seconds.
-    samples, buffer, trained, reward_service, references, critics = await asyncio.gather(
+    samples, buffer, (policy, policy_trainer), reward_service, reference_model, value_model = await asyncio.gather(
         dataset(cfg, job),
         replay_buffer(cfg, job, algorithm),
-        learners(cfg, job, algorithm),
+        policy_and_trainer(
+            cfg.colocated,
+            lambda: rl_generator(cfg, job),
+            lambda: rl_trainer(cfg, job, algorithm),
+        ),
         reward(cfg) if single_turn else nothing(),
-        start_references(cfg, job) if has_reference else nothing(),
-        start_critics(cfg, job) if algorithm.needs_critic else nothing(),
+        reference(cfg, cfg.grpo.reference or job.model, cfg.grpo.temperature) if has_reference else nothing(),
+        critic(cfg, job.model, job) if algorithm.needs_critic else nothing(),
     )
-    references, critics = references or {}, critics or {}
-    trained = {
-        name: replace(learner, reference=references.get(name), critic=critics.get(name))
-        for name, learner in trained.items()
-    }
+
     env: GroupEnv
     if single_turn:
         tokenizer = open_tokenizer(job.model) if cfg.reward.gives_steps else None
         env = SingleTurnEnv(reward_service, tokenizer, with_tokens=cfg.reward.reads_tokens)
     else:
-        env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, trained)
-    own_learner = trained[POLICY]
-    further = {f"models.{name}.trainer": learner.trainer for name, learner in trained.items() if name != POLICY}
-    further |= {service_of(name, "critic"): critic for name, critic in critics.items()}
+        env = await make_env(cfg, job) if make_env is not None else await multi_turn_env(cfg, job, policy)
+
+    # Trainers besides the policy's: its critic, and those of further policies that an environment has started.
+    further = {"critic": value_model} if value_model is not None else {}
+    further |= getattr(env, "trainers", {})
     learning_reward = reward_service if cfg.reward.learns else None
     has_sampler = cfg.dataset.sampler is not None
-    state = RunState(own_learner.trainer, samples, buffer, further, learning_reward, has_sampler)
+    state = RunState(policy_trainer, samples, buffer, further, learning_reward, has_sampler)
     await state.resume(job.record)
+    evaluation = plan_evaluation(cfg, job.held_out, job.sets, job.record, env)
     return RLComponents(
-        algorithm,
-        samples,
-        buffer,
-        own_learner.policy,
-        own_learner.trainer,
-        env,
-        trained,
-        state,
-        await start_evaluation(cfg, job.held_out, job.sets, job.record, env),
+        algorithm, samples, buffer, policy, policy_trainer, reference_model, value_model, env, state, evaluation
     )
 
 
-async def learners(cfg: RLConfig, job: Job, algorithm: Algorithm) -> dict[str, Learner]:
-    """Start the run's own policy, and the further models that train."""
-    names = [name for name, further in cfg.models.items() if further.trains]
-    started = await asyncio.gather(*(learner(cfg, job, algorithm, name) for name in (POLICY, *names)))
-    return {trained.name: trained for trained in started}
+async def rl_generator(cfg: RLConfig, job: Job, name: str = POLICY, **placed: Any) -> Handle:
+    """Start the generators of a policy, under the name of its weights. `placed`: see `generator`."""
+    sampling: dict[str, Any] = {"temperature": cfg.grpo.temperature, "max_tokens": cfg.grpo.max_tokens}
+    return await generator(cfg, job, weights_key=name, sampling=cfg.grpo.sampling(), **sampling, **placed)
 
 
-async def learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str) -> Learner:
-    """Start the generators and the trainer of one policy."""
-    own_job = job._replace(model=start_of(cfg, job, name))
-    temperature = cfg.grpo.temperature
-    policy, own_trainer = await policy_and_trainer(
-        cfg.colocated,
-        partial(
-            generator,
-            cfg,
-            own_job,
-            service=service_of(name, "generator"),
-            weights_key=name,
-            temperature=temperature,
-            max_tokens=cfg.grpo.max_tokens,
-            sampling=cfg.grpo.sampling(),
-        ),
-        partial(
-            trainer,
-            cfg,
-            own_job,
-            algorithm,
-            service=service_of(name, "trainer"),
-            store=job.store,
-            weights_key=name,
-            temperature=temperature,
-            max_policy_age=cfg.max_training_age,
-        ),
-    )
-    return Learner(name, policy, own_trainer)
-
-
-def service_of(policy: str, part: str) -> str:
-    """The name under which the configuration places a part of a policy that trains, such as `models.rival.critic`."""
-    return part if policy == POLICY else f"models.{policy}.{part}"
-
-
-def start_of(cfg: RLConfig, job: Job, policy: str) -> str:
-    """The folder of the weights that a policy starts from."""
-    model = None if policy == POLICY else cfg.models[policy].model
-    return job.model if model in (None, cfg.model) else model
-
-
-async def start_references(cfg: RLConfig, job: Job) -> dict[str, Handle]:
-    """Start the frozen model of each policy that trains. Policies that start as the run's own share its reference."""
-    separate = [name for name in cfg.trained_models if f"models.{name}.ref_model" in cfg.placements()]
-    own, *others = await asyncio.gather(
-        reference(cfg, cfg.grpo.reference or job.model, cfg.grpo.temperature),
-        *(
-            reference(cfg, start_of(cfg, job, name), cfg.grpo.temperature, service_of(name, "ref_model"))
-            for name in separate
-        ),
-    )
-    return dict.fromkeys(cfg.trained_models, own) | dict(zip(separate, others, strict=True))
-
-
-async def start_critics(cfg: RLConfig, job: Job) -> dict[str, Handle]:
-    """Start the critic of each policy that trains."""
-    critics = await asyncio.gather(
-        *(critic(cfg, start_of(cfg, job, name), job, service_of(name, "critic")) for name in cfg.trained_models)
-    )
-    return dict(zip(cfg.trained_models, critics, strict=True))
+async def rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = POLICY, **placed: Any) -> Handle:
+    """Start the trainer of a policy, under the name of its weights. `placed`: see `trainer`."""
+    settings: dict[str, Any] = {"temperature": cfg.grpo.temperature, "max_policy_age": cfg.max_training_age}
+    return await trainer(cfg, job, algorithm, store=job.store, weights_key=name, **settings, **placed)
 
 
 async def policy_and_trainer(
@@ -291,14 +223,12 @@ async def nothing() -> None:
     """Start nothing, in place of a component that the run does not need."""
 
 
-async def multi_turn_env(cfg: RLConfig, job: Job, learners: dict[str, Learner]) -> GroupEnv:
-    """The environment that the configuration names, or that of its agent."""
+async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
+    """Make the environment that the configuration names, or that of its agent."""
     from ..envs.group import MultiTurnEnv
 
     if cfg.episode.agent is not None:
-        return await resolve(f"{AGENTS}:agent_env", "episode.agent")(
-            cfg, job, {name: learner.policy for name, learner in learners.items()}
-        )
+        return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
     return MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(job.model), **cfg.limits())
 
 
@@ -343,53 +273,54 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
     return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(**settings)
 
 
-async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", **sampling: Any) -> Handle:
-    """A policy that samples, with what differs from the defaults of `forge.types.Sampling`; the run's own is served to
-    others as well where `serve` says so."""
-    listening = cfg.serve.listening() if service == "generator" else None
-    policy = await plain_generator(
-        cfg, job.model, service=service, store=await share(job.store, cfg.cluster.weight_deltas), **sampling
-    )
-    if listening is not None:
-        from ..serve import Server  # its import was checked with the configuration
-        from ..system.web import required_key
-
-        # Its threads encode at once, and the Rust library lets one thread change a tokenizer that no other reads.
-        tokenizer = open_tokenizer(job.model)
-        run_key = secrets.token_urlsafe(32)
-        server = Server(policy, tokenizer, cfg.run.name, required_key(cfg.serve.host), run_key)
-        url = await server.listen_in_background(listening)
-        write_atomic(job.record.folder / SERVED, json.dumps({"url": url, "key": run_key}), secret=True)
-        log.info("%s is served at %s", cfg.run.name, url)
-    return policy
-
-
-async def plain_generator(cfg: RecipeConfig, model: str, *, service: str = "generator", **settings: Any) -> Service:
-    """Generators of a model as `services.<service>` and `generator` say; they end answers where the data's turns end.
+async def generator(
+    cfg: RecipeConfig, job: Job, *, options: Mapping[str, Any] | None = None, **settings: Any
+) -> Service:
+    """Start the generators of a run's model, which end answers where the data's turns end.
 
     Args:
-        settings: of `forge.actors.Generator`, such as its weight store and what differs from its sampling.
+        options: of their placement; None: those of `services.generator`.
+        settings: of `forge.actors.Generator`, such as what differs from its sampling.
     """
+    return await start_generator(
+        cfg, job.model, options, store=await share(job.store, cfg.cluster.weight_deltas), **settings
+    )
+
+
+async def start_generator(
+    cfg: RecipeConfig, model: str, options: Mapping[str, Any] | None = None, **settings: Any
+) -> Service:
+    """Start generators of a model by the section `generator`; arguments as of `generator`."""
     if cfg.dataset.chat_template or cfg.dataset.sources:  # a model's own eos is often not what ends a turn
         from ..data.prompts import stop_ids
 
         settings["stop_token_ids"] = stop_ids(cfg.dataset, model_tokenizer(model))  # type: ignore
-    options = Generator.options(**cfg.placement(service))
-    return await options.as_service(model, **settings, **cfg.generator)
+    placement = cfg.placement("generator") if options is None else options
+    return await Generator.options(**placement).as_service(model, **settings, **cfg.generator)
 
 
 async def trainer(
-    cfg: TrainingRecipe, job: Job, loss: Callable[..., Any], *, service: str = "trainer", **overrides: Any
+    cfg: TrainingRecipe,
+    job: Job,
+    loss: Callable[..., Any],
+    *,
+    service: str = "trainer",
+    options: Mapping[str, Any] | None = None,
+    folder: str = "",
+    **overrides: Any,
 ) -> Handle:
-    """A trainer under `services.<service>`; further settings are those of `forge.actors.Trainer`. A second trainer of
-    a run, such as a critic, keeps its checkpoints in a separate folder."""
-    folder = job.record.checkpoints if service == "trainer" else f"{job.record.checkpoints}/{service}"
+    """Start a trainer under `services.<service>`; further settings are those of `forge.actors.Trainer`.
+
+    Args:
+        options: of its placement; None: those of the service.
+        folder: of its checkpoints, below those of the run: of a second trainer, such as a critic.
+    """
     settings = {
         "optimizer": cfg.training.optimizer_settings(),
         "backend": cfg.trainer.backend,
         "parallelism": {**cfg.layout(service)},
         "colocated": cfg.shares_device(service),
-        "recovery": folder if cfg.checkpoint.every else None,
+        "recovery": f"{job.record.checkpoints}/{folder}".rstrip("/") if cfg.checkpoint.every else None,
         "lora": None if cfg.lora is None else {**cfg.lora},
         **cfg.training.trainer(),
     }
@@ -398,24 +329,26 @@ async def trainer(
             "store": await share(overrides["store"], cfg.cluster.weight_deltas),
             "publish_dtype": None if cfg.engine is None else cfg.engine.dtype,
         }
-    options = cfg.placement(service)
-    if options["with_gpus"] and not settings["colocated"]:
+    placement = {**(cfg.placement(service) if options is None else options)}
+    if placement["with_gpus"] and not settings["colocated"]:
         # Every pack has another length: segments that grow leave no gaps. vLLM's sleep does not work with them.
-        options["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **options["env"]}
-    return await Trainer.options(**options).as_actor(job.model, loss=loss, **(settings | overrides))
+        placement["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **placement["env"]}
+    return await Trainer.options(**placement).as_actor(job.model, loss=loss, **(settings | overrides))
 
 
-async def critic(cfg: RLConfig, start: str, job: Job, service: str = "critic") -> Handle:
-    """A trainer of values beside the policy's, from `critic.model` or the policy's own start."""
+async def critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **placed: Any) -> Handle:
+    """Start a trainer of values beside the policy's, from `critic.model` or the policy's own start."""
     return await trainer(
         cfg,
         job._replace(model=cfg.critic.model or start),
         ValueLoss(cfg.critic.clip),
-        service=service,
+        service="critic",
+        folder=folder,
         report="critic",
         head="value",
         backend="fsdp",
         optimizer=cfg.training.optimizer_settings() | {"learning_rate": cfg.critic.learning_rate},
+        **placed,
     )
 
 
@@ -426,10 +359,13 @@ async def reward(cfg: RecipeConfig) -> Handle:
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
 
 
-async def reference(cfg: TrainingRecipe, model: str, temperature: float = 1.0, service: str = "ref_model") -> Handle:
-    """A frozen model that scores batches."""
+async def reference(
+    cfg: TrainingRecipe, model: str, temperature: float = 1.0, options: Mapping[str, Any] | None = None
+) -> Handle:
+    """Start a frozen model that scores batches."""
     passes = {name: cfg.training[name] for name in ("seq_len", "dtype", "weights_dtype")}
     sharded = cfg.placement("trainer")["procs"] > 1 or cfg.trainer.backend == "titan"
-    return await ReferenceModel.options(**cfg.placement(service)).as_service(
-        model, temperature=temperature, parallelism={**cfg.layout(service)}, sharded=sharded, **passes
+    placement = cfg.placement("ref_model") if options is None else options
+    return await ReferenceModel.options(**placement).as_service(
+        model, temperature=temperature, parallelism={**cfg.layout("ref_model")}, sharded=sharded, **passes
     )

@@ -11,7 +11,6 @@ from ..config.plugin import nearest
 from ..config.sections import ConfigError, Section
 from ..data.files import Rows
 from ..types import Sampling
-from .reward_config import RewardConfig
 
 # Not of one answer, or decided by the evaluation itself.
 _FIXED = ("n", "seed", "top_logprobs", "grammar", "logprobs_of")
@@ -30,13 +29,17 @@ class EvalConfig(Section):
     split: str = "test"
     """Of a folder or hub id."""
 
+    def intervals(self) -> dict[str, int]:
+        """The steps between two evaluations of each set that has problems, by name; the first one's is ""."""
+        return {"": self.every} if self.problems else {}
+
     def due(self, step: int) -> bool:
-        """Whether something is evaluated after this step, which is neither the first nor the last."""
-        return bool(self.every and step % self.every == 0)
+        """Whether a set is evaluated after this step, which is neither the first nor the last."""
+        return any(interval and step % interval == 0 for interval in self.intervals().values())
 
     def all_due(self, step: int) -> bool:
-        """Whether everything is evaluated after this step, step 0 included."""
-        return step == 0 or self.due(step)
+        """Whether every set is evaluated after this step, step 0 included."""
+        return step == 0 or all(interval and step % interval == 0 for interval in self.intervals().values())
 
 
 class EvalSet(Section):
@@ -57,8 +60,6 @@ class EvalSet(Section):
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Settings with which answers are sampled, such as `temperature` and `max_tokens`; without them answers are greedy,
     and several of temperature 1."""
-    reward: RewardConfig | None = None
-    """What decides which answers are right; null: the section `reward`."""
 
     def _check(self) -> None:
         if self.path is None and "task" not in self.dataset:
@@ -88,18 +89,10 @@ class RLEvalConfig(EvalConfig):
             if name in _RESERVED or "/" in name or "@" in name or not name:
                 raise ConfigError(f"eval.sets: {name!r} cannot be a name, for metrics are called eval/NAME/accuracy")
 
-    def due(self, step: int) -> bool:
-        """Whether a set is evaluated after this step, which is neither the first nor the last."""
-        return any(interval and step % interval == 0 for interval in self.intervals().values())
-
-    def all_due(self, step: int) -> bool:
-        """Whether every set is evaluated after this step, step 0 included."""
-        return step == 0 or all(interval and step % interval == 0 for interval in self.intervals().values())
-
     def intervals(self) -> dict[str, int]:
-        """The steps between two evaluations of each set that has problems, by name; the first one's is ""."""
-        intervals = {"": self.every} if self.problems else {}
-        return intervals | {name: self.every if s.every is None else s.every for name, s in self.sets.items()}
+        """The steps between two evaluations, also of further sets."""
+        every = {name: self.every if s.every is None else s.every for name, s in self.sets.items()}
+        return super().intervals() | every
 
 
 def check_sampling(sampling: dict[str, Any], n: int) -> None:

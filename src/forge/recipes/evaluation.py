@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..actors import RewardActor
 from ..config.sections import build
-from ..envs.group import GroupEnv, SingleTurnEnv
+from ..envs.group import GroupEnv
 from ..models.read_once import model_tokenizer
 from ..runtime.controller.handle import Handle
 from ..types import Episode, Sample
@@ -69,10 +68,10 @@ class Evaluation:
         return metrics
 
 
-async def start_evaluation(
+def plan_evaluation(
     cfg: RLConfig, first: Sequence[Sample], sets: Mapping[str, Sequence[Sample]], record: Keeper, env: GroupEnv
 ) -> Evaluation:
-    """The evaluation of a run; starts the rewards of sets that have one.
+    """Return the evaluation of a run.
 
     Args:
         first: the problems of the section `eval` itself. `sets`: those of `eval.sets`.
@@ -84,13 +83,7 @@ async def start_evaluation(
         plans.append(HeldOut("", first, env, intervals[""], cfg.eval.n, cfg.eval.sampling))
     for name, samples in sets.items():
         settings = cfg.eval.sets[name]
-        set_env = env
-        if settings.reward is not None:
-            # A separate service: rollouts must not wait behind the answers of an evaluation.
-            options = cfg.placement("reward") | {"mesh_name": f"reward_{name}"}
-            reward = await RewardActor.options(**options).as_service(**settings.reward.settings())
-            set_env = SingleTurnEnv(reward, with_tokens=settings.reward.reads_tokens)
-        plans.append(HeldOut(name, samples, set_env, intervals[name], settings.n, settings.sampling))
+        plans.append(HeldOut(name, samples, env, intervals[name], settings.n, settings.sampling))
     return Evaluation(plans, record, cfg.training.steps)
 
 
@@ -115,9 +108,6 @@ def load_sets(dataset: Any, evaluation: Any, model: str, seed: int) -> dict[str,
         location = f"eval.sets.{name}"
         section = build(type(dataset), {**dataset, **fixed, **settings.dataset}, f"{location}.dataset")
         try:
-            if settings.reward is not None:
-                settings.reward.open()
-                section = settings.reward.with_columns(section)
             data: Any = load_data(model_tokenizer(model), kind=section.kind, seed=seed, **section)
             problems[name] = data.held_out(settings.problems)
         except (ValueError, OSError) as error:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import locale
-import os
 import resource
-import select
 import signal
 import sys
 import threading
@@ -14,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from ..config.sections import Arguments, ConfigError, keys_of, to_dict
 from ..models.files import try_tokenizer
@@ -39,7 +36,7 @@ from .preemption import Preempted, Preemption, deadline_of
 from .prepare import prepare
 from .resume import find_start, read_config
 from .schema import TrainingRecipe
-from .signals import end_at_signals, finishing
+from .signals import end_at_signals
 from .user_errors import summary, user_frames
 
 OPEN_FILES = 256  # of one process, at most in small runs
@@ -82,12 +79,6 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, RemoteError):  # a component's code ended its process, or what cannot be sent
             print_user_frames(error)
         raise SystemExit(masked(f"error: {error}")) from error
-    except BrokenPipeError as error:
-        if not _has_no_reader(sys.stdout):  # a pipe of something else
-            raise
-        # Python would fail once more when it flushes standard output at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit("error: the reader of standard output has ended, and so has the run") from error
     except Exception as error:
         # Imported here: checkpoints bring the trainer along, which this process does not need.
         from ..envs.group import NothingScored
@@ -116,12 +107,6 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
     print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
-def _has_no_reader(stream: TextIO) -> bool:
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
 class BadInput(ValueError):
     """Invalid input of a run: the fault and the remedy in one line. No process was started."""
 
@@ -142,18 +127,12 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
         ForgeError, CheckpointFailed, OSError: what the run ended with. Whatever else the recipe raises.
     """
     configure_logging()
-    if locale.getencoding().lower().replace("-", "") != "utf8" and not sys.flags.utf8_mode:
-        raise BadInput(f"the locale's encoding is {locale.getencoding()}, and files are in UTF-8: set PYTHONUTF8=1")
-    if sys.flags.optimize > 1:
-        raise BadInput("transformers needs docstrings, which PYTHONOPTIMIZE=2 (-OO) removes: set PYTHONOPTIMIZE=1")
     # A process of a run has connections to all others: the usual soft limit of 1,024 suits many, some shells have less.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
-    if hard < OPEN_FILES // 4:
-        raise BadInput(f"this shell allows {hard} open files (ulimit -n -H), and a run needs up to {OPEN_FILES}")
     folder = Path(cfg.run.root) / cfg.run.name
     preemption = Preemption(deadline_of(cfg.run.save_before))
-    with ExitStack() as signals, ExitStack() as closing:
+    with ExitStack() as closing:
         if cfg.checkpoint.every and threading.current_thread() is threading.main_thread():
             # Until the run has its own handlers: the default action would end it without its exit code.
             before = signal.signal(signal.SIGUSR1, lambda *_: preemption.request("SIGUSR1"))
@@ -200,13 +179,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
                 if error.code:
                     raise
                 raise RuntimeError(f"code of the run raised {error!r} before its end") from error
-            finally:  # `run` had its own handlers, and leaves the default ones
-                signals.enter_context(finishing("the run has ended and is being closed"))
         except BaseException as error:
-            # Errors about files that are gone say little; that the folder was removed says all.
-            removed = [path for path in (record.folder, store.root) if not path.is_dir()]
-            if removed and isinstance(error, ForgeError | OSError | RuntimeError):
-                raise ForgeError(f"{removed[0]} was removed while the run used it; it ended with: {error}") from error
             write_ending(record, error)
             raise
         record.finish()

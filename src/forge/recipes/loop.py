@@ -8,8 +8,7 @@ from ..observability.metrics import phase
 from ..observability.schedule import StepEntry
 from ..runtime.controller import first_to_end
 from ..types import Group
-from .components import Job, MakeEnv, RLComponents
-from .models_config import POLICY
+from .components import POLICY, Job, MakeEnv, RLComponents
 from .rl_config import RLConfig
 
 

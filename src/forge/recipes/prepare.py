@@ -20,7 +20,9 @@ from ..observability.console import log
 from ..observability.folder import MARK, check_free
 from ..observability.machine import gpu_name
 from ..observability.trackers import check_trackers
+from ..runtime.store.versions import memory_folder
 from ..serve.watch.report import write_report
+from ..system.files import free_bytes
 from ..types import Sample
 from .eval_config import EvalConfig
 from .evaluation import load_sets
@@ -48,7 +50,6 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
     check_hosts(cfg)
-    cfg.check_address()
     # Architectures are checked before weights are downloaded.
     for name in filter(None, (cfg.model, *cfg.others().values())):
         check_family(name)
@@ -79,6 +80,7 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
         )
         cfg.training.steps = steps
     warn_of_settings(cfg, held_out)
+    check_space(cfg, model, folder)
     # A folder that is cleared must not hold what the new run reads.
     if overwrite or (start.checkpoint is None and (folder / MARK).exists()):
         check_overwrite(cfg, model)
@@ -100,6 +102,26 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
     return model, held_out, sets, record
 
 
+def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
+    """Reject a run whose disk or shared memory has no room for what it is certain to write.
+
+    Raises:
+        ValueError: names the path, the bytes that are needed and those that are free.
+    """
+    size = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    # A checkpoint has the weights and two moments of each; the exported model comes beside it.
+    copies = 4 if cfg.checkpoint.every and cfg.lora is None else 1
+    needs = {folder: copies * size}
+    if cfg.engine is not None and cfg.lora is None:
+        needs[memory_folder()] = 2 * size  # the version in use, and the next
+    for path, needed in needs.items():
+        if needed > free_bytes(path):
+            remedy = (
+                "docker run --shm-size makes it larger" if path == memory_folder() else "set run.root to another disk"
+            )
+            raise ValueError(f"{path} needs {needed:,} bytes, and has {free_bytes(path):,} free: {remedy}")
+
+
 def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
     """Warn of settings that are allowed, and rarely meant."""
     if isinstance(cfg.dataset, DatasetConfig) and cfg.dataset.target_pattern is None:
@@ -112,12 +134,8 @@ def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
                 cfg.dataset.target_field,
                 solutions[0][-60:],
             )
-    if cfg.eval.every and not cfg.eval.problems:
-        log.warning(
-            "eval.every = %d does nothing, for eval.problems is 0: set it to a number of held-out problems (in Python "
-            "give eval_dataset)",
-            cfg.eval.every,
-        )
+    if unused := cfg.unused():
+        log.warning("set, and read by nothing in this configuration: %s", ", ".join(unused))
 
 
 def check_model(cfg: TrainingRecipe, model: str) -> None:

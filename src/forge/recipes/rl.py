@@ -10,14 +10,13 @@ turns, above it they overlap; the code is the same.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from ..rewards.rules import overlong_penalty
 from ..training import credit
 from ..types import Batch, Group, Sample
 from .components import Job, MakeEnv, start_rl
-from .learners import Learner
 from .loop import Frame, begin_schedule
-from .models_config import POLICY
 from .rl_config import RLConfig
 from .schema import sample_seed
 
@@ -61,7 +60,9 @@ class Loop(Frame):
         credit.record_rollouts(episode for group in groups for episode in group.episodes)
         recorded_groups = self.record.pick(groups)
         batch = await self.make_batch(groups, version, recorded_groups)
-        metrics = await self.parts.learners[POLICY].train_step(batch)
+        metrics = await self.parts.trainer.train_step.route(batch)
+        if self.parts.critic is not None:
+            metrics |= await self.parts.critic.train_step.route(batch)
         dropped = await self.parts.buffer.take_dropped.route()
         self.log_schedule(entry, dropped, metrics)
         if recorded_groups:
@@ -70,22 +71,21 @@ class Loop(Frame):
         return metrics
 
     async def make_batch(
-        self, groups: list[Group], version: int, recorded_groups: list[Group], learner: Learner | None = None
+        self, groups: list[Group], version: int, recorded_groups: list[Group], parts: Any = None
     ) -> Batch:
-        """Compute advantages, pack, and add what the reference and the critic of a policy say: of the run's own, or of
-        `learner`."""
-        learner = learner or self.parts.learners[POLICY]
+        """Compute advantages, pack, and add what reference and critic say: the run's own, or those of `parts`."""
+        parts = parts or self.parts
         overlong_penalty(groups, self.cfg.grpo.max_tokens, self.cfg.grpo.overlong_buffer)
         shares = self.cfg.shares(self.algorithm)
         batch = credit.make_batch(groups, self.algorithm, version, recorded_groups, **shares)  # advantages, packing
         if self.cfg.colocated:
             await self.parts.policy.release.fanout()
-        if learner.reference is not None:
-            batch.ref_logprobs = await learner.reference.logprobs.route(batch)
+        if parts.reference is not None:
+            batch.ref_logprobs = await parts.reference.logprobs.route(batch)
         elif self.algorithm.needs_reference:
             batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
-        if learner.critic is not None:
-            batch.values = await learner.critic.predict.route(batch)
+        if parts.critic is not None:
+            batch.values = await parts.critic.predict.route(batch)
         credit.assign(batch, self.algorithm)  # GAE, KL in the reward, whitening
         return batch
 

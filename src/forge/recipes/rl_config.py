@@ -14,13 +14,49 @@ from ..engines.interface import check_length
 from ..envs.config import EpisodeConfig
 from ..observability.console import log
 from ..runtime.controller import Options
-from . import preflight
+from . import rules
 from .eval_config import RLEvalConfig
-from .lengths import longest_sequence, with_room
 from .metrics_config import MetricsConfig
-from .models_config import FurtherModel, check_models, placed, seats, trained_models
-from .rollout_settings import RolloutSettings
-from .schema import RecipeConfig, SamplingServices
+from .schema import RecipeConfig, SamplingServices, longest_sequence, with_room
+
+
+class RolloutSettings(Section):
+    """Bounds of sampling, of rollouts and evaluations. The log-probabilities that are recorded and trained are those of
+    the policy at `temperature`, before any of these excludes a token: nothing is renormalised."""
+
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the most probable tokens that have this probability together; 1: all."""
+    top_k: NonNegativeInt = 0
+    """Draw from so many of the most probable tokens; 0: all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Exclude tokens that are less likely than this share of the most probable."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1, make tokens that prompt or answer have less likely: logits above 0 are divided by it, others
+    multiplied."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end an answer, of which they are a part."""
+    bad_words: list[str] = Field(default_factory=list)
+    """Texts whose usual tokens are never drawn."""
+
+    BOUNDS: ClassVar[tuple[str, ...]] = ("top_p", "top_k", "min_p", "repetition_penalty", "bad_words")
+
+    @property
+    def excluding(self) -> list[str]:
+        """The settings by which tokens are drawn from something else than the policy's distribution."""
+        # Of the class: an algorithm's own defaults are those of this section.
+        defaults = type(self)()
+        return [name for name in self.BOUNDS if self[name] != defaults[name]]
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `forge.types.Sampling` that differ from its defaults."""
+        fields = {name: self[name] for name in (*self.excluding, *(["stop"] if self.stop else []))}
+        texts = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return fields | texts | ({"logprobs_of": "policy"} if self.excluding else {})
+
+    def _check(self) -> None:
+        for name in ("stop", "bad_words"):
+            if not all(self[name]):
+                raise ValueError(f"{name} has an empty text: omit it")
 
 
 class AlgorithmConfig(RolloutSettings):
@@ -80,6 +116,10 @@ class CriticConfig(Section):
     """How far a value may move in one step; null: any."""
 
 
+# What an extension knows of the section `models`.
+MODELS = "forge_agents.models"
+
+
 class AsyncConfig(Section):
     """How far sampling runs ahead of training."""
 
@@ -119,8 +159,6 @@ class RolloutMetrics(MetricsConfig):
 class RLConfig(RecipeConfig):
     """Reinforcement learning."""
 
-    trains_several: ClassVar[bool] = False  # whether the recipe trains the models of `models` as well
-
     dataset: DatasetConfig
     algorithm: Any = "grpo"
     """A name of [algorithms.md](algorithms.md), or `package.module:Name`; from Python also the object itself."""
@@ -131,7 +169,7 @@ class RLConfig(RecipeConfig):
     """What the policy acts in, in place of `reward`: `package.module:Name`, called without arguments for each episode
     ([agents.md](agents.md)); from Python also the callable itself."""
     episode: EpisodeConfig = EpisodeConfig()
-    models: dict[str, FurtherModel] = Field(default_factory=dict)
+    models: dict[str, Any] = Field(default_factory=dict)
     """Models that the agent of `episode.agent` may ask beside `policy` ([several_models.md](several_models.md))."""
     eval: RLEvalConfig = RLEvalConfig()
     services: RLServices = RLServices()
@@ -150,47 +188,15 @@ class RLConfig(RecipeConfig):
         return make
 
     def others(self) -> dict[str, str]:
-        """The reference model and the critic's start, where they are set."""
+        """The reference model, the critic's start and further models, where they are set."""
         models = {"grpo.reference": self.grpo.reference, "critic.model": self.critic.model}
         models |= {f"models.{name}.model": further.model for name, further in self.models.items()}
         return {key: name for key, name in models.items() if name is not None}
 
-    @property
-    def trained(self) -> int:
-        """The number of policies that train."""
-        return len(self.trained_models)
-
-    @property
-    def trained_models(self) -> list[str]:
-        """The names of the policies that train, the run's own first."""
-        return trained_models(self.models)
-
-    @property
-    def seats(self) -> dict[str, str]:
-        """By each name whose turns become episodes, the trained model that plays there."""
-        return seats(self.models)
-
-    def placement(self, name: str) -> dict[str, Any]:
-        """Options of a service, or of a part of a further model, `models.rival.trainer`."""
-        if not name.startswith("models."):
-            return super().placement(name)
-        _, model, part = name.split(".")
-        return placed(self.models[model][part], model, part)
-
     def placements(self) -> dict[str, dict[str, Any]]:
         """The options of services and of further models."""
         placements = super().placements()
-        for name, further in self.models.items():
-            parts = [*further.parts, *(self._scoring_parts(further) if further.trains else ())]
-            placements |= {path: self.placement(path) for path in (f"models.{name}.{part}" for part in parts)}
-        return placements
-
-    def _scoring_parts(self, further: FurtherModel) -> list[str]:
-        """The critic and the reference model of a further policy, as far as it has its own."""
-        # Compared as they are written: folders are resolved later, and placements are needed before.
-        has_own_start = self.grpo.reference is None and further.model not in (None, self.model)
-        needed = {"critic": True, "ref_model": has_own_start}
-        return [part for part, is_needed in needed.items() if is_needed and part not in self.idle]
+        return placements | resolve(f"{MODELS}:place_models", "models")(self) if self.models else placements
 
     def scalar(self, model: str) -> list[str]:
         """The critic, where the algorithm has one."""
@@ -249,32 +255,26 @@ class RLConfig(RecipeConfig):
             self.async_.max_policy_age = 0 if self.colocated else interval
         if self.services.ref_model is None and (algorithm.needs_teacher or self.grpo.reference is not None):
             self.services.ref_model = Options()
-        preflight.check(preflight.RL_RULES, preflight.RLFacts(self, algorithm, self.shares(algorithm)["aggregation"]))
+        rules.check(rules.RL_RULES, self.facts())
         self.check_services()
         room = self.training.seq_len - self.grpo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
         self.dataset.bound("max_prompt_tokens", room, together)
         if self.multi_turn:
             self._check_multi_turn()
-        else:
-            preflight.check(preflight.SINGLE_TURN_RULES, self)
-        check_models(self.models, trains_several=self.trains_several)
-        self._check_scoring_parts(algorithm)
-        if self.multi_turn and any(settings.reward is not None for settings in self.eval.sets.values()):
-            raise ConfigError("a reward of eval.sets does nothing: the environment scores episodes")
         if any(every % interval for every in self.eval.intervals().values()):
             raise ConfigError(
                 "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
             )
 
-    def _check_scoring_parts(self, algorithm: Algorithm) -> None:
-        reference = "it shares the run's reference" if self.starts_reference(algorithm) else "the run has no reference"
-        reasons = {"critic": "the algorithm has no critic", "ref_model": reference}
-        for name, further in self.models.items():
-            for part in reasons.keys() - set(self._scoring_parts(further)):
-                if further[part] == Options():
-                    continue
-                raise ConfigError(f"models.{name}.{part} does nothing: {reasons[part]}")
+    def facts(self) -> rules.RLFacts:
+        """What the rules of this recipe are about."""
+        algorithm = self.load_algorithm()
+        return rules.RLFacts(self, algorithm, self.shares(algorithm)["aggregation"])
+
+    def unused(self) -> list[str]:
+        """The keys that are set and that nothing reads."""
+        return super().unused() + self.facts().unused()
 
     def _check_multi_turn(self) -> None:
         if self.environment is not None:
@@ -283,7 +283,9 @@ class RLConfig(RecipeConfig):
             resolve("forge_agents.recipe:agent_config", "episode.agent")(self.episode.agent)
         if self.episode.max_tokens is None:
             self.episode.max_tokens = self.training.seq_len
-        preflight.check(preflight.MULTI_TURN_RULES, self)
+        if self.models:
+            self.models = resolve(f"{MODELS}:check_models", "models")(self)
+        rules.check(rules.MULTI_TURN_RULES, self)
 
     def limits(self) -> dict[str, Any]:
         """The limits of an episode, for `forge.envs.MultiTurnEnv`."""
@@ -330,12 +332,6 @@ class RLConfig(RecipeConfig):
     def files(self) -> list[str]:
         """Files of the data, the reward and the episode's template."""
         return [*super().files, *(self.episode.files if self.multi_turn else ())]
-
-
-class SeveralPoliciesConfig(RLConfig):
-    """Reinforcement learning of several policies, as `apps.selfplay.main` does it."""
-
-    trains_several: ClassVar[bool] = True
 
 
 GRPOConfig = RLConfig

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from ..config.sections import ConfigError, Section
-from ..data.config import PreferencesConfig, RowsConfig
+from ..data.config import DatasetConfig, PreferencesConfig, RowsConfig
 from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..models.architecture import longest
@@ -18,11 +17,15 @@ from ..runtime.cluster.settings import ClusterConfig
 from ..runtime.controller import Options
 from ..system import extras
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
-from . import preflight
+from . import rules
 from .eval_config import EvalConfig
 from .metrics_config import MetricsConfig
 from .preemption import deadline_of
 from .reward_config import RewardConfig
+
+if TYPE_CHECKING:
+    from .distill import DistillConfig
+    from .rl_config import RLConfig
 
 # With `colocated`, those that live in the trainer's processes, on its devices.
 TAKING_TURNS = ("trainer", "generator", "critic", "ref_model")
@@ -93,34 +96,6 @@ class TrainerConfig(Section):
             titan_setup.check_model(config)
 
 
-class ServeConfig(Section):
-    """Serve the generators to OpenAI clients as well ([serving.md](serving.md)). Needs aiohttp."""
-
-    port: int | None = Field(None, ge=0, le=65535)
-    """0: a free one; null: not served."""
-    host: str = "127.0.0.1"
-    """The address it listens at, by default this machine alone. Others need a key for clients in FORGE_API_KEY."""
-
-    def _check(self) -> None:
-        if self.port is None and self.host != type(self).model_fields["host"].default:
-            raise ValueError("serve.host does nothing: serve.port is not set")
-
-    def check_installed(self) -> None:
-        """ImportError: aiohttp is missing; says what to install."""
-        if self.port is not None:
-            from ..system.web import required_key
-
-            required_key(self.host)
-
-    def listening(self) -> socket.socket | None:
-        """Listens at the address; None: not served. OSError: it is not available; names the remedy."""
-        if self.port is None:
-            return None
-        from ..system.web import bind
-
-        return bind(self.host, self.port, "--serve.port 0")
-
-
 class CheckpointConfig(Section):
     """Checkpoints of a run ([resume.md](resume.md))."""
 
@@ -134,10 +109,6 @@ class CheckpointConfig(Section):
     push_to_hub: str | None = None
     """`owner/name`: upload the exported model there when the run ends, with a model card; a new repository is private.
     Needs a token of the hub (`hf auth login`)."""
-
-    def _check(self) -> None:
-        if self.async_write and not self.every:
-            raise ValueError("checkpoint.async_write does nothing: checkpoint.every is 0")
 
     @property
     def remember(self) -> int:
@@ -232,9 +203,6 @@ class TrainingRecipe(Section):
         """Whether a service that is started lives in the trainer's processes, on its devices."""
         return False
 
-    def check_address(self) -> None:
-        """OSError: the policy cannot be served at the configured address; names the remedy."""
-
     def check_reward(self) -> None:
         """ValueError: something that the recipe's reward names does not exist."""
 
@@ -253,17 +221,21 @@ class TrainingRecipe(Section):
         """Options of service `name`, see `forge.runtime.controller.Options`."""
         return {**self.services[name]}
 
-    @property
-    def trained(self) -> int:
-        """The number of policies that train."""
-        return 1
+    def unused(self) -> list[str]:
+        """The keys that are set and that nothing reads under the others."""
+        conditions = {
+            "checkpoint.async_write": not self.checkpoint.every,
+            "eval.every": not self.eval.intervals(),
+            "training.cpu_offload": not self.services.trainer.with_gpus,
+        }
+        return rules.unused_keys(conditions, self)
 
     def placements(self) -> dict[str, dict[str, Any]]:
         """The options of all that a run places, by the settings that have them."""
         return {f"services.{name}": self.placement(name) for name in self.configured()}
 
     def _check(self) -> None:
-        preflight.check(preflight.RECIPE_RULES, self)
+        rules.check(rules.RECIPE_RULES, self)
         self._check_installed(self.training)
 
     def _check_installed(self, *sections: Any) -> None:
@@ -308,8 +280,8 @@ class TrainingRecipe(Section):
         """Check the placement of all services: those that train may have several ranks, those that hold no state
         several replicas. ConfigError: names the setting."""
         for name in self.configured():
-            service = preflight.PlacedService(self, name, self.services[name])
-            preflight.check(preflight.SERVICE_RULES, service)
+            service = rules.PlacedService(self, name, self.services[name])
+            rules.check(rules.SERVICE_RULES, service)
             procs = service.options.procs
             if (service.trains or procs != 1) and name not in ("generator", *self.idle):
                 self.layout(name).over(procs, f"services.{name}.procs = {procs}")
@@ -317,15 +289,9 @@ class TrainingRecipe(Section):
     def check_pairs(self, dataset: PreferencesConfig) -> None:
         """Check training on pairs: every pair has the same weight, and fits into one micro-batch, which bounds its
         length where that is not set."""
-        if self.training.aggregation is not None:
-            raise ConfigError("training.aggregation does nothing in this recipe: every pair has the same weight")
         half = self.training.seq_len // 2
         message = f"dataset.max_tokens must not exceed half of training.seq_len, {half}: both answers of a pair go "
         dataset.bound("max_tokens", half, f"{message}into one micro-batch")
-
-    def check_offline(self) -> None:
-        """ConfigError: a setting that has an effect only where a policy samples as it trains."""
-        preflight.check(preflight.OFFLINE_RULES, self)
 
 
 class RecipeConfig(TrainingRecipe):
@@ -333,7 +299,6 @@ class RecipeConfig(TrainingRecipe):
 
     reward: RewardConfig = RewardConfig()
     generator: EngineSettings = EngineSettings()
-    serve: ServeConfig = ServeConfig()
     colocated: bool = False
     """Generators, and critic and reference model where there are any, live in the trainer's processes and take turns
     with it on the same devices ([parallelism.md](parallelism.md)). `async.max_policy_age` must be 0."""
@@ -357,12 +322,6 @@ class RecipeConfig(TrainingRecipe):
         """The settings of the engine that samples."""
         return self.generator
 
-    def check_address(self) -> None:
-        """OSError: the policy cannot be served at the configured address; names the remedy."""
-        listening = self.serve.listening()
-        if listening is not None:
-            listening.close()  # the generator listens there once it has started
-
     def shares_device(self, name: str) -> bool:
         """Whether a service that is started lives in the trainer's processes, on its devices."""
         return self.colocated and name in TAKING_TURNS and name in self.configured() and name not in self.idle
@@ -378,16 +337,16 @@ class RecipeConfig(TrainingRecipe):
             return
         try:
             for name in filter(self.shares_device, self.configured()):
-                service = preflight.PlacedService(self, name, self.services[name])
-                preflight.check(preflight.COLOCATED_SERVICE_RULES, service)
-            preflight.check(preflight.COLOCATED_RULES, self)
+                service = rules.PlacedService(self, name, self.services[name])
+                rules.check(rules.COLOCATED_SERVICE_RULES, service)
+            rules.check(rules.COLOCATED_RULES, self)
         except ConfigError as error:
             raise ConfigError(f"colocated: {error}") from None
 
     def _check(self) -> None:
         super()._check()
-        preflight.check(preflight.SAMPLING_RULES, self)
-        self._check_installed(self.generator, self.serve)
+        rules.check(rules.SAMPLING_RULES, self)
+        self._check_installed(self.generator)
 
     @property
     def files(self) -> list[str]:
@@ -402,3 +361,42 @@ class RecipeConfig(TrainingRecipe):
     def check_reward(self) -> None:
         """ValueError: a function, a folder or a file of the reward does not exist."""
         self.reward.open()
+
+
+def longest_sequence(cfg: RecipeConfig, model: str) -> int:
+    """The most tokens of a prompt and its completion that generators of a model folder take."""
+    return check_length(model_config(model), cfg.generator.max_seq_len)
+
+
+def with_room(cfg: RLConfig | DistillConfig, section: str, model: str) -> DatasetConfig:
+    """The data, with prompts that leave room for the completions of a section in what generators take.
+
+    It is a copy: a resumed run is compared with the configuration as it was written.
+
+    Raises:
+        ConfigError: the completions leave no room, or `dataset.max_prompt_tokens` is set to more than they leave.
+    """
+    sampling = cfg[section]
+    longest = longest_sequence(cfg, model)
+    data = cfg.dataset.model_copy()
+    room = longest - sampling.max_tokens
+    completion = f"{section}.max_tokens = {sampling.max_tokens}"
+    remedy = "raise generator.max_seq_len as far as the model allows"
+    if room < 1 and "max_tokens" in sampling.model_fields_set:
+        raise ConfigError(
+            f"{completion} leaves no room for a prompt in the {longest} tokens that generators take: "
+            f"lower it, or {remedy}"
+        )
+    # A default that leaves no room is a bound that answers never reach: they end at the model's length.
+    room = room if room > 0 else longest - 1
+    # The bound that `training.seq_len` has set, where the user set none.
+    default_bound = cfg.training.seq_len - sampling.max_tokens
+    if data.max_prompt_tokens == default_bound:
+        data.max_prompt_tokens = min(default_bound, room)
+    data.bound(
+        "max_prompt_tokens",
+        room,
+        f"dataset.max_prompt_tokens is more than the {room} tokens that {completion} leaves of the {longest} that "
+        f"generators take: lower either, or {remedy}",
+    )
+    return data

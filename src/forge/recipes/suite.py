@@ -11,8 +11,8 @@ from ..models.find import check_family, resolve_model
 from ..observability.held_out import lines
 from ..runtime.controller import run
 from ..types import Episode, Sample
-from .components import plain_generator, reward
-from .evaluation import load_sets, start_evaluation
+from .components import reward, start_generator
+from .evaluation import load_sets, plan_evaluation
 from .prepare import check_data
 from .rl_config import RLConfig
 
@@ -57,7 +57,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     async def work() -> dict[str, float]:
         # As in a run: the settings of rollouts are the defaults of an evaluation.
         rollouts = cfg.grpo
-        policy = await plain_generator(
+        policy = await start_generator(
             cfg,
             model,
             temperature=rollouts.temperature,
@@ -69,8 +69,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
             env = MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(model), **cfg.limits())
         else:
             env = SingleTurnEnv(await reward(cfg), with_tokens=cfg.reward.reads_tokens)
-        evaluation = await start_evaluation(cfg, first, sets, keeper, env)
-        return await evaluation.run(policy, 0)
+        return await plan_evaluation(cfg, first, sets, keeper, env).run(policy, 0)
 
     metrics: dict[str, float] = run(work())
     if answers is not None:

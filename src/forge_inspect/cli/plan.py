@@ -87,11 +87,11 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     if "collect" in sections:
         raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
     recipe = next((name for section, name in SECTIONS.items() if section in sections), "sft")
-    _, settings, kind, _ = RECIPES[recipe]
+    module, kind, _ = RECIPES[recipe]
     further = (sections.get("models") or {}).values()
     if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in further):
-        kind = "SeveralPoliciesConfig"
-    config_type = getattr(importlib.import_module(f"forge.recipes.{settings}"), kind)
+        module, kind = "forge_agents.several", "SeveralPoliciesConfig"
+    config_type = getattr(importlib.import_module(module), kind)
     # Checked as a run would be, but for what the run would look for on this machine.
     with run_elsewhere():
         cfg = load(config_type, ["--config", config, *overrides])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pydantic import PositiveFloat
 
-from ..config.sections import ConfigError, Section
-from ..envs.calls import Syntax
-from ..observability.metrics import METRICS_OF
-from ..runtime.controller import Options
+from forge.config.sections import ConfigError, Section, build
+from forge.envs.calls import Syntax
+from forge.observability.metrics import METRICS_OF
+from forge.recipes.components import POLICY
+from forge.runtime.controller import Options
 
-POLICY = "policy"  # the name by which agents ask for the run's `model`
+if TYPE_CHECKING:
+    from forge.recipes.rl_config import RLConfig
 
 
 class FurtherModel(Section):
@@ -61,17 +63,13 @@ class FurtherModel(Section):
         return ["generator"] if self.is_frozen else []
 
     def check(self, path: str) -> None:
-        """ConfigError: settings that contradict each other or do nothing. `path` is of the section."""
+        """Raise ConfigError for settings that contradict each other. `path` is of the section."""
         kinds = {"trains": self.trains, "seat_of": self.seat_of is not None, "url": self.url is not None}
         named_kinds = [name for name, is_set in kinds.items() if is_set]
         if len(named_kinds) > 1:
             raise ConfigError(
                 f"{path}.{named_kinds[0]} and {path}.{named_kinds[1]} contradict each other: set one of them"
             )
-        kind = named_kinds[0] if named_kinds else "frozen"
-        for name in sorted(self.model_fields_set - USES[kind]):
-            if self[name] != type(self).model_fields[name].default:
-                raise ConfigError(f"{path}.{name} does nothing: {REASONS[kind]}")
         if self.url is not None:
             self._check_provider(path, self.url)
 
@@ -85,31 +83,40 @@ class FurtherModel(Section):
             raise ConfigError(f"{path}.key: the environment variable {self.key} is not set")
 
 
-USES = {
-    "frozen": {"model", "temperature", "template", "syntax", "generator"},
-    "trains": {"model", "trains", "generator", "trainer", "critic", "ref_model"},
-    "seat_of": {"seat_of"},
-    "url": {"url", "key", "name"},
-}
-REASONS = {
-    "frozen": "the model is frozen, and sampled here",
-    "trains": "it samples as the run's policy does",
-    "seat_of": "it is another seat of a trained model",
-    "url": "somebody else serves the model",
-}
+def place_part(further: FurtherModel, name: str, part: str) -> dict[str, Any]:
+    """Return the options of a further model's part, whose name and metrics begin with the model's."""
+    options = further[part]
+    return {**options, "mesh_name": options.mesh_name or f"{name}_{part}", "env": {METRICS_OF: name, **options.env}}
 
 
-def placed(options: Options, model: str, part: str) -> dict[str, Any]:
-    """The options of a further model's part, whose name and metrics begin with the model's."""
-    return {**options, "mesh_name": options.mesh_name or f"{model}_{part}", "env": {METRICS_OF: model, **options.env}}
+def place_models(cfg: RLConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of all that a run starts for its further models, by their settings."""
+    return {
+        f"models.{name}.{part}": place_part(further, name, part)
+        for name, further in cfg.models.items()
+        for part in [*further.parts, *(scoring_parts(cfg, further) if further.trains else ())]
+    }
 
 
-def check_models(models: dict[str, FurtherModel], *, trains_several: bool) -> None:
-    """ConfigError: names or settings of the section `models` that do not work.
+def scoring_parts(cfg: RLConfig, further: FurtherModel) -> list[str]:
+    """Return the critic and the reference model of a further policy, as far as it has its own."""
+    # Compared as they are written: folders are resolved later, and placements are needed before.
+    has_own_start = cfg.grpo.reference is None and further.model not in (None, cfg.model)
+    needed = {"critic": True, "ref_model": has_own_start}
+    return [part for part, is_needed in needed.items() if is_needed and part not in cfg.idle]
 
-    Args:
-        trains_several: whether the recipe trains more than one policy.
+
+def check_models(cfg: RLConfig) -> dict[str, FurtherModel]:
+    """Build the section `models` of a configuration.
+
+    Raises:
+        ConfigError: names or settings that do not work.
     """
+    trains_several = getattr(cfg, "trains_several", False)  # see forge_agents.several
+    models = {
+        name: further if isinstance(further, FurtherModel) else build(FurtherModel, further, f"models.{name}")
+        for name, further in cfg.models.items()
+    }
     for name, further in models.items():
         path = f"models.{name}"
         if name == POLICY or not name.replace("-", "_").isidentifier():
@@ -119,10 +126,9 @@ def check_models(models: dict[str, FurtherModel], *, trains_several: bool) -> No
         if further.seat_of is not None and further.seat_of not in trained_models(models):
             names = ", ".join(trained_models(models))
             raise ConfigError(f"{path}.seat_of: {further.seat_of!r} is not trained here: name one of {names}")
-        if further.trains and not trains_several:
-            raise ConfigError(f"{path}.trains: this recipe trains one policy; use apps.selfplay.main or a loop like it")
-        if further.seat_of is not None and not trains_several:
-            raise ConfigError(f"{path}.seat_of: this recipe has one seat; use apps.selfplay.main or a loop like it")
+        if (further.trains or further.seat_of is not None) and not trains_several:
+            raise ConfigError(f"{path}: this recipe trains one policy; use apps.selfplay.main or a loop like it")
+    return models
 
 
 def trained_models(models: dict[str, FurtherModel]) -> list[str]:

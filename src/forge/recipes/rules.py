@@ -1,0 +1,318 @@
+"""The rules that a configuration must keep where they concern several sections: when one is broken, the fault and the
+remedy in one line.
+
+What concerns one section alone is checked by that section; models and data by `forge.recipes.prepare`. A setting that
+nothing reads under the others is no fault: `unused_keys` lists it for one warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ..algorithms.base import Algorithm, OwnLoss
+from ..config.sections import ConfigError
+from ..runtime.controller import Options
+
+if TYPE_CHECKING:
+    from .rl_config import RLConfig
+    from .schema import TrainingRecipe
+
+C = TypeVar("C")
+# When a rule is broken, and what its error says.
+Rule = tuple[Callable[[Any], object], str | Callable[[Any], str]]
+
+
+def check(rules: Iterable[Rule], config: object) -> None:
+    """Raise ConfigError with the message of the first rule that is broken."""
+    for is_broken, message in rules:
+        if is_broken(config):
+            raise ConfigError(message if isinstance(message, str) else message(config))
+
+
+def unused_keys(conditions: Mapping[str, bool], cfg: Any) -> list[str]:
+    """Return the keys that are set and that nothing reads.
+
+    Args:
+        conditions: dotted keys, and whether nothing reads them in this configuration.
+    """
+    return [key for key, is_unused in conditions.items() if is_unused and is_set(cfg, key)]
+
+
+def is_set(cfg: Any, key: str) -> bool:
+    """Return whether the value of a dotted key differs from its default; a key that does not exist does not."""
+    *sections, name = key.split(".")
+    for section in sections:
+        cfg = getattr(cfg, section, None)
+    field = type(cfg).model_fields.get(name) if cfg is not None else None
+    return field is not None and getattr(cfg, name) != field.get_default(call_default_factory=True)
+
+
+RECIPE_RULES: list[Rule] = [
+    (
+        lambda cfg: (cfg.model is None) == (cfg.from_scratch is None),
+        "set either model (a folder or hub id) or from_scratch (a small model made from the seed)",
+    ),
+    (
+        lambda cfg: cfg.metrics.profile is not None and {*cfg.metrics.profile.services} - {*cfg.configured()},
+        lambda cfg: f"metrics.profile.services: choose from {', '.join(cfg.configured())}",
+    ),
+    (
+        lambda cfg: cfg.run.save_before is not None and not cfg.checkpoint.every,
+        "run.save_before needs checkpoints: set checkpoint.every",
+    ),
+    (
+        lambda cfg: (
+            cfg.trainer.backend == "titan" and (cfg.lora is not None or cfg.training.weights_dtype != "float32")
+        ),
+        "trainer.backend titan trains all weights, in float32: omit lora and training.weights_dtype, or set fsdp",
+    ),
+    (
+        lambda cfg: cfg.trainer.backend == "fsdp" and cfg.parallelism.expert_parallel_degree != 1,
+        "parallelism.expert_parallel_degree needs trainer.backend titan",
+    ),
+]
+
+
+class PlacedService(NamedTuple):
+    """A service of a recipe and its options."""
+
+    cfg: TrainingRecipe
+    name: str
+    options: Options
+
+    @property
+    def trains(self) -> bool:
+        """Whether it holds an optimiser, and so may have several ranks and no replicas."""
+        return self.name in ("trainer", "critic")
+
+    def differing_option(self) -> str | None:
+        """Return an option of processes in which it differs from the trainer, whose processes it shares."""
+        trainer = self.cfg.services.trainer
+        keys = ("with_gpus", "gpus_per_proc", "threads", "env")
+        return next((key for key in keys if self.options[key] != trainer[key]), None)
+
+
+SERVICE_RULES: list[Rule] = [
+    (
+        lambda service: (
+            service.options.procs != 1 and not service.trains and service.name not in ("generator", "ref_model")
+        ),
+        lambda service: f"services.{service.name}.procs must be 1: scale it with num_replicas",
+    ),
+    (
+        lambda service: (
+            service.options.num_replicas != 1 and (service.trains or service.name in ("replay_buffer", "dataset"))
+        ),
+        lambda service: f"services.{service.name}.num_replicas must be 1: its state cannot be split",
+    ),
+]
+
+# `colocated`: services that live in the trainer's processes and take turns on its devices.
+COLOCATED_SERVICE_RULES: list[Rule] = [
+    (
+        lambda service: service.differing_option(),
+        lambda service: (
+            f"services.{service.name}.{service.differing_option()} must be the trainer's, in whose processes it lives"
+        ),
+    ),
+    (
+        lambda service: service.name == "generator" and service.options.procs != 1,
+        "a generator has one process: set services.generator.procs to 1",
+    ),
+    (
+        lambda service: (service.options.share, service.options.hosts) != (None, None),
+        lambda service: f"services.{service.name} lives in the trainer's processes: omit share and hosts",
+    ),
+]
+
+SAMPLING_RULES: list[Rule] = [
+    (
+        lambda cfg: cfg.eval.problems and not cfg.reward.decides,
+        "nothing decides which answers of an evaluation are right: set reward.accuracy, or eval.problems to 0",
+    ),
+]
+
+COLOCATED_RULES: list[Rule] = [
+    (
+        lambda cfg: cfg.services.generator.num_replicas > cfg.services.trainer.procs,
+        "services.generator.num_replicas is more than services.trainer.procs: a device has room for one generator",
+    ),
+    (
+        lambda cfg: cfg.shares_device("ref_model") and cfg.services["ref_model"].procs > 1,
+        "a reference model has one process: set services.ref_model.procs to 1",
+    ),
+    (
+        lambda cfg: cfg.shares_device("critic") and cfg.services.trainer.procs > 1,
+        "a critic of several ranks cannot live in the trainer's processes: set services.trainer.procs to 1",
+    ),
+    (
+        lambda cfg: cfg.training.cpu_offload,
+        "between steps everything is in host memory already: omit training.cpu_offload",
+    ),
+    (
+        lambda cfg: cfg.generator.engine == "vllm" and cfg.services.trainer.procs > 1,
+        "generator.engine vllm takes one device: set services.trainer.procs to 1, or choose embedded",
+    ),
+]
+
+# Recipes that learn from fixed data.
+OFFLINE_RULES: list[Rule] = [
+    (
+        lambda cfg: cfg.training.aggregation == "fixed_horizon",
+        "training.aggregation fixed_horizon is for sampled completions: use one of the means",
+    ),
+]
+
+
+class RLFacts(NamedTuple):
+    """A configuration of the RL recipe, with what its rules derive from it."""
+
+    cfg: RLConfig
+    algorithm: Algorithm
+    aggregation: str
+
+    @property
+    def updates(self) -> int:
+        """Optimiser updates of a step."""
+        return self.cfg.training.mini_batches * self.cfg.training.epochs
+
+    @property
+    def interval(self) -> int:
+        """Steps between two weight updates of the generators."""
+        return self.cfg.training.sync_interval
+
+    @property
+    def age(self) -> int:
+        """Versions that a trained token may be old."""
+        return self.cfg.max_policy_age
+
+    @property
+    def has_idle_kl(self) -> bool:
+        """Whether the KL is to weights that are always those in training: the ones that the generator recorded."""
+        regularised = self.algorithm.beta > 0 and not isinstance(self.algorithm, OwnLoss)
+        to_sampler = regularised and self.cfg.services.ref_model is None
+        return to_sampler and (self.algorithm.kl_in == "reward" or (self.age == 0 and self.updates == 1))
+
+    def unused(self) -> list[str]:
+        """Return the keys that are set and that nothing reads."""
+        cfg, algorithm = self.cfg, self.algorithm
+        correction = cfg.grpo.correction or "none"
+        no_reference = not algorithm.needs_reference
+        no_penalty = not algorithm.uses_rewards or cfg.multi_turn
+        conditions = {
+            "critic": not algorithm.needs_critic,
+            "services.critic": not algorithm.needs_critic,
+            "services.ref_model": no_reference,
+            "grpo.reference": no_reference,
+            "grpo.horizon": self.aggregation != "fixed_horizon",
+            "grpo.overlong_buffer": no_penalty,
+            "grpo.correction_low": correction != "mask",
+            "grpo.correction_high": correction == "none",
+            "grpo.correction_level": correction == "none",
+            "reward": cfg.multi_turn,
+            "services.reward": cfg.multi_turn,
+            "episode": not cfg.multi_turn,
+            "models": cfg.episode.agent is None,
+        }
+        return unused_keys(conditions, cfg)
+
+
+RL_RULES: list[Rule] = [
+    (
+        lambda rl: rl.cfg.grpo.n_samples < 2 and rl.algorithm.within_group,
+        lambda rl: (
+            f"grpo.n_samples must be at least 2: {rl.cfg.algorithm} compares the samples of a prompt with one another, "
+            "and one sample has nothing to be compared with"
+        ),
+    ),
+    (
+        lambda rl: rl.cfg.generator.engine == "vllm" and rl.cfg.grpo.excluding and (rl.age or rl.algorithm.beta),
+        lambda rl: (
+            f"grpo.{rl.cfg.grpo.excluding[0]} with vLLM, which has no log-probabilities of what it excludes: the "
+            "trainer's stand for them, so set async.max_policy_age and grpo.beta to 0, or generator.engine to embedded"
+        ),
+    ),
+    (
+        lambda rl: rl.cfg.colocated and rl.age != 0,
+        "colocated: trainer and generator take turns, so async.max_policy_age must be 0",
+    ),
+    (
+        lambda rl: rl.cfg.grpo.max_tokens >= rl.cfg.training.seq_len,
+        "training.seq_len must exceed grpo.max_tokens",
+    ),
+    (
+        lambda rl: rl.age < rl.interval - 1,
+        lambda rl: (
+            f"training.sync_interval = {rl.interval} makes weights older than async.max_policy_age = {rl.age} allows: "
+            f"raise it to at least {rl.interval - 1}"
+        ),
+    ),
+    (
+        lambda rl: rl.algorithm.fixed_aggregation and rl.aggregation != rl.algorithm.aggregation,
+        lambda rl: f"{rl.cfg.algorithm} means something under training.aggregation {rl.algorithm.aggregation} only",
+    ),
+    (
+        lambda rl: rl.algorithm.on_policy and rl.updates > 1,
+        lambda rl: (
+            f"{rl.cfg.algorithm} takes every sample as the policy's own, which holds for the first update of a step "
+            "only: set grpo.clip_ratio or grpo.correction, or make one update"
+        ),
+    ),
+    (
+        lambda rl: rl.cfg.reward.gives_steps and not rl.algorithm.needs_critic,
+        lambda rl: (
+            f"reward.functions rewards steps, and {rl.cfg.algorithm} sees only their sum: use algorithm ppo, whose "
+            "critic assigns them"
+        ),
+    ),
+    (
+        lambda rl: rl.cfg.grpo.overlong_buffer >= rl.cfg.grpo.max_tokens,
+        "grpo.overlong_buffer must be below grpo.max_tokens",
+    ),
+    (
+        lambda rl: rl.has_idle_kl,
+        "grpo.beta does nothing: without services.ref_model the KL is to the weights that sampled, which are those in "
+        "training; set services.ref_model to {} for a frozen reference, on the CPU unless it has GPUs",
+    ),
+    (
+        lambda rl: rl.algorithm.needs_teacher and rl.cfg.grpo.reference is None,
+        lambda rl: f"algorithm {rl.cfg.algorithm} needs grpo.reference: the teacher's folder or hub id",
+    ),
+]
+
+MULTI_TURN_RULES: list[Rule] = [
+    (
+        lambda cfg: bool(cfg.models) and cfg.colocated,
+        "models does not work with colocated: further models have separate processes",
+    ),
+    (
+        lambda cfg: cfg.environment is not None and cfg.episode.agent is not None,
+        "environment and episode.agent both play the episodes: set one of them",
+    ),
+    (
+        lambda cfg: (cfg.episode.max_tokens or 0) > cfg.training.seq_len,
+        lambda cfg: f"episode.max_tokens must be at most training.seq_len = {cfg.training.seq_len}",
+    ),
+    (
+        lambda cfg: cfg.dataset.chat_template,
+        "dataset.chat_template must be false: episode.template makes the tokens",
+    ),
+]
+
+SFT_RULES: list[Rule] = [
+    (
+        lambda cfg: cfg.generates and cfg.reward.required_columns,
+        lambda cfg: (
+            f"the reward takes the column {cfg.reward.required_columns[0]!r}, which answers here do not have: "
+            "name prompt, response and target alone, or set eval.accuracy to false"
+        ),
+    ),
+]
+
+DISTILL_RULES: list[Rule] = [
+    (
+        lambda cfg: cfg.training.seq_len <= cfg.distill.max_tokens,
+        "training.seq_len must exceed distill.max_tokens",
+    ),
+]
