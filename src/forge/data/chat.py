@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..models.template_limits import limit_templates
 from ..system.files import read_text
 from .files import Row, check_values
 from .special_tokens import SpecialTokens
@@ -91,7 +90,6 @@ class ChatFormat:
         options: Mapping[str, Any] | None = None,
         thoughts: Thoughts = "template",
     ) -> None:
-        limit_templates()
         self.tokenizer, self.options, self.thoughts = tokenizer, dict(options or {}), thoughts
         # A text with braces is a template, another one the path of its file.
         self._own_template = not isinstance(template, str)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import string
 from typing import TYPE_CHECKING, Any
 
-from .template_limits import limit_templates
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -44,10 +42,9 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
 
 
 def open_tokenizer(name: str) -> Any:
-    """The tokenizer of a model; its chat template has limits. ValueError: it cannot be read; says why in one line."""
+    """Open the tokenizer of a model. ValueError: it cannot be read; says why in one line."""
     from transformers import AutoTokenizer
 
-    limit_templates()
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..system.files import open_plain
 from ..types import Episode, Sample
-from .lines import TURN, Row, appended_lines, parse_line
+from .lines import Row, appended_lines, parse_line
 
 # A file of JSON lines in the folder of a run.
 HELD_OUT = "held_out.jsonl"
@@ -58,20 +57,17 @@ class Answers:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._end = 0
-        self.behind = False  # the file has more than one call reads
         self._entries: dict[int, list[Entry]] = {}  # by step
 
     def refresh(self) -> None:
         """Index the answers that were appended since the last call."""
-        before = self._end
-        for end, line in appended_lines(self._path, self._end, TURN):
+        for end, line in appended_lines(self._path, self._end):
             start = self._end
             self._end = end
             row = _row(line)
             if row is not None:
                 entry = Entry(start, end, row["problem"], row.get("correct"), str(row.get("set", "")))
                 self._entries.setdefault(row["step"], []).append(entry)
-        self.behind = self._end - before >= TURN
 
     def page(self, query: Mapping[str, str]) -> Row:
         """Return a page of the answers of one evaluation.
@@ -112,7 +108,7 @@ class Answers:
         rows: list[Row] = []
         if not entries:
             return rows
-        with open_plain(self._path) as file:
+        with self._path.open("rb") as file:
             for entry in entries:
                 file.seek(entry.start)
                 row = _row(file.read(entry.end - entry.start))

@@ -1,4 +1,7 @@
-"""The lock on the folder of a run, which allows one controller."""
+"""The lock on a run directory, which allows one controller.
+
+`filelock` would do the locking; it closes its descriptor in children, and a run's processes must keep the lock.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-
-from ..system.files import room_for
 
 
 class RunLock:
@@ -27,29 +28,19 @@ class RunLock:
 
     def __init__(self, folder: str | Path, patience: float = 20.0) -> None:
         self.path = Path(folder) / "lock"
-        self._new = not self.path.parent.exists()
+        self._is_new = not self.path.parent.exists()
         deadline = time.monotonic() + patience
         while (handle := self._acquire()) is None:
-            try:
-                owner = self.path.read_text()
-            except FileNotFoundError:  # released meanwhile
-                continue
-            # The processes of a dead controller, or a fork of this one, end soon; a living owner does not.
-            dead = owner in ("", str(os.getpid())) or not _runs(owner)
-            if not dead or time.monotonic() > deadline:
-                holder = f"process {owner}" if owner else "another process"
-                raise BlockingIOError(f"{folder} is being run by {holder}: wait for it, or stop it first")
+            owner = self.path.read_text()
+            is_alive = owner not in ("", str(os.getpid())) and Path(f"/proc/{owner}").exists()
+            # The processes of a dead controller end soon; a living owner does not.
+            if is_alive or time.monotonic() > deadline:
+                raise BlockingIOError(f"{folder} is being run by process {owner}: wait for it, or stop it first")
             time.sleep(0.1)
         self._handle = handle
-        number = str(os.getpid()).encode()
         os.set_inheritable(handle, True)
-        try:
-            with room_for(self.path, len(number)):
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, number, 0)
-        except OSError:
-            self.close()
-            raise
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
 
     def _acquire(self) -> int | None:
         try:
@@ -62,28 +53,17 @@ class RunLock:
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The file may have been removed, with its folder, between its opening and its locking.
-            if self.path.exists() and os.path.samestat(os.fstat(handle), self.path.stat()):
-                return handle
         except BlockingIOError:
-            pass
-        os.close(handle)
-        return None
+            os.close(handle)
+            return None
+        return handle
 
     def close(self) -> None:
         """Release the lock, and remove the folder if this lock created it and it stayed empty."""
         with suppress(FileNotFoundError):  # the folder was removed
-            if self._new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
+            if self._is_new and [path.name for path in self.path.parent.iterdir()] == [self.path.name]:
                 self.path.unlink()
                 self.path.parent.rmdir()
         # Also for processes that a reward has forked and left running: they hold the same lock.
         fcntl.flock(self._handle, fcntl.LOCK_UN)
         os.close(self._handle)
-
-
-def _runs(pid: str) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -12,18 +12,15 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..system.files import open_plain, written_aside
+from ..system.files import written_aside
 from ..types import Batch, Episode, Group
 from .lines import Row
-from .messages import BATCH as STEP
-from .messages import SCHEMA, Message, messages, read
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,7 +31,6 @@ CHUNK = 1 << 22  # bytes that are copied at once
 END = 8  # bytes of the mark at the end of a stream
 IDLE = "zero_advantage"  # the reason of a sequence whose tokens all have advantage 0: the batch does not contain it
 TEXT = ("prompt", "response", "target")
-ADDED = "policy"  # the column that files of earlier versions lack
 # Numbers of each token; unknown ones are NaN.
 ENGINE = ("engine_logprobs",)
 # Made with the batch that is trained, by the controller.
@@ -73,7 +69,7 @@ def schema() -> pyarrow.Schema:
             "mask": pa.list_(pa.bool_()),
             "versions": pa.list_(pa.int64()),
             **numbers,
-            ADDED: pa.string(),  # the name by which an agent asked for it; null where a run has one policy
+            "policy": pa.string(),  # the name by which an agent asked for it; null where a run has one policy
         }
     )
 
@@ -101,10 +97,7 @@ class RolloutLog:
         self._max_bytes = max_bytes
         self._spell = spell
         self.groups = groups
-        # Arrow's import takes most of a second, which no step should include.
-        with _opened(path) as file:
-            beginning = None if file is None else _beginning(file, path)
-        self._schema = schema() if beginning is None else beginning[0]
+        self._schema = schema()  # Arrow's import takes most of a second, which no step should include
         self._texts: dict[int, str] = {}
         self._size = path.stat().st_size if path.exists() else 0
 
@@ -231,7 +224,7 @@ def _row(step: int, group: Group, sample: int, branch: int, episode: Episode, la
         "turns": json.dumps(episode.turns) if episode.turns else "[]",
         "dropped": reason,
         "length": sum(episode.mask),
-        ADDED: last.policy or None,
+        "policy": last.policy or None,
     }
 
 
@@ -248,100 +241,42 @@ def batches(
     path: Path, columns: Sequence[str] | None = None, after: int = 0
 ) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
     """Yield (end in the file, rows) of each step, as far as the file is complete. Only the requested columns are
-    decompressed. Anything but a plain file has no steps.
+    decompressed. A file that does not exist has no steps.
 
     Args:
         after: the end of the last batch that was read.
 
     Raises:
-        ValueError: the file is not of this format, or a step would not fit into memory.
+        ValueError: the file is not of this format.
     """
     import pyarrow as pa
 
-    names = schema().names if columns is None else columns
-    with _opened(path) as file:
-        beginning = None if file is None else _beginning(file, path, after)
-        if file is None or beginning is None:
-            return
-        written, start = beginning
-        fields = [written.get_field_index(name) for name in names if name in written.names]
-        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-        for message in _steps(file, path, max(after, start)):
+    if not path.is_file() or path.stat().st_size <= len(schema().serialize()):
+        return  # no step was written, or the process was killed during its first write
+    with pa.OSFile(str(path)) as file:
+        try:
+            written = pa.ipc.read_schema(pa.ipc.read_message(file))
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{path} is not a file of rollouts: {error}") from None
+        if written != schema():
+            raise ValueError(f"{path} has other columns: another version wrote it")
+
+        names = schema().names if columns is None else columns
+        options = pa.ipc.IpcReadOptions(included_fields=[written.get_field_index(name) for name in names])
+        header = written.serialize().to_pybytes()
+        file.seek(max(after, file.tell()))
+        while True:
             try:
-                source = pa.BufferReader(written.serialize().to_pybytes() + read(file, message))
-            except ValueError as error:
-                raise ValueError(f"{path} is damaged: {error}") from None
-            try:
-                batch = pa.ipc.open_stream(source, options=options).read_next_batch()
-            except (StopIteration, pa.ArrowException, OSError, EOFError):  # the file is damaged from this batch on
+                message = header + pa.ipc.read_message(file).serialize().to_pybytes()
+                batch = pa.ipc.open_stream(message, options=options).read_next_batch()
+            except (StopIteration, EOFError, OSError, pa.ArrowException):  # its end, or it is damaged from here on
                 return
-            # Readers see the columns of today, whichever version wrote the file.
-            if ADDED in names and ADDED not in written.names:
-                batch = batch.append_column(schema().field(ADDED), pa.nulls(len(batch), pa.string()))
-            yield message.end, batch
+            yield file.tell(), batch
 
 
-def count(path: Path, after: int = 0) -> tuple[int, int]:
-    """Count the rows of the steps after a byte of the file, and return the end of the last step, without reading rows.
-
-    Raises:
-        ValueError: as of `batches`.
-    """
-    rows = 0
-    with _opened(path) as file:
-        beginning = None if file is None else _beginning(file, path, after)
-        if file is None or beginning is None:
-            return rows, after
-        for message in _steps(file, path, max(after, beginning[1])):
-            rows += message.rows
-            after = message.end
-    return rows, after
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO | None]:
-    try:
-        file = open_plain(path)
-    except OSError:
-        yield None
-        return
-    with file:
-        yield file
-
-
-def _beginning(file: BinaryIO, path: Path, after: int = 0) -> tuple[pyarrow.Schema, int] | None:
-    """The columns of a file, and the byte at which its steps begin; None if there is no step after a byte.
-
-    Raises:
-        ValueError: as of `batches`.
-    """
-    import pyarrow as pa
-
-    if os.fstat(file.fileno()).st_size <= max(after, len(schema().serialize())):
-        return None  # there is no step, or the process was killed during its first write
-    try:
-        first = next(messages(file), None)
-        file.seek(0)
-        columns = None if first is None or first.kind != SCHEMA else pa.ipc.read_schema(pa.py_buffer(read(file, first)))
-    except (ValueError, OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path} is not a file of rollouts: {error}") from None
-    if first is None or columns is None:
-        raise ValueError(f"{path} is not a file of rollouts: it does not begin with a schema")
-    if columns not in (schema(), schema().remove(schema().get_field_index(ADDED))):
-        raise ValueError(f"{path} has other columns: another version wrote it")
-    return columns, first.end
-
-
-def _steps(file: BinaryIO, path: Path, start: int) -> Iterator[Message]:
-    """Yield the messages of steps from a byte on. ValueError: as of `batches`."""
-    # A message of another kind ends the rollouts: this library writes none.
-    try:
-        for message in messages(file, start):
-            if message.kind != STEP:
-                return
-            yield message
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+def count_rows(path: Path) -> int:
+    """Count the rows of a file; 0 where it does not exist. ValueError: as of `batches`."""
+    return sum(len(batch) for _, batch in batches(path, ["step"]))
 
 
 def cut(path: Path, last: int) -> None:

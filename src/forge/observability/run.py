@@ -36,7 +36,7 @@ from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header, publishe
 from .trace import TRACE, Trace
 
 if TYPE_CHECKING:
-    from .trackers.process import TrackerProcess
+    from .trackers.deliver import Delivery
 
 # Bytes that are reserved for Monarch's log, which prints a line for each that it cannot write. Of a small run it writes
 # 94 kB, most of it at the start and at the end.
@@ -108,12 +108,11 @@ class Run:
         self._evaluated: list[Evaluated] = []
         if resume:
             self.sync()  # the checksums may cover rows that were removed
-        self._trackers: TrackerProcess | None = None
-        # Trackers are programs of others, and may hang: they run in a separate process.
+        self._trackers: Delivery | None = None
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
-            from .trackers.process import TrackerProcess
+            from .trackers.deliver import Delivery
 
-            self._trackers = TrackerProcess(self.folder, config["metrics"], start)
+            self._trackers = Delivery(self.folder, config["metrics"], config, start)
         configure_logging()
         self._progress = Progress(name, steps, start)
         self._finished = False
@@ -181,8 +180,6 @@ class Run:
                 self._write(HELD_OUT, lines(step, *evaluated))
             self._evaluated = []
             self._trace.write(snapshot, step, row)
-            if self._trackers is not None:
-                self._trackers.check()
             # Monarch ends the process if it cannot write its log: space for it is reserved.
             if (self.folder / MONARCH).exists():
                 reserve(self.folder / MONARCH, RESERVED)

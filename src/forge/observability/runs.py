@@ -1,28 +1,27 @@
-"""Folders of finished and running runs: their state, settings and numbers."""
+"""Run directories, finished or running: their state, settings and numbers."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import yaml
+
 from ..config.sections import flat
-from ..config.yaml_files import parse_yaml
-from ..system.files import decoded, is_plain, open_plain, read_plain
 from ..system.masking import without_secrets
 from .folder import CONFIG, ENDED, FINISHED, MARK
-from .lines import Json, Lines, Row, numbers
+from .lines import Json, Row, last_rows, numbers, read_rows
+from .rollouts import ROLLOUTS, count_rows
 
-SERVED = "serve.json"  # of a run that is served: {"url": ..., "key": ...}, for this user only
-MAX_REASON = 500  # characters
-MAX_CONFIG = 1 << 20  # bytes of a configuration
+METRICS = ("reward", "eval/accuracy")  # whose last values are listed
 ABSENT = "-"
-# Stands for a section that other runs lack.
-SECTION = "(a section)"
+SECTION = "(a section)"  # stands for a section that other runs lack
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Return the folders of runs among these and one level below them, by name.
+    """Return the run directories among these and one level below them, by name.
 
     Raises:
         FileNotFoundError: one of the paths is not a folder.
@@ -31,7 +30,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder of runs")
-        folders |= {folder for folder in (path, *path.iterdir()) if is_plain(folder / CONFIG)}
+        folders |= {folder for folder in (path, *path.iterdir()) if (folder / CONFIG).is_file()}
     return sorted(folders)
 
 
@@ -45,26 +44,22 @@ def state(folder: Path) -> str:
 
 def last_state(folder: Path) -> str:
     """Return the `state` of a run whose lock is free."""
-    if is_plain(folder / FINISHED):
+    if (folder / FINISHED).is_file():
         return "finished"
     return "failed" if ending(folder).startswith("failed") else "stopped"
 
 
 def ending(folder: Path) -> str:
     """Return why a run ended before its last step, as "failed: KeyError: 'answer'"; empty if it is not recorded."""
-    try:
-        with open_plain(folder / ENDED) as file:
-            return file.readline(MAX_REASON).decode(errors="replace").strip()
-    except OSError:
-        return ""
+    path = folder / ENDED
+    return path.read_text(errors="replace").partition("\n")[0].strip() if path.is_file() else ""
 
 
 def _is_locked(folder: Path) -> bool:
-    try:
-        file = open_plain(folder / "lock")
-    except OSError:
+    path = folder / "lock"
+    if not path.is_file():
         return False
-    with file:
+    with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,29 +68,63 @@ def _is_locked(folder: Path) -> bool:
 
 
 def settings(folder: Path) -> Row:
-    """Read a run's configuration, by dotted keys. Secrets are masked, which earlier versions wrote.
+    """Read a run's configuration, by dotted keys, without secrets.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is malformed or too large.
+        OSError: it cannot be read. ValueError: it is malformed.
     """
-    path = folder / CONFIG
-    nested = parse_yaml(decoded(read_plain(path, MAX_CONFIG), path), path)
+    try:
+        # The parser in C: a list of runs reads many of these.
+        nested = yaml.load((folder / CONFIG).read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{folder / CONFIG} is damaged: {' '.join(str(error).split())}") from None
     return flat(without_secrets(nested) if isinstance(nested, dict) else {})
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """Read the rows of metrics.jsonl in the order of steps, without an incomplete last line."""
-    file = Lines(folder / MARK)
-    rows = []
-    while True:
-        rows += [row for row in map(numbers, file.read()) if "step" in row]
-        if not file.behind:
-            return rows
+    """Read the rows of metrics.jsonl in the order of steps."""
+    return [row for row in map(numbers, read_rows(folder / MARK)) if "step" in row]
 
 
 def last(rows: Iterable[dict[str, float]], metric: str) -> float | None:
     """Return the last value of a metric, which not every row has."""
     return next((row[metric] for row in reversed([*rows]) if metric in row), None)
+
+
+def summary(folder: Path) -> Row:
+    """Return a run's state, last values and size.
+
+    Raises:
+        OSError, ValueError: a file is damaged.
+    """
+    newest = [row for row in map(numbers, last_rows(folder / MARK)) if "step" in row]
+    values = {name: next((row[name] for row in newest if name in row), None) for name in METRICS}
+    try:
+        steps = numbers({"steps": settings(folder).get("training.steps")}).get("steps")
+    except (ValueError, OSError):
+        steps = None
+    return {
+        "state": state(folder),
+        "ending": ending(folder),
+        "step": newest[0]["step"] if newest else 0,
+        "steps": steps,
+        "written": (folder / MARK).stat().st_mtime if (folder / MARK).exists() else 0.0,
+        "rollouts": count_rows(folder / ROLLOUTS),
+        **values,
+    }
+
+
+def signature(folder: Path) -> tuple[object, ...]:
+    """Return values that change when a file changes that the summary is made of."""
+    files = [folder / name for name in (CONFIG, MARK, ROLLOUTS, FINISHED, ENDED)]
+    return tuple((s.st_mtime_ns, s.st_size, s.st_ino) if (s := _stat(file)) else None for file in files)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def differences(folders: list[Path]) -> dict[str, list[Json]]:

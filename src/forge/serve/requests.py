@@ -9,7 +9,6 @@ from inspect import signature
 from ..config.plugin import nearest
 from ..data.chat import ChatFormat
 from ..data.special_tokens import SpecialTokens, whole
-from ..models.template_limits import limit_templates
 from ..system.web import Json
 from ..types import TOP_LOGPROBS, Sampling
 from .text import Tokenizer
@@ -259,7 +258,6 @@ def _messages(body: dict[str, Json], tokenizer: Tokenizer) -> list[int]:
     arguments = signature(tokenizer.apply_chat_template).parameters
     if not isinstance(variables, dict) or variables.keys() & arguments.keys():
         raise BadRequest("chat_template_kwargs are variables of the model's own template", "chat_template_kwargs")
-    limit_templates()
     # A special token in a message is text: it must not end the turn.
     special = SpecialTokens(tokenizer)
     plain = []

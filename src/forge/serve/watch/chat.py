@@ -1,23 +1,24 @@
-"""Chat with the model of a run, with the model that it started from, or with the policy in training."""
+"""Chat with the model of a run, or with the model that it started from."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...observability.runs import settings
-from ..text import Tokenizer
-from .live import Body, NoModel, as_text, ask
 
 if TYPE_CHECKING:
     from ...engines.interface import Engine
 
 TIMEOUT = 120.0  # seconds for an answer: a model on the CPU is slow
 MAX_TOKENS = 2048
-# Fields that the page may set; others, such as n, would need more time and memory.
-FIELDS = {"messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed"}
+SAMPLING = ("temperature", "top_p", "top_k", "seed")
+Body = dict[str, Any]
+
+
+class NoModel(ValueError):
+    """There is no model to chat with; gives the reason."""
 
 
 class Chat:
@@ -32,31 +33,24 @@ class Chat:
         self.root = root
         self.base = base
         # By choice of the model: its path, engine and tokenizer.
-        self._loaded: dict[str, tuple[str, Engine, Tokenizer]] = {}
+        self._loaded: dict[str, tuple[str, Engine, Any]] = {}
         self._lock = asyncio.Lock()
 
     async def answer(self, run: Path, body: Body) -> Body:
-        """Return the text that the model `which` ("run", "base" or "live") generates after the messages.
-
-        Args:
-            body: that of `/v1/chat/completions` or `/v1/completions`: messages or prompt, max_tokens,
-                temperature, seed; and `which`.
+        """Return the text that the model `which` ("run" or "base") generates after the messages, or after a prompt.
 
         Raises:
-            NoModel: the run has not been exported, is not served, or started from a model outside of `root`.
+            NoModel: the run has not been exported, or started from a model outside of `root`.
             ValueError: an invalid request.
         """
         which = body.pop("which", "run")
-        if which not in ("run", "base", "live"):
-            raise ValueError("which must be run, base or live")
-        body = check_body(body)
-        if which == "live":
-            return await ask(run, body, TIMEOUT)
+        if which not in ("run", "base"):
+            raise ValueError("which must be run or base")
         # One request at a time: the page is for a person, and two would share the same cores.
         async with self._lock:
-            model = await asyncio.to_thread(self._model, run, which)
-            _, engine, tokenizer = await asyncio.to_thread(self._load, which, model)
-            return await asyncio.to_thread(self._generate, engine, tokenizer, body)
+            model = await asyncio.to_thread(self._find_model, run, which)
+            engine, tokenizer = await asyncio.to_thread(self._load, which, model)
+            return await asyncio.to_thread(generate_answer, engine, tokenizer, body)
 
     def close(self) -> None:
         """Close the engines of all loaded models."""
@@ -64,26 +58,23 @@ class Chat:
             engine.close()
         self._loaded.clear()
 
-    def _model(self, run: Path, which: str) -> str:
+    def _find_model(self, run: Path, which: str) -> str:
         if which == "base" and self.base is not None:
             return self.base
+        path = run / "model"
         if which == "base":
-            config = settings(run)
-            initial = run.parent / f"{run.name}-initial"
-            path = Path(config["model"]).absolute() if config.get("model") else initial
-        else:
-            path = run / "model"
+            start = settings(run).get("model")
+            path = Path(start).absolute() if start else run.parent / f"{run.name}-initial"
         folder = path.resolve()
         if not (folder / "config.json").is_file():
             remedy = "it is exported at the end of a run" if which == "run" else "name it with --base"
             raise NoModel(f"there is no model in {path}: {remedy}")
         # A page of this user must not be made to load a model, or a link to one, from elsewhere on the machine.
-        for part in (folder, *folder.iterdir()):
-            if not part.resolve().is_relative_to(self.root):
-                raise NoModel(f"{path} is not below {self.root}: name it with --base")
+        if not all(part.resolve().is_relative_to(self.root) for part in (folder, *folder.iterdir())):
+            raise NoModel(f"{path} is not below {self.root}: name it with --base")
         return str(folder)
 
-    def _load(self, which: str, model: str) -> tuple[str, Engine, Tokenizer]:
+    def _load(self, which: str, model: str) -> tuple[Engine, Any]:
         from ...engines import load_engine
         from ...models.find import resolve_model
         from ...models.tokenizer import open_tokenizer
@@ -91,52 +82,39 @@ class Chat:
         if which not in self._loaded or self._loaded[which][0] != model:
             if which in self._loaded:
                 self._loaded.pop(which)[1].close()
-                gc.collect()
             path = resolve_model(model)
             self._loaded[which] = model, load_engine("embedded", path), open_tokenizer(path)
-        return self._loaded[which]
-
-    def _generate(self, engine: Engine, tokenizer: Tokenizer, body: Body) -> Body:
-        from ..requests import BadRequest, parse
-
-        # A base model has no chat template: it continues the text.
-        if "messages" in body and not tokenizer.chat_template:
-            body = as_text(body)
-        try:
-            job = parse({**body, "model": "m"}, tokenizer, "m", chat="messages" in body)
-        except BadRequest as error:
-            raise ValueError(str(error)) from None
-        request = engine.submit(job.prompts[0], job.sampling)
-        try:
-            (completion,) = request.result(TIMEOUT)
-        # Also after a timeout: the engine would continue without a reader.
-        finally:
-            request.cancel()
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        return {"text": text, "finish": completion.finish, "tokens": len(completion.token_ids)}
+        return self._loaded[which][1:]
 
 
-def check_body(body: Body) -> Body:
-    """Check the body of a request, and limit its tokens to what a page should ask for.
+def generate_answer(engine: Engine, tokenizer: Any, body: Body) -> Body:
+    """Answer a request of the page: messages or prompt, max_tokens, temperature, top_p, top_k, seed.
 
     Raises:
-        ValueError: names the field at fault.
+        ValueError: a field is invalid; names it.
     """
-    unknown = sorted(body.keys() - FIELDS)
-    if unknown:
-        raise ValueError(f"unknown field {unknown[0][:60]!r}")
-    # A page that is left open should not occupy the machine for long.
-    tokens = 256 if body.get("max_tokens") is None else body["max_tokens"]
-    if type(tokens) is not int or tokens < 1:
-        raise ValueError("max_tokens must be a whole number of at least 1")
-    messages = body.get("messages")
-    if messages is None and not isinstance(body.get("prompt"), str):
-        raise ValueError("ask with messages, or with a text as prompt")
-    # Contents of other kinds, such as images, are no texts that the models here read.
-    if messages is not None and not (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
-    ):
-        raise ValueError("messages must be a list of at least one message, each an object with a text as content")
-    return body | {"max_tokens": min(tokens, MAX_TOKENS)}
+    from ...data.chat import ChatFormat
+    from ...types import Sampling
+
+    messages = body.get("messages") or [{"role": "user", "content": body.get("prompt")}]
+    if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
+        raise ValueError("ask with messages, each an object with a text as content, or with a text as prompt")
+    stop: tuple[int, ...] = ()
+    text = messages[-1]["content"]  # a base model has no chat template: it continues the text
+    if "messages" in body and tokenizer.chat_template:
+        form = ChatFormat(tokenizer)
+        text, stop = form.render(messages, add_generation_prompt=True), form.stop_ids
+
+    try:
+        settings = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+        limit = min(int(body.get("max_tokens") or 256), MAX_TOKENS)
+        sampling = Sampling(max_tokens=limit, stop_token_ids=tuple(stop), **settings)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    request = engine.submit(tokenizer(text, add_special_tokens=not stop)["input_ids"], sampling)
+    try:
+        (completion,) = request.result(TIMEOUT)
+    finally:  # also after a timeout: the engine would continue without a reader
+        request.cancel()
+    answer = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    return {"text": answer, "finish": completion.finish, "tokens": len(completion.token_ids)}

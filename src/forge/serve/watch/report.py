@@ -44,7 +44,6 @@ def write_report(folder: Path, state: str | None = None) -> None:
         state: of the run, if the caller still holds its lock; None reads it from the folder.
     """
     view = RunView(folder)
-    view.read_all()
     data = {
         "name": folder.name,
         "about": view.about() | ({} if state is None else {"state": state}),

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -15,26 +14,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from ...observability.folder import CONFIG, ENDED, FINISHED, MARK
 from ...observability.held_out import HELD_OUT
 from ...observability.rollouts import ROLLOUTS
-from ...observability.runs import SERVED, differences, state
-from ...observability.summaries import signature, summary
+from ...observability.runs import differences, signature, state, summary
 from ...observability.trace import TRACE
-from ...system.files import is_plain
 from ...system.web import Json, guard, json_of, listen, web
-from .chat import Chat
-from .live import NoModel
+from .chat import Chat, NoModel
 from .report import CHARTS, PAGE, SCRIPTS, STYLES
 from .views import Fields, RunView, plain
 
-READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, SERVED, "lock")  # files of a run's folder
+READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, "lock")  # files of a run's folder
 DEPTH = 3  # levels of folders that are searched for runs
 MAX_ENTRIES = 100_000  # of these folders that are visited, within seconds
 MAX_VIEWS = 16  # runs whose numbers are kept in memory
-LIST_TIMEOUT = 1.0  # seconds for a list of runs; those that were not read in it follow with the next one
 MAX_NAME = 100  # characters of a name in an error
 MAX_ERROR = 500  # characters of an error
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -106,7 +99,7 @@ class Watch:
             path = (self.root / name).resolve()
         except (ValueError, OSError, RuntimeError):  # a name that no file can have, or a link to itself
             raise FileNotFoundError(f"there is no run {name[:MAX_NAME]!r}") from None
-        if not path.is_relative_to(self.root) or not is_plain(path / CONFIG) or not is_inside(path, self.root):
+        if not path.is_relative_to(self.root) or not (path / CONFIG).is_file() or not is_inside(path, self.root):
             raise FileNotFoundError(f"there is no run {name[:MAX_NAME]!r}")
         return path
 
@@ -125,27 +118,22 @@ class Watch:
 
     def _runs(self, _: Query) -> list[Fields]:
         runs = []
-        paths = sorted(self._find())
-        deadline = time.monotonic() + LIST_TIMEOUT
-        for path in paths:
+        for path in sorted(self._find()):
             name = str(path.relative_to(self.root))
-            runs.append({"run": name, "name": path.name if name == "." else name, **self._summary(path, deadline)})
-        self._summaries = {path: self._summaries[path] for path in paths if path in self._summaries}
+            runs.append({"run": name, "name": path.name if name == "." else name, **self._summary(path)})
         return runs
 
-    def _summary(self, path: Path, deadline: float) -> Fields:
-        """Return a run's entry in the list. A damaged run does not hide or delay the others."""
+    def _summary(self, path: Path) -> Fields:
+        """Return a run's entry in the list. A damaged run does not hide the others."""
         version = signature(path)
         known_version, entry = self._summaries.get(path, (None, {"step": 0}))
-        if known_version != version and time.monotonic() > deadline:
-            return {"state": "not read yet", **entry}
         try:
             if known_version != version:
                 entry = summary(path)
                 json.dumps(entry, allow_nan=False)
             elif entry["state"] != "damaged":
                 entry = {**entry, "state": state(path)}
-        except Exception as error:  # a folder of another user may cause any
+        except (ValueError, OSError) as error:
             entry = {"state": "damaged", "step": 0, "error": line(error)}
         self._summaries[path] = version, entry
         return entry
@@ -157,7 +145,7 @@ class Watch:
         remaining = MAX_ENTRIES
         while folders and remaining > 0:
             folder, depth = folders.pop()
-            if is_plain(folder / CONFIG):
+            if (folder / CONFIG).is_file():
                 if is_inside(folder, self.root):
                     runs.append(folder)
                 continue
@@ -202,7 +190,7 @@ async def _errors_as_json(
         return web.json_response({"error": line(error)}, status=404, headers=HEADERS)
     except KeyError as error:
         return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
-    except (ValueError, TypeError, ArithmeticError, RecursionError, OSError, aiohttp.ClientError) as error:
+    except (ValueError, TypeError, ArithmeticError, RecursionError, OSError) as error:
         return web.json_response({"error": line(error)}, status=400, headers=HEADERS)
 
 

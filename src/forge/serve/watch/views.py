@@ -16,10 +16,8 @@ from ...observability.folder import MARK
 from ...observability.held_out import HELD_OUT, Answers
 from ...observability.lines import Lines, numbers
 from ...observability.rollouts import ROLLOUTS, TEXT, batches
-from ...observability.runs import settings
-from ...observability.summaries import summary
+from ...observability.runs import settings, summary
 from ...observability.trace import TRACE
-from ...system.files import is_plain
 
 if TYPE_CHECKING:
     import pyarrow
@@ -30,12 +28,6 @@ NUMBERS = ("step", "group", "reward", "advantage", "version", "length")  # that 
 PAGE = 50  # rollouts of a page
 BINS = 20  # of a histogram
 PREVIEW = 160  # characters of a text in a list
-# Limits of what a hostile or damaged folder makes the server keep or send; those of real runs are far below.
-MAX_NAMES = 5000  # metrics of a run
-MAX_CELLS = 20_000_000  # values that are sent at once
-MAX_ROWS = 1 << 24  # rollouts
-MAX_ROW = 1 << 10  # bytes of a rollout in the index
-MAX_REASONS = 100  # in a list
 MAX_SEARCHES = 8  # results of searches that are kept
 MAX_BATCHES = 8  # batches that are kept
 
@@ -53,13 +45,12 @@ class RunView:
     def refresh(self) -> None:
         """Read the data that was added since the last call."""
         mark = self.folder / MARK
-        version = mark.lstat().st_ino if is_plain(mark) else 0
+        version = mark.stat().st_ino if mark.is_file() else 0
         if version != self.version or not hasattr(self, "rows"):  # a resumed run replaces the file
             self.version = version
             self._metrics = Lines(mark)
             self._trace = Lines(self.folder / TRACE)
             self.rows: list[dict[str, float]] = []
-            self._names: set[str] = set()
             self.events: list[Fields] = []
             self._answers = Answers(self.folder / HELD_OUT)
             self._table: pyarrow.Table | None = None
@@ -69,14 +60,10 @@ class RunView:
             self._read: dict[int, pyarrow.RecordBatch] = {}
         for row in map(numbers, self._metrics.read()):
             if "step" in row:
-                self._names |= row.keys()
-                if len(self._names) > MAX_NAMES:
-                    raise ValueError(f"{mark} has more than {MAX_NAMES} metrics")
                 self.rows.append(row)
         self.events += self._trace.read()
         self._answers.refresh()
         self._index()
-        self.behind = self._metrics.behind or self._trace.behind or self._answers.behind
 
     def _index(self) -> None:
         import pyarrow as pa
@@ -84,13 +71,7 @@ class RunView:
         path = self.folder / ROLLOUTS
         parts = []
         for end, batch in batches(path, INDEX, self._ends[-1]):
-            # The file belongs to the run, which may be anyone's: its size is checked before memory is taken for it.
-            if self._firsts[-1] + len(batch) > MAX_ROWS:
-                raise ValueError(f"{path} has more than {MAX_ROWS} rows")
-            columns = [check_array(batch[name]) for name in INDEX]
-            if sum(array.nbytes for array in columns) > MAX_ROW * (len(batch) + 1):
-                raise ValueError(f"{path} is damaged: finish, dropped or policy are long texts")
-            parts.append(pa.RecordBatch.from_arrays(columns, list(INDEX)))
+            parts.append(pa.RecordBatch.from_arrays([check_array(batch[name]) for name in INDEX], list(INDEX)))
             self._ends.append(end)
             self._firsts.append(self._firsts[-1] + len(batch))
         # One table without chunks: a filter of 100,000 rows takes milliseconds.
@@ -109,11 +90,6 @@ class RunView:
         except (ValueError, OSError):
             return {}
 
-    def read_all(self) -> None:
-        """Read all that a single `refresh` leaves for later calls."""
-        while self.behind:
-            self.refresh()
-
     def about(self) -> Fields:
         """Return settings, alerts, and the account of tokens of a run with agents."""
         settings = self.settings()
@@ -129,8 +105,6 @@ class RunView:
         rows = self.rows[after:]
         rows = rows[:: max(1, math.ceil(len(rows) / max_rows))] if max_rows else rows
         names = sorted({name for row in rows for name in row})
-        if len(names) * len(rows) > MAX_CELLS:
-            raise ValueError(f"{len(rows)} rows of {len(names)} metrics are more than a page can show")
         columns = {name: [short(row[name]) if name in row else None for row in rows] for name in names}
         return {"version": self.version, "rows": len(self.rows), "columns": columns}
 
@@ -200,7 +174,7 @@ class RunView:
             row["written"] = clip(_written(cell(batch["texts"], offset), cell(batch["mask"], offset)))
         return {
             **{"total": len(selected), "all": len(table), "rows": rows, "histogram": histogram},
-            "reasons": sorted(reason for reason in reasons if reason)[:MAX_REASONS],
+            "reasons": sorted(reason for reason in reasons if reason),
         }
 
     def held_out(self, query: Mapping[str, str]) -> Fields:

@@ -5,7 +5,7 @@ import { REPORT, ask } from "./data.js";
 const FIELD = /\{\w*\}/; // of a template
 const MAX_TOKENS = 256; // of an answer, where the run sampled none
 
-const MODELS = [["run", "the run's model"], ["base", "the model it started from"], ["live", "the policy in training"]];
+const MODELS = [["run", "the run's model"], ["base", "the model it started from"]];
 
 export function chat(context) {
   if (REPORT) return { node: el("p", { className: "quiet" }, "A report cannot chat: start forge watch."), update: async () => {} };
