@@ -1,4 +1,4 @@
-"""Traffic of a server in a folder, from which `forge.data.recorded` makes rows of exact tokens."""
+"""Traffic of a server in a folder, from which `forge_agents.recorded` makes rows of exact tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forge.data.recorded import RECORDING, TRAFFIC, vocabulary_digest
 from forge.system.checksums import file_digest
 from forge.system.files import write_atomic
+from forge_agents.recorded import RECORDING, TRAFFIC, vocabulary_digest
 
 from .journal import Journal, Json
 

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from forge.config.plugin import construct
-from forge.data.code_blocks import python_block
 from forge.data.thoughts import after_thoughts
 from forge.rewards.verifier import Scores, Unscored, collect
+from forge_sandbox.code_blocks import python_block
 
 from .harness import BEGUN, HARNESS, read_marked
 from .literals import Value, literal

@@ -16,9 +16,9 @@ import pytest
 
 import forge
 from forge.data.load import load_data
-from forge.data.recorded import RECORDING, recorded_rows
 from forge.models import build_small_model
 from forge.models.tokenizer import PRINTABLE, open_tokenizer
+from forge_agents.recorded import RECORDING, recorded_rows
 
 pytestmark = pytest.mark.processes
 

@@ -8,9 +8,9 @@ import pytest
 import forge
 from forge.actors.staleness import StaleWeights
 from forge.config import ConfigError
-from forge.data.samplers import Retire
 from forge.observability.rollouts import batches
 from forge.recipes.rl import Loop
+from forge_envs.samplers import Retire
 
 pytestmark = pytest.mark.processes
 

@@ -10,9 +10,9 @@ import forge
 from apps.selfplay.main import SelfPlay
 from forge.actors import Generator
 from forge.algorithms import GRPO
-from forge.data.samplers import Sampler
 from forge.envs import ToolEnvironment
 from forge.envs.tools import Toolbox
+from forge_envs.samplers import Sampler
 from tests.recipes.test_hooks import Replay
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]

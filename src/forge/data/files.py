@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..system.files import read_text
-from .bombs import check_arrow, check_parquet
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -119,7 +118,6 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
         _datasets("a parquet file")
         import pyarrow.parquet as parquet
 
-        check_parquet(file)
         try:
             rows = list(map(from_columns, parquet.read_table(file).to_pylist()))
         except (ValueError, OSError) as error:
@@ -138,7 +136,6 @@ def open_stream(path: str, *, split: str, subset: str | None = None) -> Iterable
         return _load(path, file, split=split, subset=subset, streaming=True)
     if file.suffix == ".parquet":
         _datasets("a parquet file")
-        check_parquet(file)
     builder, encoding = _BUILDERS[file.suffix], {"encoding": "utf-8-sig"} if file.suffix != ".parquet" else {}
     datasets = _datasets("streaming")
     return datasets.load_dataset(
@@ -214,7 +211,6 @@ def _load(path: str, folder: Path | None, *, split: str, subset: str | None, str
         f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not folder else path
     )
     if folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
-        check_arrow(folder)
         try:
             saved = datasets.load_from_disk(str(folder))
         except Exception as error:  # of a damaged file it raises any
@@ -225,8 +221,6 @@ def _load(path: str, folder: Path | None, *, split: str, subset: str | None, str
                 raise ValueError(f"{path} has no split {split!r}: it has {', '.join(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
-    for data_file in sorted(folder.rglob("*.parquet")) if folder else ():
-        check_parquet(data_file)
     # Data files or a hub id; an unreachable hub is the most frequent error.
     source = str(folder) if folder else path
     try:

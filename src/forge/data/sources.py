@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.plugin import construct, resolve
 from .files import Row, from_columns
-from .samplers import make_sampler
+from .sampler import make_sampler
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -7,12 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ..config.plugin import resolve
 from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
-from .recorded import is_recording, recorded_rows
 from .sources import Position, SampledRows, StoredRows, StreamedRows, TaskRows
 
 T = TypeVar("T")
@@ -20,6 +21,8 @@ C = TypeVar("C", bound=RowsConfig)
 _PROBE = 1000  # rows of a stream that are read until one is usable; so many bad ones in a row are no accident
 _CHECKED = 20_000  # stored rows that are made before a run: 3 s for prompts, 130 s for conversations of six messages
 _LOGGED = 10  # invalid rows that are logged one by one
+
+RECORDED = "forge_agents.recorded:recorded_rows"  # reads what `forge serve --record` wrote
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ class RowStream(ABC, Generic[T, C]):
             assert path is not None
             rows: Sequence[Row]
             if isinstance(path, str) and is_recording(path):
-                rows = recorded_rows(path, section.kind, tokenizer)
+                rows = resolve(RECORDED, "dataset.path")(path, section.kind, tokenizer)
             else:
                 rows = open_rows(path, split=section.split, subset=section.subset)
             if sampler is None:
@@ -322,6 +325,11 @@ class RowStream(ABC, Generic[T, C]):
         letters = {letter for text in [*texts, *_texts(row)] for letter in text}
         encoded = {letter: self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters}
         return ", ".join(repr(letter) for letter in sorted(letters) if unknown in encoded[letter])[:80]
+
+
+def is_recording(path: object) -> bool:
+    """Whether a path is a folder of recorded traffic."""
+    return isinstance(path, str) and (Path(path).expanduser() / "recording.json").is_file()
 
 
 def content_of(item: Any) -> tuple[tuple[int, ...], ...]:

@@ -7,19 +7,14 @@ every process that it starts: messages go to stderr as `forge: message`, those o
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import sys
 import time
 from collections import deque
-from contextlib import suppress
-from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
-from ..system.files import free_bytes, is_full
 from ..system.masking import masked
 
 LOG_INTERVAL = 10.0  # seconds between progress lines
@@ -32,48 +27,18 @@ log = logging.getLogger("forge.run")
 class ConsoleHandler(logging.Handler):
     """Writes to the current sys.stdout and sys.stderr, above a progress bar if there is one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._full: list[TextIO] = []  # streams whose disk is full, which was said
-
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record above the progress bar: messages of the run to standard output, others to standard error."""
-        plain = record.name == log.name
-        stream = sys.stdout if plain else sys.stderr
-        other_stream = sys.stderr if plain else sys.stdout
+        is_plain = record.name == log.name
+        stream = sys.stdout if is_plain else sys.stderr
         try:
             text = masked(self.format(record))
             with tqdm.external_write_mode():
-                print(text if plain else f"forge: {text}", file=stream, flush=True)
-        except BrokenPipeError:  # `| head`, or a `tee` that was killed
+                print(text if is_plain else f"forge: {text}", file=stream, flush=True)
+        except BrokenPipeError:  # `| head`, or a `tee` that was killed: the run continues without a reader
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            with suppress(OSError):
-                print(f"forge: the reader of {stream.name} has ended; the run continues", file=other_stream, flush=True)
-        except OSError as error:
-            if not is_full(error):
-                self.handleError(record)
-            elif stream not in self._full:  # once; later lines are tried as well
-                self._full.append(stream)
-                atexit.register(_flush, stream)
-                with suppress(OSError):
-                    print(f"forge: {_loss_of(stream, text)}; the run continues", file=other_stream, flush=True)
-        except Exception:
+        except Exception:  # such as a full disk
             self.handleError(record)
-
-
-def _loss_of(stream: TextIO, line: str) -> str:
-    target = Path(f"/proc/self/fd/{stream.fileno()}")
-    size = len(line.encode()) + 1
-    free = free_bytes(target)
-    return f"a line of {size:,} bytes is lost, for the disk of {target.readlink()} ({stream.name}) has {free:,} free"
-
-
-def _flush(stream: TextIO) -> None:
-    """Flush a stream at exit: Python would fail with the text that a full disk did not take."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def configure_logging() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.data.code_blocks import CodeBlock, code_blocks, python_block
+from forge_sandbox.code_blocks import CodeBlock, code_blocks, python_block
 from forge_sandbox.code_verifier import code_block
 
 DOC = "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .files import Row
+from forge.data.files import Row
 
 RECORDING = "recording.json"
 TRAFFIC = "traffic-*.jsonl"
@@ -36,11 +36,6 @@ class RecordedTurn:
     def place(self) -> Place:
         """The context of the answer, which is equal for answers to one request."""
         return self.parent, tuple(self.context)
-
-
-def is_recording(path: object) -> bool:
-    """Whether a path is a folder of recorded traffic."""
-    return isinstance(path, str) and (Path(path).expanduser() / RECORDING).is_file()
 
 
 def vocabulary_digest(tokenizer: Any) -> str:

@@ -1,61 +1,16 @@
-"""Samplers: the order of stored rows by what came of them before. `dataset.sampler` names one.
-
-A sampler is constructed with the rows and a seed, says which row comes next (`draw`), and gets the rewards of each
-group of answers (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
-"""
+"""Samplers of rows: a curriculum, the frontier of what is sometimes solved, retirement of what is, and a moving mixture."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from random import Random
 from typing import Any
 
-from ..config.plugin import construct, resolve
-from .files import Row
+from forge.data.files import Row
+from forge.data.sampler import Sampler
 
-HOME = "forge.data.samplers"  # of names without a module
 SOLVED = 1.0  # the reward of a right answer
-
-
-class Sampler(ABC):
-    """Chooses rows.
-
-    Args:
-        rows: all of them; rows are named by their position.
-        seed: of the run.
-    """
-
-    def __init__(self, rows: Sequence[Row], seed: int) -> None:
-        self.rows = rows
-        self.seed = seed
-        self.draws = 0
-
-    def random(self) -> Random:
-        """Random numbers for one draw. They follow from the seed and the number of the draw, so that no state of a
-        generator has to be saved."""
-        self.draws += 1
-        return Random(f"{self.seed}/{self.draws}")
-
-    @abstractmethod
-    def draw(self) -> int:
-        """The position of the next row."""
-
-    def observe(self, row: int, rewards: Sequence[float]) -> None:
-        """Learn of the rewards of a group of answers to a row; groups of one step come in the order of their draws.
-        Empty: none of them could be scored. This one learns nothing."""
-        del row, rewards
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has to be known to continue, as plain JSON: all attributes but rows, seed and `_names`."""
-        attributes = vars(self).items()
-        return {name: value for name, value in attributes if name not in ("rows", "seed") and name[0] != "_"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        vars(self).update(state)
 
 
 class Curriculum(Sampler):
@@ -219,38 +174,6 @@ class Mix(Sampler):
     def _shares(self, kind: str) -> tuple[float, float]:
         start, end = (weights.get(kind, 0.0) / sum(weights.values()) for weights in (self.start, self.end))
         return start, end
-
-
-NAMES = {"curriculum": Curriculum, "frontier": Frontier, "retire": Retire, "mix": Mix}
-
-
-def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
-    """The sampler of the setting `dataset.sampler`.
-
-    Args:
-        sampler: a name (curriculum, frontier, retire, mix, or `package.module:Class`), `{use: name, <settings>}`, or a
-            class or function that takes rows and a seed.
-
-    Raises:
-        ValueError: it is unknown, its settings do not fit, or it lacks a method.
-    """
-    settings = dict(sampler) if isinstance(sampler, Mapping) else {"use": sampler}
-    use = settings.pop("use", None)
-    make: Callable[..., Any]
-    if isinstance(use, str):
-        make = NAMES[use] if use in NAMES else resolve(use, "sampler", None if ":" in use else HOME)
-    elif callable(use):
-        make = use
-    else:
-        raise ValueError(
-            f"dataset.sampler must have `use`: {', '.join(NAMES)} or package.module:Class, got {sampler!r}"
-        )
-    # Settings are checked by names and types, as those of rewards.
-    built = construct(make, {"rows": rows, "seed": seed, **settings}, "dataset.sampler")
-    missing = [name for name in ("draw", "observe", "state_dict", "load_state_dict") if not hasattr(built, name)]
-    if missing:
-        raise ValueError(f"dataset.sampler has no {', '.join(missing)}: see forge.data.samplers.Sampler")
-    return built
 
 
 def _solved(rewards: Sequence[float]) -> float:

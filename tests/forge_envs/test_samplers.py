@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 
-from forge.data.samplers import Curriculum, Frontier, Mix, Retire, make_sampler
+from forge.data.sampler import make_sampler
 from forge.data.sources import SampledRows
+from forge_envs.samplers import Curriculum, Frontier, Mix, Retire
 
 ROWS = [{"question": f"q{number}", "level": number // 4, "kind": ["even", "odd"][number % 2]} for number in range(12)]
 

@@ -1,0 +1,81 @@
+"""Samplers: the order of stored rows by what came of them before. `dataset.sampler` names one.
+
+A sampler is constructed with the rows and a seed, says which row comes next (`draw`), and gets the rewards of each
+group of answers (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
+`forge_envs.samplers` has four.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from ..config.plugin import construct, resolve
+from .files import Row
+
+HOME = "forge_envs.samplers"  # of names without a module
+METHODS = ("draw", "observe", "state_dict", "load_state_dict")
+
+
+class Sampler(ABC):
+    """Chooses rows.
+
+    Args:
+        rows: all of them; rows are named by their position.
+        seed: of the run.
+    """
+
+    def __init__(self, rows: Sequence[Row], seed: int) -> None:
+        self.rows = rows
+        self.seed = seed
+        self.draws = 0
+
+    def random(self) -> Random:
+        """Return random numbers for one draw. They follow from the seed and the number of the draw, so that no state of
+        a generator has to be saved."""
+        self.draws += 1
+        return Random(f"{self.seed}/{self.draws}")
+
+    @abstractmethod
+    def draw(self) -> int:
+        """Return the position of the next row."""
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        """Learn of the rewards of a group of answers to a row; groups of one step come in the order of their draws.
+        Empty: none of them could be scored. This one learns nothing."""
+        del row, rewards
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to be known to continue, as plain JSON: all attributes but rows, seed and `_names`."""
+        attributes = vars(self).items()
+        return {name: value for name, value in attributes if name not in ("rows", "seed") and name[0] != "_"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        vars(self).update(state)
+
+
+def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
+    """Make the sampler of the setting `dataset.sampler`.
+
+    Args:
+        sampler: a name (curriculum, frontier, retire, mix, or `package.module:Class`), `{use: name, <settings>}`, or a
+            class or function that takes rows and a seed.
+
+    Raises:
+        ValueError: it is unknown, its settings do not fit, or it lacks a method.
+    """
+    settings = dict(sampler) if isinstance(sampler, Mapping) else {"use": sampler}
+    use = settings.pop("use", None)
+    if isinstance(use, str):
+        use = resolve(use if ":" in use else use.capitalize(), "sampler", HOME)
+    if not callable(use):
+        raise ValueError(f"dataset.sampler must have `use: name` or `use: package.module:Class`, got {sampler!r}")
+    # Settings are checked by names and types, as those of rewards.
+    built = construct(use, {"rows": rows, "seed": seed, **settings}, "dataset.sampler")
+    missing = [name for name in METHODS if not hasattr(built, name)]
+    if missing:
+        raise ValueError(f"dataset.sampler has no {', '.join(missing)}: see forge.data.sampler.Sampler")
+    return built
