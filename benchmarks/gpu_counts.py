@@ -114,10 +114,9 @@ def decoding(model: Path) -> Iterator[Row]:
     with mock.patch.dict(graphs.CAPTURES, {NAME: checked_capture}), emulated() as emulation:
         plain = step(emulation, {})
         captured = step(emulation, {"cuda_graphs": True})
-        unread = step(emulation, {"cuda_graphs": True, "read_every": 8})
         listened = step(emulation, {}, listener=lambda *_: None)
         top = step(emulation, {}, top_logprobs=2)
-    yield Row("host waits of a decode step", "2", f"{plain[0]:g}; {unread[0]:g} with read_every: 8")
+    yield Row("host waits of a decode step", "2", f"{plain[0]:g}")
     yield Row("the same with a listener; with top_logprobs", "3; 3", f"{listened[0]:g}; {top[0]:g}")
     yield Row("launches of a decode step", "144", f"{plain[1]:g}; {captured[1]:g} with cuda_graphs")
     yield Row("bytes to the host, a decode step of three rows", "-", f"{plain[2]:g}")

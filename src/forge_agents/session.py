@@ -462,7 +462,7 @@ class Session:
         """The grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
         if request.schema is None and request.tool_choice in ("auto", "none"):
             return ""
-        from forge.engines.grammar import calls_grammar, json_grammar
+        from forge_agents.grammar import calls_grammar, json_grammar
 
         field = "response_format" if request.schema is not None else "tool_choice"
         try:

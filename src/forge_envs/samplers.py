@@ -1,4 +1,4 @@
-"""Samplers of rows: a curriculum, the frontier of what is sometimes solved, retirement of what is, and a moving mixture."""
+"""Samplers of rows: a curriculum, the frontier of what is sometimes solved, and others."""
 
 from __future__ import annotations
 

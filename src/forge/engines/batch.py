@@ -48,8 +48,7 @@ class RunningBatch:
 
     `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in pieces, one a step.
     `prefix_bytes` bounds what is kept of computed prompts for later ones that begin with the same tokens. `words` reads
-    the texts of requests that have some. The host reads which rows have ended every `read_every` steps, and at each one
-    while samples wait beside free rows.
+    the texts of requests that have some.
     """
 
     def __init__(
@@ -60,12 +59,10 @@ class RunningBatch:
         prefix_bytes: int = 0,
         words: Words | None = None,
         graphs: StepGraphs | None = None,
-        read_every: int = 1,
     ):
         self.decoder = decoder
         self.words = words
         self.graphs = graphs
-        self.read_every = read_every
         self.slots = slots
         self.prefill_tokens = prefill_tokens
         self.prefix_cache = PrefixCache(prefix_bytes)
@@ -73,8 +70,7 @@ class RunningBatch:
         self.free_rows: list[int] = []  # rows among these whose sample has ended
         self.preempted: deque[RunningSample] = deque()  # resume before waiting requests
         self.paused: list[RunningSample] = []  # until the weights come that draw their next token
-        # `discarded`: tokens drawn after the end of their samples, which `generated` does not count.
-        self.steps = self.generated = self.discarded = self.prefilled = self.reused = 0
+        self.steps = self.generated = self.prefilled = self.reused = 0
         # A long prompt in the cache's prefill row, and the number of its tokens there.
         self._prefilling: tuple[EngineRequest | RunningSample | None, int] = (None, 0)
         self._max_length = 0  # maximum positions of a running row, or of the prompt in the prefill row
@@ -83,7 +79,6 @@ class RunningBatch:
         self.restrictions = self.state.restrictions
         self.count = torch.zeros((), dtype=torch.long, device=decoder.device)  # of rows, for a captured step
         # Properties of all rows that `step` needs; `admit` updates them.
-        self._is_filling = False  # whether samples wait for their prompts, and not for a row
         self._max_offset = 0  # of a row's position from the number of steps
         self._constrained: list[int] = []  # rows with a grammar, and as an index
         self._constrained_index: Tensor | None = None
@@ -190,8 +185,6 @@ class RunningBatch:
                 self._place(admissions, waiting)
             self._compact()
             self._describe_rows()
-        waits = bool(self.preempted) or any(request.startable(version) for request in waiting)
-        self._is_filling = waits and len(self.rows) < self.slots
 
     def _prefill_long(self, item: EngineRequest | RunningSample) -> int:
         """Compute a piece of the prompt whose turn it is if it is too long for one step; returns the piece's length."""
@@ -360,20 +353,14 @@ class RunningBatch:
             self.rows.pop()
 
     def step(self) -> list[EngineRequest]:
-        """Draw one token for every row, or as many as the host leaves unread; returns the requests that became
-        complete. Call `admit` before."""
-        count = self._steps_unread()
-        for _ in range(count):
-            drawn, ended_by_text = self._advance()
-        unused = 0
+        """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
+        drawn, ended_by_text = self._advance()
         complete = []
         for i, end in enumerate(drawn.ended_at.tolist()):  # `nonzero` would wait for the device once more
             if end < 0 and i not in ended_by_text:
                 continue
             row = self.rows[i]
-            steps = self.steps if end < 0 else row.start + end - row.context
-            unused += self.steps - steps
-            completion = self._completion(i, steps)
+            completion = self._completion(i)
             if math.isnan(sum(completion.logprobs)):
                 fail(row.request, UnusableWeights(completion))
                 self._erase([i, self.decoder.cache.prefill_row])
@@ -385,8 +372,7 @@ class RunningBatch:
             self.free_rows.append(i)
             if len(row.request.completions) == row.request.sampling.n:
                 complete.append(row.request)
-        self.generated += count * len(self.rows) - unused
-        self.discarded += unused
+        self.generated += len(self.rows)
         if self._streamed:
             streamed = [self.rows[i] for i in self._streamed]
             stream(streamed, self._streamed, drawn.tokens, drawn.logprobs, self.current_weights)
@@ -394,22 +380,12 @@ class RunningBatch:
             self._pause()
         return complete
 
-    def _steps_unread(self) -> int:
-        """The number of steps until the host reads: it follows some requests token by token, and prompts are computed
-        between two reads."""
-        followed = self._constrained or self._with_top or self._streamed or self._scheduled or self.restrictions.watched
-        if self.read_every == 1 or followed or self._is_filling:
-            return 1
-        return min(self.read_every, max(row.tokens_left(self.steps) for row in self.rows))
-
     def _advance(self) -> tuple[Drawn, set[int]]:
         """Draw one token for every row; returns these, and the rows whose answer a text has ended."""
         rows = len(self.rows)
         state = self.state
         cache = self.decoder.cache
-        # Rows that have ended, and that the host has not read yet, need no room beyond their end.
-        longest = min(self._max_offset + self.steps + 1, self._max_length)
-        length = min(rounded(longest, self.decoder.granule), cache.longest)
+        length = min(rounded(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
         cache.reserve(length, rows, self._max_length)
         # At least two rows: other kernels multiply a single one, and round differently.
         width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
@@ -470,17 +446,16 @@ class RunningBatch:
             np.copyto(recomputed, earlier, where=recomputed == UNKNOWN_EXPERT)
         return experts
 
-    def _completion(self, i: int, steps: int | None = None) -> Completion:
-        """All tokens of the sample in row i until now, or until `steps`, including those before it was preempted."""
+    def _completion(self, i: int) -> Completion:
+        """All tokens of the sample in row i until now, including those before it was preempted."""
         row = self.rows[i]
         resumed = row.resumed
-        steps = self.steps if steps is None else steps
-        drawn = slice(row.context, row.context + steps - row.start)
+        drawn = slice(row.context, row.context + self.steps - row.start)
         versions = list(resumed.versions)
         identities = dict(resumed.identities)
         # The version of each token, by the steps in which this row drew.
         for span, end in self._spans():
-            count = min(end, steps) - max(span.start, row.start)
+            count = end - max(span.start, row.start)
             if count > 0:
                 versions += [span.version] * count
                 identities[span.version] = span.identity

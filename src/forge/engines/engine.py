@@ -16,16 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..config.plugin import resolve
 from ..system.devices import accelerator
 from ..types import Completion, Sampling
 from .batch import RunningBatch
 from .cache import BLOCK, WIDTH, rounded, token_bytes
 from .decoder import Decoder
-from .grammar import Grammars
 from .graphs import GRANULE, graphs_on
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .linear import has_bfloat16
-from .requests import EngineRequest, fail_passed_over
+from .requests import EngineRequest, Matcher, fail_passed_over
 from .restrictions import Words
 from .settings import EngineSettings
 from .weights import Weights, load_config, load_eos, read_checkpoint, weight_bytes
@@ -80,15 +80,13 @@ class EmbeddedEngine:
             log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
             self.dtype = torch.float32
         self.eos = load_eos(folder, config)
-        self._grammars = Grammars(folder, config.vocab_size)
+        self._folder = folder
+        self._grammars: Any = None  # compiled by the extension, from the first request that has one
         self._words = Words(folder)
         self.on_update = options.on_update
         options.check(config)
-        self.quantization = options.quantization
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
-        weights = Weights(
-            config, read_checkpoint(folder), self.dtype, self.device, version, quantization=options.quantization
-        )
+        weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
         rows = rounded(options.slots, WIDTH)
         # After the weights, which take their part of the memory.
         limit = self._cache_limit(options)
@@ -105,9 +103,7 @@ class EmbeddedEngine:
         )
         prefill_tokens = prefill_tokens or (1024 if self.device.type == "cpu" else 4096)
         prefix_bytes = int(options.prefix_cache_mb * 1e6)
-        self._batch = RunningBatch(
-            decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs, options.read_every
-        )
+        self._batch = RunningBatch(decoder, options.slots, prefill_tokens, prefix_bytes, self._words, graphs)
         self._waiting: deque[EngineRequest] = deque()
         self._orders: deque[Order] = deque()  # accepted by the thread, still pending
         self._released = False
@@ -137,11 +133,10 @@ class EmbeddedEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
-        grammar = self._grammars.matcher(sampling.grammar, stops) if sampling.grammar else None
-        banned = self._words.banned(sampling.bad_words)
+        grammar = self._match(sampling.grammar, stops) if sampling.grammar else None
         if sampling.stop:
             self._words.open()
-        request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar, banned)
+        request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
 
         def free(future: Future[list[Completion]]) -> None:
             # A failed listener, too, fails the future while its samples run.
@@ -167,7 +162,7 @@ class EmbeddedEngine:
             with self._wake:
                 self._check_alive()
             # Read without the lock, which takes seconds; the engine may have failed meanwhile.
-            weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity, self.quantization)
+            weights = Weights(self.config, named_tensors, self.dtype, self.device, version, identity)
             with self._wake:
                 self._check_alive()
                 self._new_orders.append((weights, future))
@@ -196,7 +191,7 @@ class EmbeddedEngine:
 
     def stats(self) -> dict[str, int]:
         """See `Engine.stats`; also `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
-        `decode_steps`, `discarded_tokens` (drawn after the end of their samples, see `read_every`) and `cache_bytes`.
+        `decode_steps` and `cache_bytes`.
         A preempted sample counts as waiting, tokens recomputed after a weight update as prefilled.
         """
         batch = self._batch
@@ -211,7 +206,6 @@ class EmbeddedEngine:
             "prefilled_tokens": batch.prefilled,
             "reused_tokens": batch.reused,
             "decode_steps": batch.steps,
-            "discarded_tokens": batch.discarded,
             "cache_bytes": batch.decoder.cache.nbytes,
         }
 
@@ -254,7 +248,7 @@ class EmbeddedEngine:
             torch.accelerator.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
             # Of the next weights, which are filled while these decode, of logits and their copies, and of a prefill.
-            weights = weight_bytes(self.config, self.dtype, self.quantization)
+            weights = weight_bytes(self.config, self.dtype)
             logits = 4 * settings.slots * self.config.vocab_size * 4
             if settings.captures(self.config, self.device.type):
                 logits *= 2  # those of graphs are beside those of other steps
@@ -267,6 +261,12 @@ class EmbeddedEngine:
                 f"MB of three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
             )
         return limit
+
+    def _match(self, grammar: str, stops: frozenset[int]) -> Matcher:
+        """Return the first state of a grammar. ValueError: it is malformed, or llguidance is missing."""
+        if self._grammars is None:
+            self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self.config.vocab_size)
+        return self._grammars.matcher(grammar, stops)  # type: ignore[no-any-return]
 
     def _order(self, command: Literal["release", "restore"]) -> Future[None]:
         future: Future[None] = Future()

@@ -7,16 +7,29 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..types import Completion, Sampling, Spans
-from .grammar import Matcher
 from .interface import Listener
 from .prefixes import TOKENS, Prefix
+
+
+class Matcher(Protocol):
+    """The state of one sample in its grammar: which tokens may come next. Each method may raise ValueError, which fails
+    the request."""
+
+    def copy(self) -> Matcher:
+        """Return a matcher in the same state, which advances separately."""
+
+    def fill(self, bits: np.ndarray) -> None:
+        """Write which tokens may come next: bit t % 32 of `bits[t // 32]`, int32, for token t."""
+
+    def accept(self, token: int) -> None:
+        """Advance by a drawn token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +44,6 @@ class EngineRequest:
     priority: int = 0
     listener: Listener | None = None
     grammar: Matcher | None = None  # in its first state, which each sample copies
-    banned: list[list[int]] = field(default_factory=list)  # the token sequences of bad words
     future: Future[list[Completion]] = field(default_factory=Future)
     admitted: int = 0  # samples that got a row
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
@@ -39,7 +51,7 @@ class EngineRequest:
     is_restricted: bool = field(init=False)  # whether a setting bounds what is drawn, or a text ends it
 
     def __post_init__(self) -> None:
-        self.is_restricted = self.sampling.restricted or bool(self.banned or self.sampling.stop)
+        self.is_restricted = self.sampling.restricted or bool(self.sampling.stop)
 
     def startable(self, version: int) -> int:
         """The number of its waiting samples that weights of this version may begin, in their order."""
@@ -75,7 +87,7 @@ class RunningSample:
     prefix: Prefix | None = None  # of all its tokens, between being computed and being placed
     top: list[dict[int, float]] = field(default_factory=list)  # top log-probabilities of every token, if requested
     matcher: Matcher | None = None  # its state in the request's grammar; a preempted sample keeps it
-    answer: list[int] = field(default_factory=list)  # all tokens drawn, where texts or bad words need them
+    answer: list[int] = field(default_factory=list)  # all tokens drawn, where texts may end it
 
     @property
     def tokens(self) -> list[int]:
@@ -99,10 +111,6 @@ class RunningSample:
                 return version
             drawn -= count
         return self.spans[-1][0]
-
-    def tokens_left(self, steps: int) -> int:
-        """The number of tokens that it may still draw after this number of the batch's steps."""
-        return self.request.limit - len(self.resumed.token_ids) - (steps - self.start)
 
     @property
     def context(self) -> int:

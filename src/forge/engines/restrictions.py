@@ -1,28 +1,24 @@
 """What rows of the running batch may not draw, besides what grammars exclude, and the texts that end them.
 
-In order: the repetition penalty and bad words, then (after grammars) min_p, top-k and top-p.
+In order: the repetition penalty, then (after grammars) top-k and top-p.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..models.tokenizer import open_tokenizer
-from ..types import Sampling
-from .grammar import has_tokenizer
+from ..models.tokenizer import has_tokenizer, open_tokenizer
 from .sampling import keep_top
 
 if TYPE_CHECKING:
     from .requests import RunningSample
 
-WORDS = 256  # sets of bad words whose tokens an engine keeps
 BYTES = 4  # of a character, at most: a byte-level token may be one of them
 SPECIAL = 16  # tokens of a tail that may have no text
 
@@ -35,37 +31,19 @@ class Words:
         self._folder = folder
         self._lock = threading.Lock()
         self._opened: Any = None
-        self._sequences = lru_cache(WORDS)(self._encoded)
 
     @property
     def _tokenizer(self) -> Any:
         with self._lock:
             if self._opened is None:
                 if not has_tokenizer(self._folder):
-                    raise ValueError(f"stop and bad_words need the tokenizer of the model: {self._folder} has none")
+                    raise ValueError(f"stop needs the tokenizer of the model: {self._folder} has none")
                 self._opened = open_tokenizer(str(self._folder))
             return self._opened
 
     def open(self) -> None:
         """Open the tokenizer. ValueError: the folder has none."""
         _ = self._tokenizer
-
-    def banned(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences that bad words are, at the beginning of a text and after a space.
-
-        Raises:
-            ValueError: the folder has no tokenizer.
-        """
-        return [sequence for word in words for sequence in self._sequences(word)]
-
-    def _encoded(self, word: str) -> list[list[int]]:
-        # As vLLM: at the beginning of a text, and after a space.
-        tokenizer = self._tokenizer
-        forms = [word, " " + word.lstrip()]
-        encoded = [tokenizer(form, add_special_tokens=False)["input_ids"] for form in forms]
-        # A space that is a token by itself adds nothing: the word after it is banned already.
-        plain, spaced = encoded
-        return [plain, spaced] if plain and spaced[-len(plain) :] != plain else [plain]
 
     def ended(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
         """Whether the last token completed one of these texts."""
@@ -84,14 +62,12 @@ class Restrictions:
         self._shape = (rows, vocab)
         self.top_k = torch.zeros(rows, dtype=torch.long, device=device)
         self.top_p, self.penalty = (torch.ones(rows, device=device) for _ in range(2))
-        self.min_p = torch.zeros(rows, device=device)
         # Tokens of prompt and answer, of rows with a penalty; made when the first has one.
         self._seen: Tensor | None = None
         # By the rows that have them, and as an index.
         self._bounded: Tensor | None = None
         self._penalised: Tensor | None = None
         self._policy: Tensor | None = None
-        self._banned: dict[int, RunningSample] = {}
         self.watched: dict[int, RunningSample] = {}  # rows whose tokens the host follows
         self._watched_index: Tensor | None = None
 
@@ -102,7 +78,6 @@ class Restrictions:
         for state, values in (
             (self.top_k, [s.top_k for s in samplings]),
             (self.top_p, [s.top_p for s in samplings]),
-            (self.min_p, [s.min_p for s in samplings]),
             (self.penalty, [s.repetition_penalty for s in samplings]),
         ):
             state[index] = torch.tensor(values, dtype=state.dtype, device=self._device)
@@ -117,7 +92,7 @@ class Restrictions:
 
     def move(self, free: int, last: int) -> None:
         """Give row `free` the state of row `last`."""
-        for state in (self.top_k, self.top_p, self.min_p, self.penalty, self._seen):
+        for state in (self.top_k, self.top_p, self.penalty, self._seen):
             if state is not None:
                 state[free] = state[last]
 
@@ -135,12 +110,11 @@ class Restrictions:
         # Rows come and go in most steps, and few requests restrict anything.
         restricted = {i: row for i, row in enumerate(rows) if row.request.is_restricted}
         samplings = {i: row.request.sampling for i, row in restricted.items()}
-        # Top-k, top-p and min_p have no effect on greedy decoding.
-        self._bounded = index(i for i, s in samplings.items() if s.temperature > 0 and bounds(s))
+        # Top-k and top-p have no effect on greedy decoding.
+        self._bounded = index(i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0))
         self._penalised = index(i for i, s in samplings.items() if s.repetition_penalty != 1)
         self._policy = index(i for i, s in samplings.items() if s.logprobs_of == "policy" and s.restricted)
-        self._banned = {i: row for i, row in restricted.items() if row.request.banned}
-        self.watched = {i: row for i, row in restricted.items() if row.request.banned or row.request.sampling.stop}
+        self.watched = {i: row for i, row in restricted.items() if row.request.sampling.stop}
         self._watched_index = index(self.watched)
 
     def policy(self, logits: Tensor) -> Tensor | None:
@@ -153,21 +127,17 @@ class Restrictions:
             logprobs[self._policy] = policy.gather(-1, tokens[self._policy, None])[:, 0]
 
     def exclude(self, logits: Tensor) -> None:
-        """Apply penalties and bad words to logits (B, V), in place."""
+        """Apply penalties to logits (B, V), in place."""
         index = self._penalised
         if index is not None and self._seen is not None:
             penalty = self.penalty[index, None]
             values = logits[index]
             lowered = torch.where(values > 0, values / penalty, values * penalty)
             logits[index] = torch.where(self._seen[index], lowered, values)
-        for i, row in self._banned.items():
-            ends = [s[-1] for s in row.request.banned if row.answer[len(row.answer) - len(s) + 1 :] == s[:-1]]
-            if ends:
-                logits[i, torch.tensor(ends, device=self._device)] = -torch.inf
 
     @property
     def is_bounding(self) -> bool:
-        """Whether a row has min_p, top-k or top-p."""
+        """Whether a row has top-k or top-p."""
         return self._bounded is not None
 
     @property
@@ -176,21 +146,15 @@ class Restrictions:
         return self._penalised is None and self._policy is None and not self.watched
 
     def bound_all(self, logits: Tensor) -> Tensor:
-        """min_p, top-k and top-p of logits (B, V) of the first B rows; does nothing to rows without."""
+        """Apply top-k and top-p to logits (B, V) of the first B rows; does nothing to rows without."""
         rows = len(logits)
-        floor = logits.amax(-1, keepdim=True) + self.min_p[:rows, None].log()
-        return keep_top(logits.masked_fill(logits < floor, -torch.inf), self.top_k[:rows], self.top_p[:rows])
+        return keep_top(logits, self.top_k[:rows], self.top_p[:rows])
 
     def bound(self, logits: Tensor) -> None:
-        """Apply min_p, top-k and top-p to logits (B, V), in place."""
+        """Apply top-k and top-p to logits (B, V), in place."""
         index = self._bounded
-        if index is None:
-            return
-        rows = logits[index]
-        # Relative to the most probable token, so the order of this and the others hardly matters; vLLM's is this one.
-        floor = rows.amax(-1, keepdim=True) + self.min_p[index, None].log()
-        rows = rows.masked_fill(rows < floor, -torch.inf)
-        logits[index] = keep_top(rows, self.top_k[index], self.top_p[index])
+        if index is not None:
+            logits[index] = keep_top(logits[index], self.top_k[index], self.top_p[index])
 
     def follow(self, tokens: Tensor, words: Words) -> set[int]:
         """Note the tokens drawn for rows; returns those whose answer a text has ended."""
@@ -205,8 +169,3 @@ class Restrictions:
             if row.request.sampling.stop and words.ended(row.answer, row.request.sampling.stop):
                 ended.add(i)
         return ended
-
-
-def bounds(sampling: Sampling) -> bool:
-    """Whether min_p, top-k or top-p exclude tokens."""
-    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-Quantization = Literal["int8", "fp8"]
-
-
 class EngineSettings(Section):
     """The generation engine ([engines.md](engines.md))."""
 
@@ -28,10 +25,6 @@ class EngineSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of weights and cache. A CPU without bfloat16 arithmetic computes in float32 and logs it
     (`embedded`)."""
-    quantization: Quantization | None = None
-    """Matrices of layers in 8 bits, with a scale for each output channel, at the start and at every weight update
-    (`embedded`): half of bfloat16's memory or a quarter of float32's. Products stay in `dtype`. It makes the sampler
-    another policy than the one that trains: set `grpo.correction` ([engines.md](engines.md#quantisation))."""
     on_update: Literal["continue", "finish", "recompute"] = "continue"
     """Running sequences at a weight update: they `continue` under the new weights with the keys and values
     they have, `finish` under the old ones first, or `recompute` keys and values under the new ones
@@ -47,11 +40,6 @@ class EngineSettings(Section):
     """Capture decode steps as CUDA graphs: one launch a step instead of hundreds (`embedded`, on a GPU, no mixture of
     experts). Null: where that is possible. Requests with a grammar or `top_logprobs` decode without them
     ([engines.md](engines.md))."""
-    read_every: PositiveInt = 1
-    """Decode steps between two looks of the host at which sequences have ended (`embedded`): the device need not wait
-    for it meanwhile, and draws tokens after a sequence's end, which are discarded. It looks at every step while prompts
-    wait beside free rows, and while a request has a grammar, stop texts, bad words, `top_logprobs`, a stream or a
-    schedule ([engines.md](engines.md#cuda-graphs))."""
     router_replay: bool = False
     """For a mixture of experts: completions carry the experts of each token, and the trainer computes with them
     ([mixtures.md](mixtures.md)). Needs `embedded`."""
@@ -60,32 +48,12 @@ class EngineSettings(Section):
 
     def _check(self) -> None:
         # Settings of one engine are an error with the other: they would do nothing.
-        if self.router_replay and self.engine != "embedded":
-            raise ValueError(f"generator.router_replay needs generator.engine: embedded, it is {self.engine}")
-        if self.engine == "vllm" and self.prefix_cache_mb != type(self).model_fields["prefix_cache_mb"].default:
-            raise ValueError(
-                "generator.prefix_cache_mb is of the embedded engine: set generator.vllm: {enable_prefix_caching: true}"
-            )
-        if self.engine == "vllm" and self.cache_gb is not None:
-            raise ValueError(
-                "generator.cache_gb is of the embedded engine: set generator.vllm: {gpu_memory_utilization: ...}"
-            )
-        if self.engine == "vllm" and self.quantization is not None:
-            raise ValueError(
-                "generator.quantization is of the embedded engine: vLLM's own was not verified to survive weight "
-                "updates, omit it"
-            )
-        if self.engine == "vllm" and self.read_every != 1:
-            raise ValueError("generator.read_every is of the embedded engine: vLLM schedules by itself, omit it")
-        if self.engine == "vllm" and self.cuda_graphs is not None:
-            raise ValueError(
-                "generator.cuda_graphs is of the embedded engine: vLLM has its own, omit it "
-                "(generator.vllm: {enforce_eager: true} is without)"
-            )
-        if self.vllm and self.engine != "vllm":
-            raise ValueError(
-                f"generator.vllm ({', '.join(self.vllm)}) needs generator.engine: vllm, it is {self.engine}"
-            )
+        others = (
+            ("vllm",) if self.engine == "embedded" else ("router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
+        )
+        if self.differs(*others):
+            name = next(name for name in others if self.differs(name))
+            raise ValueError(f"generator.{name} is of the other engine, and generator.engine is {self.engine}: omit it")
 
     def check(self, config: PreTrainedConfig) -> None:
         """ValueError: a setting that a model of this transformers config does not have."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ..models.tokenizer import has_tokenizer
 from ..types import Completion, Sampling
-from .grammar import has_tokenizer
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
 from .settings import EngineSettings
 from .vllm_args import (
@@ -117,9 +117,9 @@ class VLLMEngine:
         if sampling.schedule:
             raise ValueError("schedule is of the embedded engine: vLLM swaps weights without regard to it")
         if sampling.grammar.lstrip().startswith("{"):
-            raise ValueError("vLLM takes a grammar in Lark, not llguidance's JSON: see forge.engines.grammar")
-        if (sampling.stop or sampling.bad_words) and not self._reads_texts:
-            raise ValueError("stop and bad_words need the tokenizer of the model: its folder has none")
+            raise ValueError("vLLM takes a grammar in Lark, not llguidance's JSON: see forge_agents.grammar")
+        if sampling.stop and not self._reads_texts:
+            raise ValueError("stop needs the tokenizer of the model: its folder has none")
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = sorted({*self.eos, *sampling.stop_token_ids})
         # The loop's thread serves the request from here on.

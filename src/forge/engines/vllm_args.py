@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..models.architecture import rotary_parameters
+from ..models.tokenizer import has_tokenizer
 from ..models.weight_layouts import head_size
 from ..types import Completion, Sampling
-from .grammar import has_tokenizer
 from .interface import Listener
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def engine_args(
         "max_num_seqs": slots,
         "max_model_len": max_seq_len,
         "dtype": dtype,
-        "skip_tokenizer_init": not has_tokenizer(folder),  # grammars, stop and bad_words need it
+        "skip_tokenizer_init": not has_tokenizer(folder),  # grammars and stop need it
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
@@ -227,10 +227,8 @@ def sampling_params(request: VLLMRequest, sample: int, vocab: int) -> SamplingPa
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
-        bad_words=list(sampling.bad_words),
         seed=seed,
         stop_token_ids=request.stops,
         ignore_eos=True,  # it is among the stop tokens

@@ -19,7 +19,6 @@ from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, follows, head_si
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts
 from .linear import Linear
-from .settings import Quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -179,12 +178,10 @@ class Weights:
         device: torch.device,
         version: int = 0,
         identity: str = "",
-        quantization: Quantization | None = None,
     ):
         """Fill from tensors under Hugging Face names.
 
         Args:
-            quantization: of the matrices of `is_quantized`.
 
         Raises:
             ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
@@ -218,13 +215,12 @@ class Weights:
                         fused = by_group(fused.unflatten(0, (-1, head_size(config))), config).flatten(0, 2)
                     elif name.endswith("qk_norm") and fused.dim() > 1:
                         fused = by_group(fused, config)
-                    kind = quantization if is_quantized(name) else None
                     if name.endswith(".weight"):
-                        matrices[name.removesuffix(".weight")] = Linear.of(fused, quantization=kind)
+                        matrices[name.removesuffix(".weight")] = Linear.of(fused)
                     elif ".experts." in name:
                         # Experts arrive as one tensor; each is a product of its own tokens.
                         for i, weight in enumerate(fused.chunk(config.num_experts)):
-                            matrices[f"{name}.{i}"] = Linear.of(weight, quantization=kind)
+                            matrices[f"{name}.{i}"] = Linear.of(weight)
                     else:
                         complete[name] = fused
 
@@ -256,23 +252,10 @@ class Weights:
         ]
 
 
-def is_quantized(name: str) -> bool:
-    """Whether `quantization` is of this entry of `layout`: matrices of layers, but no router, whose choices a small
-    error would change. Embeddings and head keep their dtype, as in vLLM."""
-    return name.startswith("layers.") and (".experts." in name or (name.endswith(".weight") and ".router." not in name))
-
-
-def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
-    """Bytes of one version of an engine's weights, without a second copy of tied embeddings."""
-    total = 0
-    for name, parts in layout(config).items():
-        rows = sum(part.rows for part in parts)
-        elements = rows * torch.Size(parts[0].inner).numel()
-        if quantization is not None and is_quantized(name):
-            total += elements + 4 * rows  # and the scale of each row
-        else:
-            total += elements * dtype.itemsize
-    return total
+def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of one version of an engine's weights, without a second copy of tied embeddings."""
+    shapes = [(sum(part.rows for part in parts), *parts[0].inner) for parts in layout(config).values()]
+    return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
 
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:

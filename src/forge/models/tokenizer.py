@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
     )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder has a tokenizer: for one without, transformers makes one that has no vocabulary."""
+    return any(path.name.startswith(("tokenizer", "vocab")) for path in folder.iterdir())
 
 
 def open_tokenizer(name: str) -> Any:

@@ -28,17 +28,13 @@ class RolloutSettings(Section):
     """Draw from the most probable tokens that have this probability together; 1: all."""
     top_k: NonNegativeInt = 0
     """Draw from so many of the most probable tokens; 0: all."""
-    min_p: float = Field(0.0, ge=0, lt=1)
-    """Exclude tokens that are less likely than this share of the most probable."""
     repetition_penalty: PositiveFloat = 1.0
     """Above 1, make tokens that prompt or answer have less likely: logits above 0 are divided by it, others
     multiplied."""
     stop: list[str] = Field(default_factory=list)
     """Texts that end an answer, of which they are a part."""
-    bad_words: list[str] = Field(default_factory=list)
-    """Texts whose usual tokens are never drawn."""
 
-    BOUNDS: ClassVar[tuple[str, ...]] = ("top_p", "top_k", "min_p", "repetition_penalty", "bad_words")
+    BOUNDS: ClassVar[tuple[str, ...]] = ("top_p", "top_k", "repetition_penalty")
 
     @property
     def excluding(self) -> list[str]:
@@ -54,9 +50,8 @@ class RolloutSettings(Section):
         return fields | texts | ({"logprobs_of": "policy"} if self.excluding else {})
 
     def _check(self) -> None:
-        for name in ("stop", "bad_words"):
-            if not all(self[name]):
-                raise ValueError(f"{name} has an empty text: omit it")
+        if not all(self.stop):
+            raise ValueError("stop has an empty text: omit it")
 
 
 class AlgorithmConfig(RolloutSettings):

@@ -18,9 +18,9 @@ class Sampling:
     `temperature == 0` is greedy decoding. `top_p == 1` and `top_k == 0` are off. `seed` makes the samples of a
     request reproducible whatever else is in the batch; None draws one. `top_logprobs` is the number of
     most probable tokens to return at each position, at most 20. `grammar` is the text of a grammar of llguidance, in
-    Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off. `min_p` excludes
-    tokens below that share of the most probable; `repetition_penalty` above 1 lowers those that prompt or answer have;
-    `bad_words` are never drawn (as their usual tokens); a text of `stop` ends the answer and is part of it.
+    Lark or JSON: only texts that it accepts are drawn, unless `max_tokens` cuts them; "" is off.
+    `repetition_penalty` above 1 lowers tokens that prompt or answer have; a text of `stop` ends the answer and is part
+    of it.
     `logprobs_of` "drawn" are those of the distribution drawn from, "policy" those at `temperature` before anything is
     excluded, which a trainer computes. `schedule` has the `Spans` of each sample, for the embedded engine: a sample
     waits until the weights that draw its next token are there; () takes the weights as they come.
@@ -35,10 +35,8 @@ class Sampling:
     seed: int | None = None
     top_logprobs: int = 0
     grammar: str = ""
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
     logprobs_of: Literal["drawn", "policy"] = "drawn"
     schedule: tuple[Spans, ...] = ()
 
@@ -63,10 +61,8 @@ class Sampling:
                 isinstance(self.top_logprobs, int) and 0 <= self.top_logprobs <= TOP_LOGPROBS,
                 f"top_logprobs must be 0 to {TOP_LOGPROBS}, got {self.top_logprobs!r}",
             ),
-            (0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}"),
             (0 < self.repetition_penalty < math.inf, f"repetition_penalty must be > 0, got {self.repetition_penalty}"),
             (are_texts(self.stop), f"stop must be a list of texts, got {self.stop!r}"),
-            (are_texts(self.bad_words), f"bad_words must be a list of texts, got {self.bad_words!r}"),
             (self.logprobs_of in ("drawn", "policy"), f"logprobs_of must be drawn or policy, got {self.logprobs_of!r}"),
             (
                 not self.schedule or (len(self.schedule) == self.n and all(map(are_spans, self.schedule))),
@@ -80,8 +76,8 @@ class Sampling:
     @property
     def restricted(self) -> bool:
         """Whether tokens are drawn from something else than the policy's distribution at this temperature."""
-        bounded = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        return bounded or self.repetition_penalty != 1 or bool(self.bad_words or self.grammar)
+        bounded = self.top_p < 1 or self.top_k > 0
+        return bounded or self.repetition_penalty != 1 or bool(self.grammar)
 
 
 def are_texts(value: object) -> bool:

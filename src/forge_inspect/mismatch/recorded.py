@@ -125,12 +125,6 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
         raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")
     if settings.get("trainer.backend") == "titan":
         raise ValueError(f"{folder} was trained by TorchTitan, whose checkpoints are not read here: use backend fsdp")
-    quantization = settings.get("generator.quantization")
-    if quantization is not None:
-        raise ValueError(
-            f"{folder} sampled with generator.quantization {quantization}, which is a difference by itself: compare a "
-            "run without it"
-        )
     saved = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
     start = _start_model(folder, settings)
     rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]

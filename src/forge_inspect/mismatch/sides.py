@@ -130,7 +130,7 @@ class EngineSide:
             the log-probabilities that the engine reports, and those that its decoder has of the same tokens; [sampled].
         """
         settings = self.run.settings
-        fields = {name: settings.get(f"grpo.{name}") for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        fields = {name: settings.get(f"grpo.{name}") for name in ("top_p", "top_k", "repetition_penalty")}
         excluding = {name: value for name, value in fields.items() if value is not None}
         sampling = Sampling(temperature=self.run.temperature, max_tokens=FRESH_TOKENS, seed=0, **excluding)
         if sampling.restricted:

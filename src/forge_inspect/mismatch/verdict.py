@@ -17,22 +17,15 @@ from forge.models.read_once import model_config
 from forge.observability.alerts import MISMATCH
 from forge.system.files import write_atomic
 
-from .changes import CHANGES
 from .differences import FLIPPED, FLOAT32, HALF_TIMES, distance, mean_gap
 from .layers import Part, first_part
-from .model_changes import noise
-from .parallel import divided, ranks_of
-from .plain import Plain
+from .plain import Plain, rounded_logprobs
 from .recorded import RecordedRun, open_run
 from .saved import saved_faults
-from .search import Search
 from .sides import EngineSide, Side, TrainerSide
 from .weights import Store
 
 log = logging.getLogger(__name__)
-
-# Residual at which a change is taken at once, and the largest at which it counts, as shares of the difference.
-AT_ONCE, AT_MOST = 0.002, 0.15
 
 
 @dataclass(frozen=True)
@@ -62,9 +55,8 @@ class Link:
 class Mismatch:
     """The result of a comparison.
 
-    component, layer, part, cause, kind: of the first link that disagrees; the layer where one is at fault, the place
-    where states of layers begin to differ (with `bisect`), the cause in a sentence, and its kind in a word. None, and
-    empty texts: there is none. explained: the share of the difference that the cause takes away.
+    component, layer, part: of the first link that disagrees; the layer and the place where states of layers begin to
+    differ (with `bisect`). None, and empty texts: there is none.
     """
 
     run: str
@@ -75,9 +67,6 @@ class Mismatch:
     component: str = ""
     layer: int | None = None
     part: str = ""
-    kind: str = ""
-    cause: str = ""
-    explained: float | None = None
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -152,7 +141,7 @@ class _Comparison:
             if part and further and part[0].first == RECORDED and further[0].component == SAMPLER[2]:
                 outcome.notes.append("the engine's sampler does so now as well: it is not a matter of the recorded run")
         elif outcome.faults:
-            outcome.component, outcome.kind, outcome.cause = EXPORTED, "export", outcome.faults[0]
+            outcome.component = EXPORTED
         for link in (part + further)[1:]:
             outcome.notes.append(f"also different: {link.first} and {link.second}, by {link.worst:.2g} nats")
         return outcome
@@ -168,11 +157,13 @@ class _Comparison:
             *((TRAINED, "trainer now, in bfloat16", REFERENCE[0]) if half[1] else ()),
         }
         if self.rounded:
-            self.noise = HALF_TIMES * distance(noise(self.plain), self.plain.logprobs(), self.owners, self.flipped)
+            self.noise = HALF_TIMES * distance(
+                rounded_logprobs(self.plain), self.plain.logprobs(), self.owners, self.flipped
+            )
         self.values[RECORDED] = run.flat("engine")
         if half[0]:
-            rounded = EngineSide(run, run.start, tensors, run.version, torch.bfloat16)
-            self.sides["engine now, in bfloat16"] = rounded.cached()
+            half_engine = EngineSide(run, run.start, tensors, run.version, torch.bfloat16)
+            self.sides["engine now, in bfloat16"] = half_engine.cached()
         self.sides["engine now"] = engine.cached()
         self.sides["engine now, without cache"] = engine.uncached()
         self.sides["plain forward pass"] = self.plain.side()
@@ -181,8 +172,6 @@ class _Comparison:
         if half[1]:
             self.sides["trainer now, in bfloat16"] = trainer.packed(torch.bfloat16)
         self.values |= {name: side.logprobs for name, side in self.sides.items()}
-        if ranks_of(run) > 1:
-            self.values[DIVIDED] = divided(run)
         recorded = run.flat("trainer")
         if run.updates > 1:
             self.outcome.notes.append(
@@ -242,26 +231,16 @@ class _Comparison:
         return outer and gap <= max(FLOAT32, self.noise)
 
     def _name(self, link: Link, bisect: bool, recorded_together: bool) -> None:
-        """Write the fault of a link: its component, layer and cause."""
+        """Write the fault of a link: its component, and the layer."""
         outcome = self.outcome
-        outcome.component = link.component
-        if link.component == SAMPLER[2]:
-            outcome.kind, outcome.cause = "sampler", "what the engine reports is not what its decoder computes"
-        else:
-            self._explain(link)
-        if recorded_together:
-            outcome.component = SAVED if outcome.kind in OF_WEIGHTS else NOW
+        outcome.component = TOGETHER if recorded_together else link.component
         part = self._part(link) if bisect else None
         if part is not None:
-            outcome.part = part.text
-            if part.is_rounding and outcome.explained is None:
-                outcome.kind, outcome.cause = "bfloat16", "a product was rounded to bfloat16 there"
-            if outcome.layer is None:
-                outcome.layer = part.layer
-        location = outcome.part or ("" if outcome.layer is None else f"layer {outcome.layer}")
+            outcome.part, outcome.layer = part.text, part.layer
+        location = f", {outcome.part}" if outcome.part else ""
+        rounding = "; a product was rounded to bfloat16 there" if part is not None and part.is_rounding else ""
         gap = f"{link.first} and {link.second} differ by {link.mean:.2g} nats on average"
-        reason = outcome.cause or "no single change that was tried gives these numbers"
-        outcome.faults.append(f"{outcome.component}{', ' if location else ''}{location}: {gap}; {reason}")
+        outcome.faults.append(f"{outcome.component}{location}: {gap}{rounding}")
 
     def _part(self, link: Link) -> Part | None:
         """The first layer whose states differ between the sides of a link; None: one has no states."""
@@ -269,41 +248,8 @@ class _Comparison:
             return None
         return first_part(self.sides[link.first], self.sides[link.second])
 
-    def _explain(self, link: Link) -> None:
-        """Find the change to the plain computation that gives the numbers of the side that is further from it."""
-        is_reference = link.component == REFERENCE[2]
-        plain = Plain(self.run, self.store.version(0)) if is_reference else self.plain
-        base = plain.logprobs()
-        sides = (self.values[link.first], self.values[link.second])
-        target = max(sides, key=lambda side: distance(side, base, self.owners, self.flipped))
 
-        def grade(logprobs: np.ndarray) -> float:
-            return distance(target, logprobs, self.owners, self.flipped)
-
-        search = Search(plain, self.store, target, base, grade)
-        gap = grade(base)
-        best = None
-        residual = gap
-        for change in CHANGES:
-            for trial in change(search):
-                if trial.by_size:
-                    size = distance(trial.logprobs, base, self.owners, self.flipped)
-                    if best is None and gap / 5 <= size <= gap * 5:
-                        best, residual = trial, 0.0
-                elif (grade_left := grade(trial.logprobs)) < residual and grade_left <= max(
-                    AT_MOST * gap, link.tolerance / 2
-                ):
-                    best, residual = trial, grade_left
-            if best is not None and residual <= max(AT_ONCE * gap, FLOAT32 / 10):
-                break
-        if best is None:
-            return
-        outcome = self.outcome
-        outcome.kind, outcome.cause, outcome.layer = best.kind, best.text, best.layer
-        outcome.explained = None if best.by_size else 1 - residual / gap
-
-
-RECORDED, TRAINED, DIVIDED = "recorded engine", "recorded trainer", "trainer now, over its ranks"
+RECORDED, TRAINED = "recorded engine", "recorded trainer"
 COMPONENTS = {
     RECORDED: "the engine as it sampled",
     "engine now": "the engine's dtype",
@@ -312,11 +258,10 @@ COMPONENTS = {
     "trainer now, unpacked": "the trainer's forward pass",
     "trainer now, packed": "the trainer's packing",
     "trainer now, in bfloat16": "the trainer's dtype",
-    DIVIDED: "the trainer's parallelism",
     TRAINED: "the trainer as it trained",
 }
-SAVED, NOW = "the saved weights", "the settings or the model of today"
+# Where what was recorded agrees, and nothing that is computed now does.
+TOGETHER = "the saved weights, or the settings or the model of today"
 EXPORTED = "the saved model"
-OF_WEIGHTS = ("stale weights", "order of layers", "order of weights", "LoRA scale", "tied head")
 SAMPLER = ("engine now, sampling", "engine now, decoding the same tokens", "the engine's sampler")
 REFERENCE = ("recorded reference", "reference now", "the reference model")

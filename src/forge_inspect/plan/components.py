@@ -174,11 +174,7 @@ def _add_seconds(
     itemsize = 2 if cfg.generator.dtype == "bfloat16" else 4
     plan.sequences = engine.sequences
     plan.decoding = decoding_cost(config, cfg.generator, device)
-    # Weights in 8 bits are read, written in the dtype of the product, and read again.
-    narrow = 1.0 - engine.weights / (plan.elements * itemsize) if cfg.generator.quantization is not None else 0.0
-    quantized = narrow * itemsize / (itemsize - 1)  # share of the elements
-    per_element = itemsize + quantized * (1 + itemsize)
-    plan.decode_weights = active_elements(config, plan.elements) * per_element / generator.procs
+    plan.decode_weights = active_elements(config, plan.elements) * itemsize / generator.procs
     plan.token_bytes = engine.token_bytes
     plan.seconds["generation"] = generation_seconds(
         config,
@@ -234,8 +230,9 @@ def _add_remedies(
 
 
 def _add_notes(plan: Plan, cfg: TrainingRecipe) -> None:
-    if cfg.trained > 1:
-        plan.notes.append(f"{cfg.trained} policies are trained at once: the seconds are those of the first")
+    trained = 1 + sum(further.trains for further in getattr(cfg, "models", {}).values())
+    if trained > 1:
+        plan.notes.append(f"{trained} policies are trained at once: the seconds are those of the first")
     if "generation" in plan.seconds:
         longest = max(plan.seconds, key=plan.seconds.__getitem__)
         share = plan.seconds[longest] / plan.step_seconds

@@ -11,7 +11,6 @@ from forge.engines.cache import BLOCK, WIDTH, rounded, token_bytes
 from forge.engines.engine import MARGIN
 from forge.engines.interface import check_length
 from forge.engines.settings import EngineSettings
-from forge.engines.weights import weight_bytes
 
 from .devices import CONTEXT, Device
 
@@ -54,8 +53,6 @@ def engine_memory(
     length = rounded(check_length(config, settings.max_seq_len), BLOCK)
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // procs
     weights = elements * itemsize // procs
-    if settings.quantization is not None:
-        weights = weight_bytes(config, getattr(torch, settings.dtype), settings.quantization)
     if settings.engine == "vllm":
         share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
         cache = max(0, int(share * device.memory) - weights - MARGIN)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from forge.engines import load_engine
-from forge.engines.grammar import json_grammar
+from forge_agents.grammar import json_grammar
 from forge.types import Sampling
 
 from ...envs.conftest import bpe  # noqa: F401

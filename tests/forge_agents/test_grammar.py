@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from forge.engines import EmbeddedEngine
-from forge.engines.grammar import Grammars, calls_grammar, json_grammar
+from forge_agents.grammar import Grammars, calls_grammar, json_grammar
 from forge.envs.calls import read_action
 from forge.models.tokenizer import character_tokenizer
 from forge.types import Completion, Sampling
@@ -261,7 +261,7 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
 def test_without_llguidance_the_error_says_what_to_install(
     saved: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forge.engines.grammar.find_spec", lambda name: None)
+    monkeypatch.setattr("forge_agents.grammar.find_spec", lambda name: None)
     with EmbeddedEngine(saved[0], slots=2) as engine, pytest.raises(ValueError, match=r"torchforge-rl\[agents\]"):
         engine.submit([5], Sampling(grammar='start: "a"'))
     with pytest.raises(ValueError, match="pip install"):

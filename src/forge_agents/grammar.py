@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..models.tokenizer import open_tokenizer
+from forge.models.tokenizer import has_tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -181,11 +181,6 @@ def _checked(grammar: str) -> str:
     if error:
         raise ValueError(f"the schema is not supported: {_line(error)}")
     return grammar
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder has a tokenizer: for one without, transformers makes one that has no vocabulary."""
-    return any(path.name.startswith(("tokenizer", "vocab")) for path in folder.iterdir())
 
 
 def _check_installed() -> None:
