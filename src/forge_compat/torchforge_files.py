@@ -157,7 +157,7 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             (arguments if is_pass else optimizer)[name] = target[1]
         elif key == "optimizer.name" and value is not None:
             raise ValueError(
-                f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'muon'}}"
+                f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'module:Class'}}"
             )
         # Others have no effect here, but for those of the schedule.
         elif value is not None and _note(key) in (NOTES[""], NOTES["lr_scheduler."]):

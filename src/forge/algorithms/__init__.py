@@ -17,7 +17,6 @@ A loss is a callable that takes what it needs by name, each a tensor of one shap
     tokens               the taken tokens' ids
     positions            the number of a token in its answer, from 0
     groups               the number of the prompt whose group a token's sequence belongs to
-    NAME                 1 in a span of the answer's text, 0 elsewhere, of a loss with `spans = {"NAME": pattern}`
     branch_shares        where episodes have branches, each a sequence: the share of its episode's trained tokens that
                          a token's branch has
 

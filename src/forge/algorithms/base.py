@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -55,8 +54,6 @@ class Algorithm:
         needs_teacher: the reference model must be a model other than the start.
         on_policy: every sample is treated as the current policy's own.
         dynamic_sampling: maximum number of prompts without signal that are replaced for each prompt of a batch.
-        spans: regular expressions by name, for masks of the tokens that match them in an answer (group 1, if there is
-            one); `token_loss` gets those that it names.
 
     Raises:
         ValueError: a setting out of its range.
@@ -76,7 +73,6 @@ class Algorithm:
     needs_critic: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     whiten: ClassVar[bool] = False
-    spans: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Some algorithms have these as settings.
     within_group = True
     on_policy = False
@@ -117,7 +113,7 @@ class Algorithm:
         """The loss of every token, to be minimised; all tensors of one shape.
 
         An override gets what its parameters name: of these, `behaviour_logprobs`, further tensors of `forge.algorithms`
-        such as `tokens` and `positions`, and its `spans`.
+        such as `tokens` and `positions`.
         """
         return -ratio * advantages
 
@@ -244,11 +240,6 @@ class OwnLoss(Algorithm):
         self._requires_reference = ref is not None and ref.default is ref.empty and beta is None
         # Shown as `forward`, so that the trainer passes the tensors that the function itself names.
         self.forward = partial(call, **self.settings) if self.settings else call
-
-    @property
-    def spans(self) -> Mapping[str, str]:  # type: ignore[override]
-        """The function's own `spans`, where it has them."""
-        return getattr(self.function, "spans", {})
 
     @property
     def aggregation(self) -> Aggregation:  # type: ignore[override]

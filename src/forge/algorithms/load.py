@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ..config.plugin import construct, nearest_setting, resolve
@@ -73,11 +72,10 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if isinstance(target, Algorithm):
         if settings:
             raise ValueError(f"{subject} is an object and has its settings: omit {', '.join(settings)}")
-        spans = check_patterns(target.spans, TENSORS, subject)
-        if unknown := [name for name in target.further if name not in TENSORS and name not in spans]:
+        if unknown := [name for name in target.further if name not in TENSORS]:
             raise ValueError(
                 f"{subject}: token_loss names {unknown[0]!r}, which is not a tensor of a batch: there are "
-                f"{', '.join((*TENSORS, *spans))}"
+                f"{', '.join(TENSORS)}"
             )
         return target
     # A function: parameters that are not tensors of a batch are its settings.
@@ -87,8 +85,7 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     parameters = [
         p for p in inspect.signature(call).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    spans = check_patterns(getattr(target, "spans", {}), TENSORS, subject)
-    arguments = [p for p in parameters if p.name not in TENSORS and p.name not in spans]
+    arguments = [p for p in parameters if p.name not in TENSORS]
     if unknown := [name for name in settings if name not in {p.name for p in arguments}]:
         names = ", ".join(p.name for p in arguments) or "none"
         raise ValueError(f"{subject} has no setting {unknown[0]!r}: it has {names}")
@@ -100,21 +97,6 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if len(arguments) == len(parameters):
         raise ValueError(f"{subject} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
     return OwnLoss(target, settings)
-
-
-def check_patterns(spans: object, taken: Sequence[str], subject: str) -> dict[str, str]:
-    """The spans that an algorithm declares. ValueError: not patterns by name, or a name that a tensor has."""
-    if not isinstance(spans, Mapping) or not all(isinstance(value, str) for value in spans.values()):
-        raise ValueError(f"{subject}: spans are regular expressions by name, got {spans!r:.80}")
-    # Before any process starts: the trainer would find it at the first step.
-    for name, pattern in spans.items():
-        if name in taken:
-            raise ValueError(f"{subject}: the span {name!r} has the name of a tensor: choose another")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{subject}: the span {name} = {pattern!r} is not a regular expression: {error}") from None
-    return dict(spans)
 
 
 def setting_names(algorithm: Any) -> frozenset[str]:

@@ -236,15 +236,6 @@ class TrainingRecipe(Section):
 
     def _check(self) -> None:
         rules.check(rules.RECIPE_RULES, self)
-        self._check_installed(self.training)
-
-    def _check_installed(self, *sections: Any) -> None:
-        if extras.are_needed():
-            try:
-                for section in sections:
-                    section.check_installed()
-            except ImportError as error:
-                raise ConfigError(str(error)) from None
 
     def layout(self, name: str) -> Parallelism:
         """The layout in which service `name` divides its model. The trainer alone divides experts.
@@ -346,7 +337,11 @@ class RecipeConfig(TrainingRecipe):
     def _check(self) -> None:
         super()._check()
         rules.check(rules.SAMPLING_RULES, self)
-        self._check_installed(self.generator)
+        if extras.are_needed():
+            try:
+                self.generator.check_installed()
+            except ImportError as error:
+                raise ConfigError(str(error)) from None
 
     @property
     def files(self) -> list[str]:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..models.files import read_json
 from ..models.weight_layouts import split_experts
-from ..system.boxes import Box, full_box, local_boxes
-
-MAPPED = 1 << 28  # bytes of tensors read before a file is closed: the pages of a mapped file count as this process's
-
-Read = tuple[str, Box, tuple[int, ...], Tensor]  # name, block, shape of the whole tensor, where the block goes
+from ..system.boxes import local_boxes
 
 
 def on_meta(
@@ -84,24 +82,22 @@ def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
     Raises:
         ValueError: the files lack a tensor, or it has another shape; names it.
     """
-    files = files_of(folder)
-    # Which part of which file each tensor needs, file by file.
-    reads: dict[Path, list[Read]] = {}
+    # Files have each expert by itself, models a stack of them, which is sharded along its first dimension alone.
+    parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        for read in _parts(name, tensor.detach()):
-            if read[0] not in files:
-                raise ValueError(f"{folder} has no safetensors file with tensor {read[0]!r}")
-            reads.setdefault(files[read[0]], []).append(read)
-    for file, of_file in reads.items():
-        for some in _batches(of_file):
-            with safe_open(file, framework="pt") as opened:
-                for name, box, shape, values in some:
-                    stored = opened.get_slice(name)
-                    if tuple(stored.get_shape()) != shape:
-                        raise ValueError(
-                            f"{file}: tensor {name!r} has shape {tuple(stored.get_shape())}, the model has {shape}"
-                        )
-                    values.copy_(stored[box.within(full_box(shape))])
+        boxes = local_boxes(tensor.detach())
+        named = [pair for box, values in boxes for pair in split_experts([(name, values)], first=box.offset[0])]
+        parts |= {name: tensor.detach()} if {plain for plain, _ in named} <= {name} else dict(named)
+
+    reader = HuggingFaceStorageReader(str(folder))
+    stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    for name, tensor in parts.items():
+        if name not in stored:
+            raise ValueError(f"{folder} has no safetensors file with tensor {name!r}")
+        if tuple(stored[name].size) != tuple(tensor.shape):
+            shapes = f"{tuple(stored[name].size)}, the model has {tuple(tensor.shape)}"
+            raise ValueError(f"{folder}: tensor {name!r} has shape {shapes}")
+    dcp.load(parts, storage_reader=reader, no_dist=True)
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -113,26 +109,3 @@ def files_of(folder: Path) -> dict[str, Path]:
     if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     return {}
-
-
-def _parts(name: str, parameter: Tensor) -> Iterator[Read]:
-    """This rank's part of a parameter, under the names of the files; experts are stacked along their first dimension,
-    the only one in which they are sharded."""
-    for box, values in local_boxes(parameter):
-        for plain, part in split_experts([(name, values)], first=box.offset[0]):
-            if plain == name:
-                yield plain, box, tuple(parameter.shape), part
-            else:
-                yield plain, full_box(part.shape), tuple(part.shape), part
-
-
-def _batches(reads: Iterable[Read]) -> Iterator[list[Read]]:
-    some: list[Read] = []
-    size = 0
-    for read in reads:
-        some.append(read)
-        size += torch.Size(read[2]).numel() * read[3].itemsize
-        if size >= MAPPED:
-            yield some
-            some, size = [], 0
-    yield some

@@ -1,9 +1,7 @@
-"""The optimisers of a trainer: AdamW, Muon and 8-bit AdamW, with state in a dtype that is set separately."""
+"""The optimisers of a trainer: AdamW with state in a dtype that is set separately, or a class by its name."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,46 +10,32 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from .muon import Update, orthogonalise, rounds
+from ..config.plugin import resolve
 from .settings import OptimizerSettings
 
 ParameterGroup = dict[str, Any]
 
-# Muon scaled as Liu et al. 2025 (arXiv 2502.16982): an update has the root mean square of AdamW's, about 0.2 of the
-# learning rate.
-MOMENTUM = 0.95
-RMS = 0.2
-
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """The optimiser of `settings`, with weight decay on matrices only, not on norms and biases.
-
-    Muon is for the matrices of decoder layers: embeddings, heads, norms and biases are AdamW's.
+    """Build the optimiser of `settings`, with weight decay on matrices only, not on norms and biases.
 
     Raises:
-        ImportError: adamw8bit without torchao.
+        ValueError: `settings.optimizer` names a class that does not exist.
     """
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    inner = {name for name, p in trainable if settings.optimizer == "muon" and ".layers." in name and p.dim() >= 2}
-    matrices = [p for name, p in trainable if p.dim() >= 2 and name not in inner]
+    trainable = [p for p in model.parameters() if p.requires_grad]
     groups: list[ParameterGroup] = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": [p for _, p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     adam: Any = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
-    if settings.optimizer == "adamw8bit":
-        settings.check_installed()
-        from .lowbit import AdamW8bit
+    if settings.optimizer != "adamw":
+        return resolve(settings.optimizer, "training.optimizer")(groups, **adam)  # type: ignore[no-any-return]
 
-        return AdamW8bit(groups, **adam)
     # torch's AdamW has its state in the dtype of the weights.
     state_dtype = settings.optimizer_dtype and getattr(torch, settings.optimizer_dtype)
-    if settings.optimizer == "adamw" and all(state_dtype in (None, p.dtype) for _, p in trainable):
+    if all(state_dtype in (None, p.dtype) for p in trainable):
         return torch.optim.AdamW(groups, **adam, fused=True)
-    if inner:
-        orthogonalised = [p for name, p in trainable if name in inner]
-        groups.insert(0, {"params": orthogonalised, "weight_decay": settings.weight_decay, "muon": True})
-    return MixedOptimizer(groups, state_dtype, **adam)
+    return MixedAdamW(groups, state_dtype, **adam)
 
 
 @torch.no_grad()
@@ -65,12 +49,12 @@ def begin(optimizer: torch.optim.Optimizer) -> None:
         return
     _init_optim_state(optimizer)
     for state in optimizer.state.values():
-        if "step" in state:  # not of Muon
+        if "step" in state:
             state["step"].zero_()
 
 
-class MixedOptimizer(torch.optim.Optimizer):
-    """AdamW, and Muon in groups with `muon`: computed in float32, with state of any dtype.
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW, computed in float32, with state of any dtype.
 
     With bfloat16 weights and float32 state, `remainder` holds what rounding took from each weight, the low 16 bits of
     its float32 value. The two together are that value, so that no update is lost: training is that of float32 weights.
@@ -81,22 +65,18 @@ class MixedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[ParameterGroup], dtype: torch.dtype | None, **adam: Any) -> None:
         self.dtype = dtype
-        super().__init__(groups, adam | {"weight_decay": 0.0, "muon": False})
+        super().__init__(groups, adam | {"weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. All ranks must call this."""
+        """Update every parameter that has a gradient. All ranks must call this."""
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["muon"]:
-                for matrices in rounds(parameters):
-                    orthogonalise([self._muon(parameter, group) for parameter in matrices])
-                continue
-            for parameter in parameters:
-                self._adam(parameter, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both optimisers' state, each parameter's in its own type."""
+        """Restore the state, each parameter's in its own type."""
         super().load_state_dict(state_dict)
         # torch has cast all state to the dtype of the weights.
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -104,43 +84,31 @@ class MixedOptimizer(torch.optim.Optimizer):
                 if number in state_dict["state"]:
                     self.state[parameter] = dict(state_dict["state"][number])
 
-    def _begin(self, parameter: Tensor, muon: bool) -> dict[str, Tensor]:
+    def _make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         dtype = self.dtype or parameter.dtype
-        names = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
-        state = {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
-        if not muon:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         if parameter.dtype == torch.bfloat16 and dtype == torch.float32:
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def _muon(self, parameter: Tensor, group: ParameterGroup) -> Update:
-        """The update of a matrix, which is applied once it has its direction."""
-        work = self._work(parameter, muon=True)
-        momentum = work.moments["momentum_buffer"].lerp_(work.gradient, 1 - MOMENTUM)
-        rate = group["lr"]
-        decay = group["weight_decay"]
-
-        def part() -> Tensor:
-            return work.gradient.lerp(momentum, MOMENTUM)
-
-        def apply(direction: Tensor) -> None:
-            scale = rate * RMS * math.sqrt(max(parameter.shape[-2:]))
-            work.exact.mul_(1 - rate * decay).add_(direction.to(work.exact.device), alpha=-scale)
-            work.store()
-
-        return Update(parameter, part, apply)
-
-    def _adam(self, parameter: Tensor, group: ParameterGroup) -> None:
-        work = self._work(parameter, muon=False)
+    def _update(self, parameter: Tensor, group: ParameterGroup) -> None:
+        assert parameter.grad is not None
+        if not self.state[parameter]:
+            self.state[parameter] = self._make_state(parameter)
+        # On this rank's part, in float32: the stored tensors themselves where they are float32.
+        state = {name: local(value) for name, value in self.state[parameter].items()}
+        weight = local(parameter)
+        exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
+        moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
         beta1, beta2 = group["betas"]
         adamw(
-            [work.exact],
-            [work.gradient],
-            [work.moments["exp_avg"]],
-            [work.moments["exp_avg_sq"]],
+            [exact],
+            [local(parameter.grad).float()],
+            [moments[0]],
+            [moments[1]],
             [],
-            [work.state["step"]],
+            [state["step"]],
             amsgrad=False,
             maximize=False,
             fused=True,
@@ -150,39 +118,14 @@ class MixedOptimizer(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        work.store()
 
-    def _work(self, parameter: Tensor, muon: bool) -> _Work:
-        assert parameter.grad is not None
-        if not self.state[parameter]:
-            self.state[parameter] = self._begin(parameter, muon)
-        state = {name: local(value) for name, value in self.state[parameter].items()}
-        weight = local(parameter)
-        exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
-        moments = {name: value.float() for name, value in state.items() if name not in ("step", "remainder")}
-        return _Work(weight, local(parameter.grad).float(), exact, state, moments)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What an update computes with, on this rank's part of a parameter: float32 tensors, or the stored ones themselves
-    where they are float32."""
-
-    weight: Tensor
-    gradient: Tensor
-    exact: Tensor
-    state: dict[str, Tensor]
-    moments: dict[str, Tensor]
-
-    def store(self) -> None:
-        """Write back to the dtypes in which weights and state are stored."""
-        for name, value in self.moments.items():
-            if self.state[name].dtype != value.dtype:
-                self.state[name].copy_(value)
-        if "remainder" in self.state:
-            split_bits(self.exact, self.weight, self.state["remainder"])
-        elif self.weight.dtype != self.exact.dtype:
-            self.weight.copy_(self.exact)
+        for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            if state[name].dtype != moment.dtype:
+                state[name].copy_(moment)
+        if "remainder" in state:
+            split_bits(exact, weight, state["remainder"])
+        elif weight.dtype != exact.dtype:
+            weight.copy_(exact)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from ..config.plugin import resolve
 from ..config.sections import Section
 from ..models.architecture import BIASES, MLP_BIASES, sparse_layers
 
@@ -26,9 +26,9 @@ FUSED = ("qkv_proj", "gate_up_proj")  # as Phi-3 has them
 class OptimizerSettings(Section):
     """The optimiser, AdamW (Loshchilov & Hutter 2019) by default, with a schedule over optimiser steps."""
 
-    optimizer: Literal["adamw", "muon", "adamw8bit"] = "adamw"
-    """`muon`: Muon for the matrices of decoder layers, AdamW for all else, with the same learning rate; `adamw8bit`:
-    torchao's AdamW, whose moments have 8 bits ([parallelism.md](parallelism.md))."""
+    optimizer: str = "adamw"
+    """`adamw`, or a class of torch's interface that takes groups, `lr`, `betas` and `eps`, such as
+    `torchao.optim:AdamW8bit` ([parallelism.md](parallelism.md))."""
     optimizer_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the optimiser's state; null: that of the weights. float32 with bfloat16 weights keeps their low bits
     as well: no update is lost, at 14 bytes a parameter. bfloat16 with float32 weights: 12 bytes."""
@@ -57,18 +57,13 @@ class OptimizerSettings(Section):
         # Combinations that would silently do something else.
         if self.schedule != "constant" and self.steps <= self.warmup_steps:
             raise ValueError(f"a {self.schedule} schedule needs steps > warmup_steps, got {self.steps}")
-        if self.optimizer_dtype is not None and self.optimizer == "adamw8bit":
-            raise ValueError("training.optimizer_dtype does nothing: the state of adamw8bit has 8 bits")
+        if self.optimizer != "adamw":
+            resolve(self.optimizer, "training.optimizer")
         if self.optimizer_dtype == "bfloat16" and self.beta2 >= 1 - 1 / 256:
             raise ValueError(
                 f"training.beta2 = {self.beta2} is too close to 1 for training.optimizer_dtype bfloat16: a mean of "
                 "squares that falls by less than 1/256 is rounded to where it was; set it below 0.996, or float32"
             )
-
-    def check_installed(self) -> None:
-        """ImportError: torchao is missing; says what to install."""
-        if self.optimizer == "adamw8bit" and find_spec("torchao") is None:
-            raise ImportError('training.optimizer adamw8bit needs torchao: pip install "torchforge-rl[lowbit]"')
 
     def kind(self, weights_dtype: str) -> str:
         """The optimiser, and the dtype of its state where the weights have another."""

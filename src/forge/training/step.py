@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -58,14 +58,8 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
             yield replace(part, weights=part.weights * np.float32(len(order) / len(drawn)))
 
 
-def loss_inputs(
-    micro: Batch, output: TokenScores | TokenValues, spans: Mapping[str, np.ndarray] | None = None
-) -> Inputs:
-    """The tensors that a loss may name as parameters, each [trained]; None where missing.
-
-    Args:
-        spans: masks of the batch's tokens, [tokens] bool, by the names of the loss.
-    """
+def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
+    """Return the tensors that a loss may name as parameters, each [trained]; None where missing."""
     sequences = np.repeat(np.arange(len(micro)), micro.lengths)
     numbers: dict[str, np.ndarray | None] = {
         "ref_logprobs": micro.ref_logprobs,
@@ -78,7 +72,6 @@ def loss_inputs(
         "positions": positions(micro.mask, sequences),
         "groups": None if micro.groups is None else np.repeat(micro.groups, micro.lengths),
         "branch_shares": None if micro.branch_shares is None else np.repeat(micro.branch_shares, micro.lengths),
-        **{name: mask.astype(np.float32) for name, mask in (spans or {}).items()},
         "behaviour_logprobs": micro.logprobs,
         "proximal_logprobs": micro.proximal_logprobs,
     }

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoConfig
 
 from ..data.packing import split
-from ..models.tokenizer import open_tokenizer
 from ..models.weight_layouts import adapters, merge_adapters
 from ..system.devices import repeat_bits
 from ..types import Batch
@@ -30,7 +29,6 @@ from .fsdp import reduce_over_copies, reshard
 from .optimizers import build_optimizer
 from .policy import TokenScores, TokenValues
 from .settings import Backend, Head, LoraSettings, OptimizerSettings, PassSettings
-from .spans import spans_in
 from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
 from .transfer import to_device
 
@@ -246,7 +244,7 @@ class PolicyTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         for turn, micro in enumerate(micro_batches):
             output = self._forward(micro)
-            inputs = loss_inputs(micro, output, self._spans(micro, loss))
+            inputs = loss_inputs(micro, output)
             value = micro_batch_loss(loss, micro, inputs, output)
             total += value.detach()
             if self.policy.routers is not None:
@@ -286,16 +284,6 @@ class PolicyTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
-
-    def _spans(self, micro: Batch, loss: Loss) -> dict[str, np.ndarray]:
-        """The masks of the spans that a loss declares; its text is read only where there are some."""
-        patterns = getattr(loss, "spans", {})
-        # Most losses have none, and need no tokenizer.
-        if not patterns:
-            return {}
-        if self._tokenizer is None:
-            self._tokenizer = open_tokenizer(str(self._model))
-        return spans_in(micro, patterns, self._tokenizer)
 
     def _forward(self, batch: Batch) -> TokenScores | TokenValues:
         with precision(self.ranks, self.dtype):

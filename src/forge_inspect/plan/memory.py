@@ -61,7 +61,7 @@ def trainer_memory(
     weights = _sharded(passes.weights.values()) * itemsize // parts
     gradients = _sharded(trained) * itemsize // parts
     state = sum(state_bytes(weight, settings, optimizer) * weight.spread for weight in trained) // parts
-    update = max((update_bytes(weight, settings, optimizer, parts, tensor, copies) for weight in trained), default=0)
+    update = max((update_bytes(weight, settings, optimizer, parts) for weight in trained), default=0)
     # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
     copied = FLOAT if micro_batches > 1 or itemsize != FLOAT else 0
     size = passes.itemsize
@@ -115,35 +115,19 @@ def _sharded(weights: Iterable[Weight]) -> int:
 
 
 def state_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings) -> int:
-    """The optimiser's state of a weight, see `forge.training.optimizers`."""
-    weights_dtype = settings.weights_dtype
-    dtype = optimizer.optimizer_dtype or weights_dtype
-    if optimizer.optimizer == "adamw8bit":
-        return int(weight.elements * 2 * (1 + FLOAT / 256))  # a scale for each block
-    moments = 1 if optimizer.optimizer == "muon" and weight.is_inner and weight.is_matrix else 2
-    remainder = 2 if (weights_dtype, dtype) == ("bfloat16", "float32") else 0
-    return weight.elements * (moments * ITEMSIZE[dtype] + remainder)
-
-
-def update_bytes(
-    weight: Weight, settings: PassSettings, optimizer: OptimizerSettings, parts: int, tensor: int, copies: int
-) -> int:
-    """What the update of one weight, or with Muon that of a round of them, holds for a moment on a rank."""
+    """Return the bytes of AdamW's state of a weight, see `forge.training.optimizers`."""
     dtype = optimizer.optimizer_dtype or settings.weights_dtype
-    orthogonalised = optimizer.optimizer == "muon" and weight.is_inner and weight.is_matrix
-    if optimizer.optimizer == "adamw" and dtype == settings.weights_dtype:
+    remainder = 2 if (settings.weights_dtype, dtype) == ("bfloat16", "float32") else 0
+    return weight.elements * (2 * ITEMSIZE[dtype] + remainder)
+
+
+def update_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSettings, parts: int) -> int:
+    """Return the bytes that the update of one weight holds for a moment on a rank."""
+    dtype = optimizer.optimizer_dtype or settings.weights_dtype
+    if dtype == settings.weights_dtype:
         return 0  # fused
-    moments = 1 if orthogonalised else 2
-    singles = FLOAT * ((settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * moments)
-    if not orthogonalised:
-        return weight.elements * weight.spread * singles // parts
-    # Newton and Schulz: five matrices in bfloat16.
-    iteration = 5 * 2
-    if weight.is_stack or parts * tensor * copies == 1:
-        return weight.elements * weight.spread * (singles + FLOAT + iteration) // parts
-    # A round has a matrix for each rank: the parts of all of them are one matrix for each copy of the shards. Beside
-    # the iteration's are the parts of its result, for each further copy.
-    return weight.elements * tensor * (singles * copies + iteration + 2 * (copies - 1))
+    singles = FLOAT * ((settings.weights_dtype == "bfloat16") * 2 + (dtype == "bfloat16") * 2)
+    return weight.elements * weight.spread * singles // parts
 
 
 def _phase(gradients: int) -> str:
