@@ -76,11 +76,11 @@ endif
 
 # vLLM pins other versions of what the rest stands on: an environment of its own.
 test-vllm: $(VLLM)/installed
-	$(VLLM)/bin/python -m pytest tests/engines/conformance -k vllm
+	$(VLLM)/bin/python -m pytest tests/engines/conformance tests/forge_vllm -k vllm
 
 # TorchTitan fits beside the rest; it is asked for by those who use it.
 test-titan: $(TITAN)/installed
-	$(TITAN)/bin/python -m pytest tests/training/test_titan.py
+	$(TITAN)/bin/python -m pytest tests/forge_titan
 
 # sdist and wheel, installed in an empty environment and used from outside this checkout.
 package: $(VENV)/installed-dev

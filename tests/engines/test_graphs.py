@@ -22,7 +22,6 @@ from tests.emulated import NAME, Emulation, emulated, lines
 
 from .captured import NotCapturable, checked_capture, compare, run, step_of
 from .test_emulated import LONGEST, assert_equal, decode, folders
-from .test_read_every import answers
 
 __all__ = ["folders"]  # a fixture
 
@@ -42,23 +41,6 @@ def test_captured_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[st
     """Requests of all kinds, a growing cache, updates, a release: what a graph could not hold would fail the engine."""
     expected = decode(folders[family], device="cpu")
     assert_equal(decode(folders[family], cuda_graphs=True), expected)
-
-
-def test_captured_steps_that_the_host_reads_later_draw_the_tokens_of_the_cpu(
-    folders: dict[str, Path], device: Emulation
-):
-    with EmbeddedEngine(folders["qwen3"], slots=8, max_seq_len=LONGEST, device="cpu") as engine:
-        expected = answers(engine)
-    for read_every in (2, 7):
-        with EmbeddedEngine(
-            folders["qwen3"], slots=8, max_seq_len=LONGEST, cuda_graphs=True, read_every=read_every
-        ) as engine:
-            answers_of_device = answers(engine)
-            replayed = engine._batch.graphs.replayed
-        assert replayed > 40
-        for answer, other in zip(answers_of_device, expected, strict=True):
-            assert answer.token_ids == other.token_ids
-            assert answer.finish == other.finish
 
 
 class CardGraph:
@@ -138,18 +120,6 @@ def test_a_step_is_one_graph_and_one_wait(
     assert (few[1], many[1]) == (19, 59)
     assert many[2] - few[2] <= 40 * launches_a_step
     assert (many[3] - few[3]).total() <= 40 * waits_a_step, lines(many[3] - few[3])
-
-
-def test_the_host_waits_once_for_several_steps(folders: dict[str, Path], device: Emulation):
-    few = steps(folders["qwen3"], device, 20, read_every=4)
-    many = steps(folders["qwen3"], device, 60, read_every=4)
-    assert (few[:2], many[:2]) == ((20, 19), (60, 59))
-    # The number of rows and the graph, and for four steps together the copy of which rows have ended.
-    assert many[2] - few[2] <= 40 * (LAUNCHES - 1) + 10
-    assert (many[3] - few[3]).total() <= 10, lines(many[3] - few[3])
-    # A stream is read token by token.
-    streamed = [steps(folders["qwen3"], device, n, lambda *_: None, read_every=4)[3] for n in (20, 60)]
-    assert (streamed[1] - streamed[0]).total() > 40
 
 
 def test_without_graphs_each_operator_is_a_launch(folders: dict[str, Path], device: Emulation):

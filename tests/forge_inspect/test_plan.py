@@ -207,18 +207,6 @@ def test_bad_input_is_one_line(words: list[str], message: str, monkeypatch: pyte
     assert "\n" not in str(ended.value.code)
 
 
-def test_a_planned_run_is_simulated(capsys: pytest.CaptureFixture[str]):
-    """Overlap is worth what the slower of the two phases leaves, and lock-step takes the sum of both."""
-    main(["plan", "apps/grpo/qwen3_1_7b.yaml", "--gpus", "2xH100", "--simulate"])
-    _, plan_of_recipe = planned("apps/grpo/qwen3_1_7b.yaml", [], "2xH100")
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    seconds = {line[0]: float(line[1]) for line in lines if line and line[0] in ("0", "1", "2", "4")}
-    assert seconds.keys() == {"0", "1", "2", "4"}
-    assert seconds["0"] > seconds["1"] > max(plan_of_recipe.seconds["training"], 1.0) * 0.99
-    with pytest.raises(SystemExit, match="generates and trains on GPUs"):
-        main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "8xH100", "--simulate"])
-
-
 def test_machines():
     assert parse_machines("8xh100", CPU) == Machines(DEVICES["H100"], 8)
     assert parse_machines("A100-40", CPU) == Machines(DEVICES["A100-40"], 1)

@@ -13,7 +13,7 @@ from forge.rewards.config import VerifiersConfig
 from forge_inspect.cli.plan import planned
 from forge_inspect.plan.components import Plan
 from forge_weaver import RankMean, ScoreTable, save_ensemble
-from tests.recipes.test_plan import small_scorer
+from tests.forge_inspect.test_plan import small_scorer
 
 RECIPE = "apps/grpo/qwen3_1_7b.yaml"
 ON_GPU = ["--services.reward.with_gpus", "true"]

@@ -14,7 +14,6 @@ from transformers import AutoConfig
 
 from forge.config import Arguments, to_dict
 from forge.engines import EmbeddedEngine
-from forge.engines.vllm_args import check_keys
 from forge.models import FAMILIES, check_family
 from forge.models.architecture import check_config, longest
 from forge.recipes.distill import DistillConfig
@@ -26,6 +25,7 @@ from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft import SFTConfig
 from forge.training.policy import Policy, ScalarModel
+from forge_vllm.arguments import check_keys
 from tests.models.config_fields import OTHERS, VALUES, Cell, cases, cell, config_of, fields_of, sweep
 from tests.recipes.test_recipes import CONFIG
 from tests.training.cases import example, make_trainer, tiny_model, write_classifier, write_model
@@ -150,7 +150,7 @@ def test_no_recipe_starts_with_such_a_model(tmp_path: Path, recipe: str, monkeyp
     def never(*_: Any) -> None:
         raise AssertionError("started")
 
-    monkeypatch.setattr("forge.engines.vllm_args.check_installed", lambda: None)
+    monkeypatch.setattr("forge_vllm.arguments.check_installed", lambda: None)
     good = write_model(tmp_path / "good", "qwen3")
     bad = with_values(tmp_path / "bad", "gemma3_text", final_logit_softcapping=5.0)
     schema, sections, words = RECIPES[recipe]

@@ -17,7 +17,7 @@ import pytest
 
 from forge.cli import main
 from forge.models import build_small_model, check_family, open_tokenizer, resolve_model
-from forge.models.files import MAX_BYTES, MAX_DEPTH, check_gguf, try_tokenizer
+from forge.models.files import check_gguf, try_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CALLS = ("from_pretrained", "from_config", "load_dataset")
@@ -62,10 +62,6 @@ def test_there_are_such_calls():
     assert len(calls()) > 15
 
 
-def nested(depth: int) -> str:
-    return '{"model_type": "qwen3", "a": ' + "[" * depth + "]" * depth + "}"
-
-
 MALFORMED = {
     "list": "[1]",
     "text": '"qwen3"',
@@ -76,15 +72,9 @@ MALFORMED = {
     "space": " ",
     "word": "qwen3",
     "cut": '{"model_type": "qwen3"',
-    "deep": nested(100_000),
-    "deep_for_python": nested(900),
+    "deep": "[" * 100_000,
     "deep_mapping": '{"a":' * 100_000,
-    "just_too_deep": nested(MAX_DEPTH),
-    "nan": '{"model_type": "qwen3", "rms_norm_eps": NaN}',
-    "nan_below": '{"model_type": "qwen3", "rope_parameters": {"factor": [NaN]}}',
     "digits": '{"model_type": "qwen3", "vocab_size": ' + "1" * 5000 + "}",
-    "digits_that_python_reads": '{"model_type": "qwen3", "vocab_size": ' + "1" * 4000 + "}",
-    "layers": '{"model_type": "qwen3", "num_hidden_layers": 1000000000}',
     "layers_as_text": '{"model_type": "qwen3", "num_hidden_layers": "many"}',
     "family_list": '{"model_type": ["qwen3"]}',
     "family_number": '{"model_type": 3}',
@@ -93,7 +83,6 @@ MALFORMED = {
     "bytes": b'{"model_type": "\xff"}',
     "utf16": '{"model_type": "qwen3"}'.encode("utf-16"),
     "nul": b"\0" * 1000,
-    "large": b" " * (MAX_BYTES + 1),
 }
 
 
@@ -120,42 +109,7 @@ def test_a_configuration_without_a_family_is_one_line(content: str, model: Path)
         resolve_model(str(model))
 
 
-def hole(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 30)
-
-
-SPECIAL = {
-    "fifo": os.mkfifo,
-    "folder": Path.mkdir,
-    "hole": hole,
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "loop": lambda path: path.symlink_to(path.name),
-    "nowhere": lambda path: path.symlink_to("/nowhere/at/all"),
-}
-
-
-@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL.keys())
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
-     "preprocessor_config.json", "vocab.json", "model.safetensors", "model.safetensors.index.json", "merges.txt"],
-)  # fmt: skip
-def test_a_file_that_is_none_or_enormous_is_one_line(make: Any, name: str, model: Path):
-    (model / name).unlink(missing_ok=True)
-    make(model / name)
-
-    def check() -> None:
-        check_family(str(model))
-        resolve_model(str(model))
-
-    with pytest.raises((ValueError, OSError), match=r"\A[^\n]*\Z"):
-        check()
-
-
-@pytest.mark.parametrize(
-    "content", ["[1]", nested(100_000), "{", '{"a": NaN}', '{"weight_map": {"a": "../b"}}'], ids=range(5)
-)
+@pytest.mark.parametrize("content", ["[1]", "[" * 100_000, "{", '{"weight_map": {"a": "../b"}}'], ids=range(4))
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_other_malformed_files_are_one_line(content: str, name: str, model: Path):
     if name == "tokenizer_config.json" and "weight_map" in content:
@@ -272,9 +226,7 @@ def test_pickled_weights_beside_others_do_not_matter(model: Path):
     assert resolve_model(str(model)) == str(model)
 
 
-@pytest.mark.parametrize(
-    "start", [b"", b"GGUF", b"GGUF" + b"\xff" * 20, b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1), b"PK\3\4"]
-)
+@pytest.mark.parametrize("start", [b"", b"GGUF", b"GGUF" + b"\xff" * 20, b"PK\3\4"])
 def test_a_gguf_header_that_lies_is_one_line(start: bytes, tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(start)
     with pytest.raises(ValueError, match=r"\A[^\n]*GGUF[^\n]*\Z"):
@@ -282,7 +234,7 @@ def test_a_gguf_header_that_lies_is_one_line(start: bytes, tmp_path: Path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("content", ["[1]", nested(100_000)], ids=["list", "deep"])
+@pytest.mark.parametrize("content", ["[1]", "[" * 100_000], ids=["list", "deep"])
 def test_serve_and_train_say_it_in_one_line(content: str, model: Path, tmp_path: Path):
     (model / "config.json").write_text(content)
     words = ["train", "tests/runtime/cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from forge.algorithms import load_algorithm
 from forge.observability.rollouts import IDLE, ROLLOUTS, TRAINER, RolloutLog, batches, cut, schema, texts
-from forge.serve.watch.views import RunView
 from forge.training import credit
 from forge.types import Completion, Episode, Group, Turn
 
@@ -93,24 +92,6 @@ def test_branches_are_rows_of_their_own(tmp_path: Path):
     assert [(row["branch"], row["tokens"]) for row in rows] == [(2, [1, 4]), (1, [1, 5, 6]), (0, [1, 2, 3])]
     assert [row["reward"] for row in rows] == [2.0] * 3  # of all that was played
     assert json.loads(rows[2]["turns"]) == [[1, 3, 2, "stop", 0.5]]
-
-
-def test_a_file_of_an_earlier_version_is_read_and_continued(tmp_path: Path):
-    steps(writer(tmp_path), range(1, 4))
-    former = tmp_path / "former"
-    former.mkdir()
-    table = pa.ipc.open_stream(tmp_path / ROLLOUTS).read_all().drop_columns(["policy"])
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
-        stream.write_table(table)
-    (former / ROLLOUTS).write_bytes(sink.getvalue().to_pybytes()[:-8])  # without the mark at the end of a stream
-    assert [row["policy"] for row in read(former)] == [None] * 12
-    cut(former / ROLLOUTS, 2)
-    steps(writer(former), range(3, 6))
-    steps(writer(tmp_path), range(4, 6))
-    assert str(read(former)) == str(read(tmp_path))  # as texts, in which NaN equals itself
-    assert RunView(former).rollouts({})["all"] == 20
-    assert pa.ipc.open_stream(former / ROLLOUTS).read_all().num_rows == 20
 
 
 def test_pandas_polars_and_datasets_open_it(tmp_path: Path):

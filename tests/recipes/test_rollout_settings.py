@@ -33,31 +33,23 @@ def test_engine_and_trainer_agree_on_what_bounded_sampling_drew(tmp_path: Path, 
         services={"reward": None},
         temperature=0.8,
         top_p=0.7,
-        min_p=0.02,
         repetition_penalty=1.2,
         stop=["bb"],
-        bad_words=["aa", "<pad>", "<unk>"],
     )
     differences = [row["train/engine_difference"] for row in result.metrics if "train/engine_difference" in row]
     assert len(differences) == 3
     assert max(differences) < 1e-5
     assert all(row["train/ratio_max_deviation"] < 1e-4 for row in result.metrics if "reward" in row)
     responses = [rollout["response"] for rollout in result.rollouts]
-    assert not any("aa" in response for response in responses)
     assert not any("bb" in response[:-1] for response in responses)
 
 
 def test_what_is_set_goes_to_the_sampler_and_nothing_else():
     assert AlgorithmConfig().sampling() == {}
     assert AlgorithmConfig(stop=["x"]).sampling() == {"stop": ("x",)}
-    assert AlgorithmConfig(top_k=5, bad_words=["y"]).sampling() == {
-        "top_k": 5,
-        "bad_words": ("y",),
-        "logprobs_of": "policy",
-    }
+    assert AlgorithmConfig(top_k=5).sampling() == {"top_k": 5, "logprobs_of": "policy"}
     for settings, message in (
         ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"min_p": 1.0}, "min_p must be below 1"),
         ({"stop": [""]}, "stop has an empty text: omit it"),
         ({"stop": "x"}, "stop must be a list"),
     ):

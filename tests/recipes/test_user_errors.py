@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from forge.recipes.slowness import reported
 
 import forge
 from forge.envs import Environment, Step
@@ -240,35 +237,6 @@ def test_what_a_reward_raises_says_what_was_scored_also_from_another_process(fun
     frames = user_frames(error)
     assert all("test_user_errors.py" in frame for frame in frames)
     assert bool(frames) is (function is not listed) or any("test_what" in frame for frame in frames)
-
-
-def test_data_that_block_say_where(caplog: pytest.LogCaptureFixture):
-    said = threading.Event()
-    caplog.handler.addFilter(lambda record: said.set() or True)
-    with reported("reading", every=0.05):
-        said.wait()
-    first = caplog.records[0].getMessage()
-    assert re.fullmatch(
-        rf"reading: \d+ s so far, in {re.escape(__file__)}:\d+ \(test_data_that_block_say_where\)", first
-    )
-
-
-def test_a_reward_that_sleeps_is_named_with_its_prompt(caplog: pytest.LogCaptureFixture, monkeypatch):
-    monkeypatch.setattr("forge.rewards.reward.REPORT_INTERVAL", 0.05)
-    said = threading.Event()
-    caplog.handler.addFilter(lambda record: said.set() or True)
-
-    def sleeps(prompt, response, target):
-        said.wait()
-        return 1.0
-
-    async def groups():
-        reward = FunctionVerifier(sleeps)
-        return await asyncio.gather(*(reward.score(f"{n} + 2?", ["four"], "") for n in range(2)))
-
-    assert [scores.values.item() for scores in asyncio.run(groups())] == [1.0, 1.0]
-    first = caplog.records[0].getMessage()
-    assert re.fullmatch(r"the reward sleeps has scored prompt '[01] \+ 2\?' for \d+ s so far", first)
 
 
 def test_a_summary_is_one_line():

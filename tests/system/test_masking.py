@@ -22,7 +22,6 @@ from forge.config import Arguments, ConfigError, build
 from forge.models.hub import write_card
 from forge.observability.console import configure_logging
 from forge.observability.run import Run
-from forge.observability.trackers.settings import metrics_after_run
 from forge.recipes.resume import changes, read_config
 from forge.recipes.rl_config import RLConfig
 from forge.serve.watch.report import write_report
@@ -441,14 +440,3 @@ launch.launch(None, None, [])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "RuntimeError: no answer of https://***@host" in done.stderr
     assert "SEKRET@" not in done.stderr.replace('"no answer of https://user:SEKRET@host"', "")
-
-
-def test_the_address_of_a_tracker_by_hand_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
-    section = {"mlflow": {"tracking_uri": "postgresql://***@host/x", "experiment": "e"}, "wandb": None}
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(ValueError, match=r"\A[^\n]*set MLFLOW_TRACKING_URI to it\Z"):
-        metrics_after_run(section)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://user:SEKRET@host/x")
-    assert metrics_after_run(section)["mlflow"] == {"tracking_uri": None, "experiment": "e"}
-    plain = {"mlflow": {"tracking_uri": "sqlite:///x.db"}}
-    assert metrics_after_run(plain) == plain

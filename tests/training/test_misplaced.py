@@ -14,7 +14,7 @@ from forge.engines import batch, rows
 from forge.engines.interface import EngineFailed
 from forge.runtime.store import VersionStore, transfer
 from forge.training import flex, policy, step, trainer
-from forge.training.optimizers import MixedOptimizer
+from forge.training.optimizers import MixedAdamW
 from tests.emulated import DeviceMix, emulated
 from tests.engines import test_emulated as engines
 from tests.runtime.store import test_emulated as stores
@@ -121,8 +121,8 @@ FAULTS: dict[str, tuple[Place, Check, type[Exception], str]] = {
     ),
     "buffers": (moved(lambda to: True, "cpu"), places("full"), AssertionError, "inv_freq"),
     "new state": (
-        in_place_of(MixedOptimizer, "_begin", on_cpu),
-        places("muon"),
+        in_place_of(MixedAdamW, "_make_state", on_cpu),
+        places("full"),
         DeviceMix,
         r"optimizers\.py",
     ),

@@ -1,11 +1,11 @@
-"""What a loss sees of tokens: ids, positions, groups and spans of text; and advantages of single tokens."""
+"""What a loss sees of tokens: ids, positions and groups; and advantages of single tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +18,8 @@ from forge.models.find import build_small_model
 from forge.models.tokenizer import character_tokenizer, open_tokenizer
 from forge.training import credit
 from forge.training.policy import TokenScores
-from forge.training.spans import spans_in, token_spans
 from forge.training.step import loss_inputs, parameters_of
 from forge.types import Batch, Episode, Group, Turn
-from tests.data.templates import byte_pairs
 from tests.training.cases import make_trainer
 
 LETTERS = character_tokenizer("abcdefghijklmnopqrstuvwxyz: ,")
@@ -46,10 +44,10 @@ def batch_of(*episodes: Episode) -> Batch:
     return batch
 
 
-def inputs_of(batch: Batch, **spans: str) -> dict[str, Any]:
+def inputs_of(batch: Batch) -> dict[str, Any]:
     count = int(batch.mask.sum())
     output = TokenScores(torch.full((count,), -1.0, requires_grad=True), torch.ones(count))
-    return loss_inputs(batch, output, spans_in(batch, spans, LETTERS) if spans else None)
+    return loss_inputs(batch, output)
 
 
 def test_ids_positions_and_groups_of_trained_tokens():
@@ -71,50 +69,21 @@ def test_positions_go_on_over_the_turns_of_an_episode():
     assert inputs_of(batch_of(played))["positions"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_span_is_what_a_pattern_matches_in_an_answer():
-    batch = batch_of(episode("answer: q", "so answer: ab"), episode("x", "no"), episode("x", "answer:"))
-    spans = inputs_of(batch, final="answer:(.*)", word="answer")
-    texts = LETTERS.decode(spans["tokens"].tolist())
-    assert texts == "so answer: abnoanswer:"
-    assert "".join(c for c, inside in zip(texts, spans["final"].tolist(), strict=True) if inside) == " ab"
-    assert "".join(c for c, inside in zip(texts, spans["word"].tolist(), strict=True) if inside) == "answeranswer"
-
-
-def test_tokens_of_several_characters_count_if_any_of_theirs_do():
-    tokenizer = byte_pairs()
-    text = "The answer is 42, because  ünïcode all the others are wrong. Answer: wrong."
-    tokens = tokenizer(text)["input_ids"]
-    for pattern, expected in (("Answer:(.*)", " wrong."), ("ünï", "ünï"), ("is (42)", "42")):
-        [(low, high)] = token_spans(tokens, pattern, tokenizer)
-        covered = tokenizer.decode(tokens[low:high])
-        assert expected in covered
-        assert expected not in tokenizer.decode(tokens[low + 1 : high])
-        assert expected not in tokenizer.decode(tokens[low : high - 1])
-    assert token_spans(tokens, "nothing", tokenizer) == []
-
-
-def shaped(
-    logprobs: Tensor, advantages: Tensor, weights: Tensor, tokens: Tensor, final: Tensor, positions: Tensor
-) -> Tensor:
-    return -(weights * advantages * (1 + final) * (tokens > 3) * 0.9**positions * logprobs).sum()
-
-
-shaped.spans = {"final": "answer:(.*)"}
+def shaped(logprobs: Tensor, advantages: Tensor, weights: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    return -(weights * advantages * (tokens > 3) * 0.9**positions * logprobs).sum()
 
 
 @dataclass(eq=False)
-class Final(Algorithm):
-    """Trains on what comes after `answer:` alone, and less the later it comes."""
+class Later(Algorithm):
+    """Trains on a token less the later it comes."""
 
     decay: float = 0.5
 
-    spans: ClassVar = {"final": "answer:(.*)"}
-
     def token_loss(
-        self, ratio: Tensor, logprobs: Tensor, advantages: Tensor, final: Tensor, positions: Tensor, weights: Tensor
+        self, ratio: Tensor, logprobs: Tensor, advantages: Tensor, positions: Tensor, weights: Tensor
     ) -> Tensor:
         assert weights.shape == positions.shape
-        return -final * self.decay**positions * ratio * advantages
+        return -(self.decay**positions) * ratio * advantages
 
 
 @pytest.fixture
@@ -124,34 +93,16 @@ def model(tmp_path: Path) -> str:
 
 
 def test_a_trainer_hands_a_loss_what_it_names(model: str):
-    """Only tokens of the span count: at equal weights the loss is a sum over these."""
     assert open_tokenizer(model).get_vocab() == LETTERS.get_vocab()
     batch = batch_of(episode("q", "so answer: ab"), episode("q", "answer: b", -1.0))
-    algorithm = load_algorithm(Final(decay=0.9))
-    assert {"final", "positions"} <= parameters_of(algorithm).keys()
+    algorithm = load_algorithm(Later(decay=0.9))
+    assert {"weights", "positions"} <= parameters_of(algorithm).keys()
     trainer = make_trainer(Path(model))
     batch.logprobs = np.where(batch.mask, trainer.logprobs(batch), 0.0).astype(np.float32)
-    inputs = inputs_of(batch, final="answer:(.*)")
-    expected = -(inputs["final"] * 0.9 ** inputs["positions"] * inputs["advantages"] * inputs["weights"]).sum()
+    inputs = inputs_of(batch)
+    expected = -(0.9 ** inputs["positions"] * inputs["advantages"] * inputs["weights"]).sum()
     assert trainer.train_step(batch, algorithm)["loss"] == pytest.approx(float(expected), abs=1e-6)
     assert np.isfinite(trainer.train_step(batch, load_algorithm(shaped))["loss"])
-
-
-@pytest.mark.parametrize(
-    ("spans", "message"),
-    [
-        ({"final": "answer:("}, r"the span final = 'answer:\(' is not a regular expression"),
-        ({"tokens": "answer"}, "the span 'tokens' has the name of a tensor"),
-        (["answer"], "spans are regular expressions by name"),
-    ],
-)
-def test_spans_are_checked_before_anything_starts(spans: Any, message: str):
-    def loss(logprobs, weights, final=None):
-        return logprobs
-
-    loss.spans = spans
-    with pytest.raises(ValueError, match=message):
-        load_algorithm(loss)
 
 
 def test_a_token_loss_gets_its_tensors_by_name_in_any_order():

@@ -13,10 +13,13 @@ from ..system.files import read_text
 # Remedies for malformed YAML by PyYAML's description of the fault; the first match counts.
 REMEDIES = {
     "is also in line": "remove one",
-    "escape character": r"write \\ for \, or single quotes instead of double ones",
-    "entries are not|keys are not|line break|alias|anchor|for the tag": "quote text that begins with a sign",
-    "quoted scalar|found '<scalar>'": "close the quote, and write a quote within it twice",
+    "escape character": r"write \\ for \, or single quotes in place of double ones",
+    "found '<scalar>'": "quote the whole text, and write a quote within it twice",
+    "entries are not|keys are not|line break": "quote text that begins with -, ?, > or |",
+    "quoted scalar": "close the quote",
     "flow (sequence|mapping)": "close the bracket, and separate its items with commas",
+    "alias|anchor": "quote text that begins with * or &",
+    "constructor for the tag": "quote text that begins with !",
     "mapping values|block|simple key": "give the keys of a section the same indentation, and quote text that has ': '",
 }
 Json = Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.plugin import resolve
 from .interface import Engine
 from .settings import EngineSettings
 
@@ -33,9 +34,7 @@ def load_engine(
     options = EngineSettings(engine=engine, **settings)  # type: ignore[arg-type]
     # Each engine is imported only where it runs: vLLM may not be installed, and torch takes seconds.
     if options.engine == "vllm":
-        from .vllm import VLLMEngine
-
-        return VLLMEngine(model, version=version, **options)
+        return resolve("forge_vllm.engine:VLLMEngine", "generator.engine")(model, version=version, **options)
     from .engine import EmbeddedEngine
 
     return EmbeddedEngine(model, version=version, device=device, **options)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from ..config.plugin import resolve
 from ..config.sections import Section
 from ..models.architecture import sparse_layers
 
@@ -102,7 +103,5 @@ class EngineSettings(Section):
         ValueError: an unsupported argument of vLLM.
         """
         if self.engine == "vllm":
-            from .vllm_args import check_installed, check_options
-
-            check_installed()
-            check_options(self.vllm)
+            resolve("forge_vllm.arguments:check_installed", "generator.engine")()
+            resolve("forge_vllm.arguments:check_options", "generator.vllm")(self.vllm)

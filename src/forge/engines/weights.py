@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of other families: silu
 NORMS = ("input_norm", "attended_norm", "mlp_norm", "fed_norm", "qk_norm")
-ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels load
-
-TensorLocation = tuple[str, tuple[int, ...], int]  # name, shape, first byte
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -289,67 +285,3 @@ def checked_parts(
     if missing:
         count = len(missing) - 1
         raise ValueError(f"weight {next(iter(missing))!r} is missing" + (f", and {count} more" if count else ""))
-
-
-class Handover:
-    """A policy's weights for another process of this host: all tensors, checked and in one dtype, in shared memory.
-
-    The memory is a memfd, reached through the writing process and freed with it. `path`, `locations` and `dtype` are
-    the arguments of `read_handover`.
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        named_tensors: Iterable[tuple[str, Tensor]],
-        dtype: torch.dtype,
-        version: int,
-        identity: str,
-    ):
-        """Copy tensors under Hugging Face names.
-
-        Raises:
-            ValueError: an unknown, duplicate or missing name, or a wrong shape; names the tensor.
-            OSError: there is not enough memory.
-        """
-        self.version = version
-        self.identity = identity
-        self.dtype = str(dtype).removeprefix("torch.")
-        table = layout(config)
-        self.locations: list[TensorLocation] = []
-        total = 0
-        for part in (part for parts in table.values() for part in parts):
-            self.locations.append((part.name, part.shape, total))
-            # Each tensor begins at a multiple of ALIGNMENT.
-            size = torch.Size(part.shape).numel() * dtype.itemsize
-            total += -(-size // ALIGNMENT) * ALIGNMENT
-        self._file = os.memfd_create("forge-weights")
-        try:
-            os.posix_fallocate(self._file, 0, total)
-            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-            shared = dict(read_handover(self.path, self.locations, self.dtype, shared=True))
-            with torch.no_grad():
-                for entry, i, tensor in checked_parts(table, named_tensors, config.tie_word_embeddings):
-                    shared[table[entry][i].name].copy_(tensor)
-        except BaseException:
-            self.close()
-            raise
-        if config.tie_word_embeddings:
-            # vLLM loads a tied head only under its own name, and is silently wrong without it.
-            self.locations += [(HEAD, shape, start) for name, shape, start in self.locations if name == EMBEDDING]
-
-    def close(self) -> None:
-        """Free the memory, as soon as no process reads it."""
-        os.close(self._file)
-
-
-def read_handover(
-    path: str, locations: list[TensorLocation], dtype: str, shared: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each tensor in a handover, as a view of its memory; unless `shared`, writes stay private."""
-    storage = torch.UntypedStorage.from_file(path, shared, os.stat(path).st_size)
-    element: torch.dtype = getattr(torch, dtype)
-    memory = torch.empty(0, dtype=element).set_(storage)  # type: ignore[arg-type]
-    for name, shape, start in locations:
-        first = start // element.itemsize
-        yield name, memory[first : first + torch.Size(shape).numel()].view(shape)

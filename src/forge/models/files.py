@@ -20,6 +20,8 @@ TEXTS = ("a" * 64 + "!", "Hello, world! 12 \u00e9\n", " ", "")
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the mapping in a JSON file of a model. ValueError: it is not JSON, or not a mapping."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path.name} is not a regular file")
     try:
         values = json.loads(path.read_bytes())
     except RecursionError:
@@ -28,6 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} must be a mapping, not {type(values).__name__}")
+    _check_implementations(values, path.name)
     return values
 
 
@@ -51,7 +54,6 @@ def check_model_files(folder: Path) -> None:
             values = read_json(path) if path.name.startswith(("config", "generation_", "tokenizer_config")) else {}
             if path.name == "config.json" and values.get("model_type") is None:
                 raise ValueError("config.json has no model_type")
-            _check_implementations(values, path.name)
         for path in sorted(folder.glob("*.index.json")):
             _check_index(path)
         for path in weights:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from .schema import TrainingRecipe
 
 T = TypeVar("T")
+# Names that mean something else in TRL, where RL is configured without their section.
+AMBIGUOUS = {
+    "epochs": "epochs are passes over each batch here, and RL takes steps over the data: steps, or training={'epochs': ...}",
+    "epsilon": "epsilon is Adam's here: TRL's epsilon is clip_low; Adam's is training={'epsilon': ...}",
+}
 # The sections whose keys `train` accepts by themselves.
 SHARED = ("training", "grpo", "dpo", "dataset", "generator", "async", "eval", "checkpoint", "run")
 
@@ -324,6 +329,8 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
     sections = keys_of(config_type)
     if key in sections:
         return {key: value}
+    if key in AMBIGUOUS and "grpo" in sections:
+        raise ConfigError(AMBIGUOUS[key])
     inner = {name: section_in(field.annotation) for name, field in sections.items()}
     # Sections about one matter, such as `episode` or `critic`, are given whole.
     inner_keys = {name: keys_of(section) for name, section in inner.items() if section is not None and name in SHARED}

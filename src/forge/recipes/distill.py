@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -50,6 +50,8 @@ class DistillServices(SamplingServices):
 
 class DistillConfig(RecipeConfig):
     """On-policy distillation. `reward` decides what counts as right where the student is evaluated."""
+
+    unread: ClassVar[tuple[str, ...]] = ("training.sync_interval",)
 
     dataset: DatasetConfig
     distill: DistillSettings

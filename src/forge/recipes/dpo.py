@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import Field, PositiveFloat
 
@@ -40,6 +41,8 @@ class DPOServices(TrainingServices):
 
 class DPOConfig(TrainingRecipe):
     """Direct preference optimisation."""
+
+    unread: ClassVar[tuple[str, ...]] = (*TrainingRecipe.unread, "training.aggregation")
 
     dataset: PreferencesConfig
     dpo: DPOSettings = DPOSettings()

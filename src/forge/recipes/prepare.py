@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.plugin import resolve
 from ..config.sections import to_dict
 from ..data.config import DatasetConfig, RowsConfig
 from ..models.architecture import longest, rotary_limit
@@ -144,7 +145,6 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
     Raises:
         ValueError: names what does not fit. ImportError: the trainer's backend is not installed.
     """
-    from ..engines.vllm_args import check_keys
     from ..engines.weights import check_head, load_config
 
     config = model_config(model)
@@ -157,7 +157,7 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
         if engine.engine == "embedded":
             load_config(Path(model))
         else:
-            check_keys(config)
+            resolve("forge_vllm.arguments:check_keys", "generator.engine")(config)
     cfg.parallelism.check(config)
     if cfg.trainer.backend == "titan":
         cfg.layout("trainer").over(cfg.placement("trainer")["procs"]).check_experts(config)

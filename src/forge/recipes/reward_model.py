@@ -40,6 +40,8 @@ class RewardModelLossSettings(Section):
 class RewardModelConfig(TrainingRecipe):
     """Training of a reward model."""
 
+    unread: ClassVar[tuple[str, ...]] = (*TrainingRecipe.unread, "training.aggregation")
+
     dataset: ScoredPairsConfig
     reward_model: RewardModelLossSettings = RewardModelLossSettings()
 

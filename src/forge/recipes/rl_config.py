@@ -154,6 +154,8 @@ class RolloutMetrics(MetricsConfig):
 class RLConfig(RecipeConfig):
     """Reinforcement learning."""
 
+    unread: ClassVar[tuple[str, ...]] = ()
+
     dataset: DatasetConfig
     algorithm: Any = "grpo"
     """A name of [algorithms.md](algorithms.md), or `package.module:Name`; from Python also the object itself."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from ..config.plugin import resolve
 from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, PreferencesConfig, RowsConfig
 from ..engines.interface import check_length
@@ -90,10 +91,8 @@ class TrainerConfig(Section):
     def check_model(self, config: Any) -> None:
         """ValueError: a transformers config that the backend does not have. ImportError: it is not installed."""
         if self.backend == "titan":
-            from ..training import titan_setup
-
-            titan_setup.check_installed()
-            titan_setup.check_model(config)
+            resolve("forge_titan.setup:check_installed", "trainer.backend")()
+            resolve("forge_titan.setup:check_model", "trainer.backend")(config)
 
 
 class CheckpointConfig(Section):
@@ -158,6 +157,8 @@ class SamplingServices(TrainingServices):
 
 class TrainingRecipe(Section):
     """Configuration of every recipe; a recipe adds its algorithm and its `services`."""
+
+    unread: ClassVar[tuple[str, ...]] = ("training.sync_interval", "training.entropy_coef")  # keys of other recipes
 
     model: str | None = None
     """A folder in Hugging Face format, or a hub id."""
@@ -228,7 +229,7 @@ class TrainingRecipe(Section):
             "eval.every": not self.eval.intervals(),
             "training.cpu_offload": not self.services.trainer.with_gpus,
         }
-        return rules.unused_keys(conditions, self)
+        return rules.unused_keys(conditions | dict.fromkeys(self.unread, True), self)
 
     def placements(self) -> dict[str, dict[str, Any]]:
         """The options of all that a run places, by the settings that have them."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ..config.plugin import resolve
 from .distributed import Ranks
 from .fsdp import sum_gradients
 from .loading import fill
@@ -18,9 +19,6 @@ from .lora import add_adapters
 from .policy import Policy, ScalarModel
 from .settings import Backend, Head, LoraSettings, Parallelism
 from .tensor_parallel import parallelize
-
-if TYPE_CHECKING:
-    from .titan import TitanPolicy
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ def build(
     gradient_checkpointing: bool = False,
     cpu_offload: bool = False,
     compile: bool = False,
-) -> Policy | ScalarModel | TitanPolicy:
+) -> Any:
     """The model ready to train on the device of `ranks`: loaded, with adapters, sharded and compiled.
 
     Where there is a mesh, each rank reads only its part of the weights (see `loading.on_meta`).
@@ -74,9 +72,7 @@ def build(
                 "trainer.backend titan trains all weights of policies, in float32: use fsdp for adapters, heads and "
                 "bfloat16 weights"
             )
-        from .titan import build_titan
-
-        return build_titan(
+        return resolve("forge_titan.policy:build_titan", "trainer.backend")(
             path,
             ranks,
             seq_len=seq_len,

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,8 +34,6 @@ from .weight_files import write_weights
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"
 DAMAGED = ".damaged"
-# One process has no process group.
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 TIMEOUT = timedelta(hours=1)  # of the background collectives, which wait for the slowest disk
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class PlannedExperts(nn.Module):
-    """One rank's experts of a layer, on the meta device, with the tensors of `forge.training.titan.TitanExperts` and of
+    """One rank's experts of a layer, on the meta device, with the tensors of `forge_titan.policy.TitanExperts` and of
     TorchTitan's `AllToAllTokenDispatcher`. It stands in place of transformers' experts and has their weights' names.
 
     Tokens are taken to be divided equally: a rank receives as many rows as it sends.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from forge.config.plugin import resolve
 from forge.data.packing import split
 from forge.system.devices import planning_for
 from forge.training.distributed import Ranks, lay_out
@@ -24,7 +25,6 @@ from forge.training.policy import Policy, ScalarModel
 from forge.training.settings import Backend, Head, LoraSettings, Parallelism, PassSettings
 from forge.training.step import Loss, loss_inputs, micro_batch_loss
 from forge.training.tensor_parallel import parallelize
-from forge.training.titan_setup import check_model
 from forge.types import Batch
 
 from .experts import divide_experts
@@ -104,7 +104,7 @@ def run_passes(
     with ranks_of(parallelism or Parallelism(), world_size) as ranks, planning_for(device_type):
         policy = _build(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
         if backend == "titan":
-            check_model(policy.model.config)
+            resolve("forge_titan.setup:check_model", "trainer.backend")(policy.model.config)
             (parallelism or Parallelism()).over(world_size).check_experts(policy.model.config)
             divide_experts(policy, ranks.experts, device_type != "cpu" and dtype == torch.bfloat16)
         policy.ranks = ranks

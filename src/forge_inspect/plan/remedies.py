@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from forge.config.plugin import resolve
 from forge.engines.cache import BLOCK
 from forge.engines.interface import check_length
 from forge.models.architecture import longest, sparse_layers
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
-from forge.training.titan_setup import check_model
 
 from .devices import Machines
 from .generation import engine_memory
@@ -155,7 +155,7 @@ def _divides_experts(cfg: TrainingRecipe, config: PreTrainedConfig) -> bool:
     if cfg.lora is not None or cfg.training.weights_dtype != "float32":
         return False
     try:
-        check_model(config)
+        resolve("forge_titan.setup:check_model", "trainer.backend")(config)
     except ValueError:
         return False
     return True

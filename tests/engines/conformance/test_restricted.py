@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from forge.engines import load_engine
-from forge_agents.grammar import json_grammar
 from forge.types import Sampling
+from forge_agents.grammar import json_grammar
 
 from ...envs.conftest import bpe  # noqa: F401
 from ..conftest import logits_of, random_model

@@ -15,12 +15,11 @@ import pytest
 
 from forge.config import ConfigError
 from forge.engines import EngineSettings, load_engine
-from forge.engines.vllm_args import OWNER
 from forge.runtime.store import VersionStore
 from forge.types import Sampling
-
-from ..conftest import EOS, error_of, random_model
-from .conftest import build, processes, wait_for
+from forge_vllm.arguments import OWNER
+from tests.engines.conformance.conftest import build, processes, wait_for
+from tests.engines.conftest import EOS, error_of, random_model
 
 absent = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm has it")
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfi
 from forge.runtime.store import VersionStore
 from forge.training import checkpoint
 from forge.training.distributed import join
-from forge.training.titan_setup import VERSION, check_model
 from forge.types import UNKNOWN_EXPERT
+from forge_titan.setup import VERSION, check_model
 from tests.training import layouts, ranks
 from tests.training.cases import example, make_trainer, tiny_model, weights_of
 from tests.training.conftest import Outcome, run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..models.architecture import BIASES, MLP_BIASES, attention_kinds, check_config
+from forge.models.architecture import BIASES, MLP_BIASES, attention_kinds, check_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

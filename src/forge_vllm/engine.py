@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..models.tokenizer import has_tokenizer
-from ..types import Completion, Sampling
-from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
-from .settings import EngineSettings
-from .vllm_args import (
+from forge.engines.interface import EngineFailed, Listener, check_length, check_prompt, check_request
+from forge.engines.settings import EngineSettings
+from forge.engines.weights import load_eos, read_config
+from forge.models.tokenizer import has_tokenizer
+from forge.types import Completion, Sampling
+
+from .arguments import (
     VLLMRequest,
     check_keys,
     engine_args,
@@ -30,7 +32,7 @@ from .vllm_args import (
     settle,
     top_logprobs,
 )
-from .weights import Handover, load_eos, read_config
+from .handover import Handover
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .vllm_args import OWNER
-from .weights import TensorLocation, read_handover
+from .arguments import OWNER
+from .handover import TensorLocation, read_handover
 
 
 def _die_with(owner: int) -> None:

@@ -17,11 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models.architecture import rotary_parameters
-from ..models.tokenizer import has_tokenizer
-from ..models.weight_layouts import head_size
-from ..types import Completion, Sampling
-from .interface import Listener
+from forge.engines.interface import Listener
+from forge.models.architecture import rotary_parameters
+from forge.models.tokenizer import has_tokenizer
+from forge.models.weight_layouts import head_size
+from forge.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -159,7 +159,7 @@ def engine_args(
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
-        "worker_extension_cls": "forge.engines.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "forge_vllm.worker.WorkerExtension",
     }
     return args_class(**arguments), cpu
 

@@ -10,12 +10,12 @@ import yaml
 
 from forge.cli import main
 from forge.config import read
+from forge.config.sections import flat
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft import SFTConfig
-from forge_compat.setting_names import leaves
 from forge_compat.torchforge_files import Settings, convert, read_upstream
 from forge_compat.torchforge_keys import KEYS, NOTES
-from tests.config.test_foreign_names import has_key
+from tests.forge_compat.test_setting_names import has_key
 
 DEGREES = {
     "data_parallel_replicate_degree": 1,
@@ -186,10 +186,10 @@ def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[st
     resolved = read_upstream(written(tmp_path, values))
     converted = convert(resolved)
     text = converted.text("qwen3.yaml")
-    for path in [leaf for name, part in converted.values.items() for leaf in leaves(name, part)]:
+    for path in [leaf for name, part in converted.values.items() for leaf in flat({name: part})]:
         assert has_key(path) or path.startswith(("services.", "generator.vllm.")), path
     noted = {name for name, _, _ in converted.notes}
-    for key in [leaf for name, part in resolved.items() for leaf in leaves(name, part)]:
+    for key in [leaf for name, part in resolved.items() for leaf in flat({name: part})]:
         is_converted = key in KEYS or key.removeprefix("trainer.") in ("optimizer.name", "activation_checkpoint.mode")
         # What another key says already, such as the model of the tokenizer.
         is_said = key.startswith(("policy.engine_args.", "dataset.model", "model.hf_assets_path")) or key.endswith(

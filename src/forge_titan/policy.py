@@ -20,18 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..models.architecture import sparse_layers
-from ..models.files import read_json
-from ..types import Batch
-from . import titan_setup
-from .attention import PackedLayout, gather_scores, packed_attention
-from .distributed import RankGroup, Ranks
-from .experts import Routers
-from .fsdp import sum_gradients
-from .linear import token_logprobs
-from .loading import read_weights
-from .policy import TokenScores, rank_tokens
-from .settings import Parallelism
+from forge.models.architecture import sparse_layers
+from forge.models.files import read_json
+from forge.training.attention import PackedLayout, gather_scores, packed_attention
+from forge.training.distributed import RankGroup, Ranks
+from forge.training.experts import Routers
+from forge.training.fsdp import sum_gradients
+from forge.training.linear import token_logprobs
+from forge.training.loading import read_weights
+from forge.training.policy import TokenScores, rank_tokens
+from forge.training.settings import Parallelism
+from forge.types import Batch
+
+from . import setup as titan_setup
 
 titan_setup.prepare()
 
@@ -201,7 +202,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
     """TorchTitan's configuration of a transformers one, for sequences of up to `seq_len` tokens.
 
     Raises:
-        ValueError: see `forge.training.titan_setup.check_model`.
+        ValueError: see `forge_titan.setup.check_model`.
     """
     titan_setup.check_model(config)
     dim = config.hidden_size

@@ -1,0 +1,1 @@
+"""TorchTitan as the backend of a trainer: `trainer.backend: titan`."""

@@ -1,0 +1,53 @@
+"""Names of other libraries' settings: errors say what stands for them here, and it exists."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import forge
+from forge.config import ConfigError, keys_of, section_in
+from forge.config.sections import build
+from forge.recipes.dpo import DPOConfig
+from forge.recipes.rl_config import RLConfig
+from forge.recipes.sft import SFTConfig
+from forge_compat.setting_names import TABLES, explain_names
+
+
+def has_key(path: str) -> bool:
+    """Whether a recipe has a key of this dotted path, or an algorithm a setting of `grpo`."""
+    if path.startswith(("grpo.", "algorithm")):
+        return True
+    for recipe in (RLConfig, SFTConfig, DPOConfig):
+        hint: Any = recipe
+        for name in path.split("."):
+            section = section_in(hint)
+            if section is None or name not in keys_of(section):
+                break
+            hint = keys_of(section)[name].annotation
+        else:
+            return True
+    return False
+
+
+def test_every_key_that_is_named_exists():
+    named = [here.partition("=")[0] for table in TABLES.values() for here in table.values() if " " not in here]
+    assert len(named) > 50
+    assert [key for key in named if re.fullmatch(r"[a-z_.0-9]+", key) and not has_key(key)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("num_generations", "TRL's num_generations is grpo.n_samples here"), ("rollout", "rollout is now grpo")],
+)
+def test_an_unknown_key_says_what_stands_for_it(name: str, says: str):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build(RLConfig, {"model": "x", "dataset": {"path": "y"}, name: 1})
+    assert says in explain_names([name])
+
+
+def test_an_argument_says_what_stands_for_it_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"TRL's per_device_train_batch_size"):
+        forge.train("nowhere", dataset=[{"question": "a"}], reward="ExactMatch", per_device_train_batch_size=4)

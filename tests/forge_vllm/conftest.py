@@ -1,0 +1,5 @@
+"""Fixtures of the engines' tests."""
+
+from tests.engines.conftest import make
+
+__all__ = ["make"]

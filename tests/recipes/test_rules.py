@@ -1,0 +1,120 @@
+"""Every rule of `forge.recipes.rules`, by a configuration that breaks it and the line that says so."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import transformers
+
+from forge.config import ConfigError, build
+from forge.models import build_small_model
+from forge.recipes.distill import DistillConfig
+from forge.recipes.dpo import DPOConfig
+from forge.recipes.prepare import prepare
+from forge.recipes.resume import Start
+from forge.recipes.rl_config import RLConfig
+from forge.recipes.schema import TrainingRecipe
+from forge.recipes.sft import SFTConfig
+
+ROWS = {"path": "rows.jsonl"}
+TASK = {"task": "apps.toys.words:Reverse", "prompt_template": "{question}>"}
+STEPS = {"use": "forge.rewards:StepRewards", "model": {"path": "a model", "marker": "<step>"}}
+COLOCATED = {"colocated": True, "async": {"max_policy_age": 0}}
+ENVIRONMENT = {"environment": "apps.tools.main:environment"}
+TEACHER = {"distill": {"teacher": "another model"}}
+
+# Each breaks one rule: the recipe, its settings, and a part of the message.
+CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
+    (RLConfig, {"from_scratch": {}}, "set either model (a folder or hub id) or from_scratch"),
+    (RLConfig, {"metrics": {"profile": {"steps": [1], "services": ["critics"]}}}, "choose from trainer, generator"),
+    (RLConfig, {"run": {"name": "x", "save_before": 60.0}}, "run.save_before needs checkpoints: set checkpoint.every"),
+    (RLConfig, {"trainer": {"backend": "titan"}, "lora": {"rank": 2}}, "trainer.backend titan trains all weights"),
+    (SFTConfig, {"parallelism": {"expert_parallel_degree": 2}}, "needs trainer.backend titan"),
+    (SFTConfig, {"services": {"dataset": {"procs": 2}}}, "services.dataset.procs must be 1"),
+    (DPOConfig, {"services": {"trainer": {"num_replicas": 2}}}, "its state cannot be split"),
+    (RLConfig, {**COLOCATED, "services": {"generator": {"threads": 2}}}, "threads must be the trainer's"),
+    (RLConfig, {**COLOCATED, "services": {"generator": {"share": "x", "procs": 1}}}, "omit share and hosts"),
+    (RLConfig, {**COLOCATED, "services": {"generator": {"num_replicas": 2}}}, "a device has room for one generator"),
+    (RLConfig, {"grpo": {"n_samples": 1}}, "grpo.n_samples must be at least 2: grpo compares the samples"),
+    (RLConfig, {"colocated": True, "async": {"max_policy_age": 1}}, "async.max_policy_age must be 0"),
+    (RLConfig, {"grpo": {"max_tokens": 8}, "training": {"seq_len": 8}}, "training.seq_len must exceed grpo.max_tokens"),
+    (RLConfig, {"training": {"sync_interval": 4}, "async": {"max_policy_age": 1}}, "raise it to at least 3"),
+    (RLConfig, {"algorithm": "reinforce", "training": {"mini_batches": 2}}, "takes every sample as the policy's own"),
+    (RLConfig, {"reward": {"functions": [STEPS], "accuracy": "ExactMatch"}}, "use algorithm ppo"),
+    (RLConfig, {"grpo": {"overlong_buffer": 512}}, "grpo.overlong_buffer must be below grpo.max_tokens"),
+    (RLConfig, {"grpo": {"beta": 0.1}, "async": {"max_policy_age": 0}}, "set services.ref_model to {}"),
+    (RLConfig, {"algorithm": "distill"}, "algorithm distill needs grpo.reference"),
+    (RLConfig, {**ENVIRONMENT, "episode": {"max_tokens": 9000}}, "must be at most training.seq_len = 4096"),
+    (RLConfig, {**ENVIRONMENT, "dataset": {**TASK, "chat_template": True}}, "episode.template makes the tokens"),
+    (SFTConfig, {"training": {"aggregation": "fixed_horizon"}}, "is for sampled completions: use one of the means"),
+    (DistillConfig, {"dataset": TASK, **TEACHER, "training": {"seq_len": 512}}, "must exceed distill.max_tokens"),
+]
+
+# Settings that nothing reads: the keys that the warning lists.
+UNUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, []),
+    ({"critic": {"learning_rate": 1e-4}, "grpo": {"horizon": 5}}, ["critic", "grpo.horizon"]),
+    ({**ENVIRONMENT, "reward": {"functions": ["ExactMatch"]}}, ["reward"]),
+    ({"episode": {"max_turns": 3}, "services": {"ref_model": {}}}, ["services.ref_model", "episode"]),
+    (
+        {"checkpoint": {"async_write": True}, "grpo": {"correction_high": 3.0}},
+        ["checkpoint.async_write", "grpo.correction_high"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "settings", "message"), CASES)
+def test_a_broken_rule_is_one_line(recipe: type[TrainingRecipe], settings: dict[str, Any], message: str):
+    needed = {"dataset": TASK if recipe is RLConfig else ROWS}
+    with pytest.raises(ConfigError) as error:
+        build(recipe, {"model": "a model", **needed, **settings})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("settings", "keys"), UNUSED)
+def test_settings_that_nothing_reads_are_listed(settings: dict[str, Any], keys: list[str]):
+    assert build(RLConfig, {"model": "a model", "dataset": TASK, **settings}).unused() == keys
+
+
+class Counted:
+    """A reward that counts how often it is constructed."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        return 1.0
+
+
+def test_a_start_reads_a_model_once_and_constructs_a_reward_once(tmp_path, monkeypatch):
+    reads: dict[str, int] = {}
+
+    def counting(kind: str, read: Any, name: Any, *args: Any, **settings: Any) -> Any:
+        reads[f"{kind} of {name}"] = reads.get(f"{kind} of {name}", 0) + 1
+        return read(name, *args, **settings)
+
+    model = build_small_model(
+        tmp_path / "model", seed=0, alphabet=None, hidden_size=16, layers=1, heads=2, kv_heads=1, max_positions=64
+    )
+    for kind in ("AutoConfig", "AutoTokenizer"):
+        loader = getattr(transformers, kind)
+        monkeypatch.setattr(loader, "from_pretrained", functools.partial(counting, kind, loader.from_pretrained))
+    Counted.made = 0
+    values = {
+        "model": model,
+        "dataset": TASK,
+        "grpo": {"max_tokens": 8},
+        "reward": {"functions": [{"use": f"{__name__}:Counted"}], "accuracy": "ExactMatch"},
+        "eval": {"problems": 4},
+        "run": {"name": "one", "root": str(tmp_path)},
+    }
+    *_, record = prepare(build(RLConfig, values), Start())
+    record.close()
+    assert Counted.made == 1
+    # AutoTokenizer reads the configuration as well.
+    assert reads == {f"AutoConfig of {model}": 2, f"AutoTokenizer of {model}": 1}
