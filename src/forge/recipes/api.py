@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Names that mean something else in TRL, where RL is configured without their section.
 AMBIGUOUS = {
-    "epochs": "epochs are passes over each batch here, and RL takes steps over the data: steps, or training={'epochs': ...}",
+    "epochs": "epochs are passes over each batch here: say steps, or training={'epochs': ...}",
     "epsilon": "epsilon is Adam's here: TRL's epsilon is clip_low; Adam's is training={'epsilon': ...}",
 }
 # The sections whose keys `train` accepts by themselves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,11 @@ from ...observability.runs import settings
 
 if TYPE_CHECKING:
     from ...engines.interface import Engine
+    from ...types import Sampling
 
 TIMEOUT = 120.0  # seconds for an answer: a model on the CPU is slow
-MAX_TOKENS = 2048
-SAMPLING = ("temperature", "top_p", "top_k", "seed")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+FIELDS = {"run", "which", "messages", "prompt", *SAMPLING}
 Body = dict[str, Any]
 
 
@@ -43,14 +45,12 @@ class Chat:
             NoModel: the run has not been exported, or started from a model outside of `root`.
             ValueError: an invalid request.
         """
-        which = body.pop("which", "run")
-        if which not in ("run", "base"):
-            raise ValueError("which must be run or base")
+        which, messages, sampling = read_question(body)
         # One request at a time: the page is for a person, and two would share the same cores.
         async with self._lock:
             model = await asyncio.to_thread(self._find_model, run, which)
             engine, tokenizer = await asyncio.to_thread(self._load, which, model)
-            return await asyncio.to_thread(generate_answer, engine, tokenizer, body)
+            return await asyncio.to_thread(generate_answer, engine, tokenizer, messages, sampling)
 
     def close(self) -> None:
         """Close the engines of all loaded models."""
@@ -87,31 +87,43 @@ class Chat:
         return self._loaded[which][1:]
 
 
-def generate_answer(engine: Engine, tokenizer: Any, body: Body) -> Body:
-    """Answer a request of the page: messages or prompt, max_tokens, temperature, top_p, top_k, seed.
+def read_question(body: Body) -> tuple[str, list[Body], Sampling]:
+    """Return the model that a request asks ("run" or "base"), its messages, and how to sample.
 
     Raises:
-        ValueError: a field is invalid; names it.
+        ValueError: a field is unknown or invalid; names it.
     """
-    from ...data.chat import ChatFormat
     from ...types import Sampling
 
-    messages = body.get("messages") or [{"role": "user", "content": body.get("prompt")}]
-    if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
+    if unknown := body.keys() - FIELDS:
+        raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a question has {', '.join(sorted(FIELDS))}")
+    which = body.get("which", "run")
+    if which not in ("run", "base"):
+        raise ValueError("which must be run or base")
+    messages = [{"role": "user", "content": body.get("prompt")}]
+    messages = body["messages"] if body.get("messages") is not None else messages
+    well_formed = isinstance(messages, list) and messages
+    if not well_formed or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
         raise ValueError("ask with messages, each an object with a text as content, or with a text as prompt")
-    stop: tuple[int, ...] = ()
-    text = messages[-1]["content"]  # a base model has no chat template: it continues the text
-    if "messages" in body and tokenizer.chat_template:
-        form = ChatFormat(tokenizer)
-        text, stop = form.render(messages, add_generation_prompt=True), form.stop_ids
 
     try:
         settings = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-        limit = min(int(body.get("max_tokens") or 256), MAX_TOKENS)
-        sampling = Sampling(max_tokens=limit, stop_token_ids=tuple(stop), **settings)
+        return which, messages, Sampling(**{"max_tokens": 256} | settings)
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from None
-    request = engine.submit(tokenizer(text, add_special_tokens=not stop)["input_ids"], sampling)
+
+
+def generate_answer(engine: Engine, tokenizer: Any, messages: list[Body], sampling: Sampling) -> Body:
+    """Return what a model generates after the messages; a model without a chat template continues the last text."""
+    from ...data.chat import ChatFormat
+
+    text = messages[-1]["content"]
+    if tokenizer.chat_template:
+        form = ChatFormat(tokenizer)
+        text = form.render(messages, add_generation_prompt=True)
+        sampling = replace(sampling, stop_token_ids=tuple(form.stop_ids))
+    prompt_ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    request = engine.submit(prompt_ids, sampling)
     try:
         (completion,) = request.result(TIMEOUT)
     finally:  # also after a timeout: the engine would continue without a reader
