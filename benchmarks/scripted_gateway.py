@@ -17,12 +17,12 @@ from dataclasses import replace
 from threading import Thread
 
 from aiohttp import web
+from forge_agents.dialects.gemini import GeminiDialect
 
 from forge.system.web import bind, listen
 from forge_agents.dialects import Dialect
 from forge_agents.dialects.anthropic import AnthropicDialect
 from forge_agents.dialects.chat import ChatDialect
-from forge_agents.dialects.gemini import GeminiDialect
 from forge_agents.dialects.responses import ResponsesDialect
 from forge_agents.messages import BadRequest, Call, Delta, Finish, Message, ModelRequest, ModelTurn
 
