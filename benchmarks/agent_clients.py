@@ -83,7 +83,6 @@ OPENCODE = json.dumps(
         "permission": {"bash": "allow", "edit": "allow"},
     }
 )
-GEMINI = json.dumps({"security": {"auth": {"selectedType": "gemini-api-key"}}})
 CLAUDE_ENV = {"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
 LITELLM_ENV = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 MINI_ENV = {**LITELLM_ENV, "MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
@@ -102,9 +101,6 @@ ALL = (
             files={".config/opencode/opencode.json": OPENCODE}),
     Program("qwen-code", ("chat",), ("@qwen-code/qwen-code",),
             ("{program}/qwen", "--auth-type", "openai", "-y", "-p", "{task}"), True),
-    Program("gemini-cli", ("gemini",), ("@google/gemini-cli",),
-            ("{program}/gemini", "-m", "{model}", "-y", "-p", "{task}"),
-            True, {"GEMINI_CLI_TRUST_WORKSPACE": "true"}, {".gemini/settings.json": GEMINI}),
     Program("mini-swe-agent", ("chat",), ("mini-swe-agent",),
             ("{program}/mini", "-y", "--exit-immediately", "-m", "openai/{model}", "-t", "{task}", "-o", "run.json"),
             env=MINI_ENV),
@@ -265,8 +261,8 @@ def environment(home: Path, executables: Path, values: Mapping[str, str]) -> dic
         "LANG": "C.UTF-8",
         "NO_PROXY": "127.0.0.1,localhost",
         **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), f"{url}/v1"),
-        **dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), url),
-        **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), key),
+        "ANTHROPIC_BASE_URL": url,
+        **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key),
         **dict.fromkeys(("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"), model),
     }
 

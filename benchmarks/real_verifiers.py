@@ -20,7 +20,6 @@ from forge_weaver import (
     Aggregator,
     AnchoredLogistic,
     Auto,
-    MedianTriplets,
     NaiveMean,
     PublishedWeaver,
     RankMean,
@@ -42,7 +41,6 @@ METHODS: dict[str, dict[str, Make]] = {
         f"start {seed}": lambda seed=seed: PublishedWeaver(class_balance=0.1, seed=seed)  # type: ignore[misc]
         for seed in range(3)
     },
-    "median triplets, share given": {"": lambda: MedianTriplets(class_balance=0.1)},
     "top agreement": {
         f"sharpness {sharpness}, power {power}": lambda s=sharpness, p=power: TopAgreement(0.1, s, p)  # type: ignore[misc]
         for sharpness in (1.0, 2.0, 3.0)

@@ -22,7 +22,6 @@ from forge.system.web import bind, listen
 from forge_agents.dialects import Dialect
 from forge_agents.dialects.anthropic import AnthropicDialect
 from forge_agents.dialects.chat import ChatDialect
-from forge_agents.dialects.gemini import GeminiDialect
 from forge_agents.dialects.responses import ResponsesDialect
 from forge_agents.messages import BadRequest, Call, Delta, Finish, Message, ModelRequest, ModelTurn
 
@@ -66,8 +65,6 @@ class ScriptedGateway:
             for path in DIALECTS:
                 app.router.add_post(prefix + path, self._handle)
             app.router.add_get(f"{prefix}/models", self._models)
-        for version in ("v1", "v1beta"):
-            app.router.add_post(f"/{version}/models/{{model}}:{{method}}", self._handle)
         return app
 
     @contextmanager
@@ -100,18 +97,14 @@ class ScriptedGateway:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path.removeprefix("/v1")
-        dialect = DIALECTS.get(path) or GeminiDialect()
+        dialect = DIALECTS[path]
         body = await request.json()
         self.bodies.append(body)
-        # In Google's dialect, the path has what the others have in the body.
-        if dialect.name == "gemini":
-            stream = request.match_info["method"] == "streamGenerateContent"
-            body = {**body, "model": request.match_info["model"], "stream": stream}
         try:
             parsed = dialect.read(body)
-            if path.endswith(("/count_tokens", ":countTokens")):
+            if path.endswith("/count_tokens"):
                 count = len(json.dumps(parsed.messages, default=str)) // 4
-                return web.json_response({"input_tokens": count, "totalTokens": count})
+                return web.json_response({"input_tokens": count})
             turns = [self._named(turn, dialect, number) for number, turn in enumerate(self.answer(parsed))]
         except BadRequest as error:
             return web.json_response(dialect.error(error), status=error.status)

@@ -27,8 +27,6 @@ from forge_weaver import (
     BinnedDawidSkene,
     CorrelatedMixture,
     DawidSkene,
-    Majority,
-    MedianTriplets,
     NaiveMean,
     Online,
     PublishedWeaver,
@@ -36,9 +34,9 @@ from forge_weaver import (
     ScoreTable,
     families_by_name,
 )
-from forge_weaver.calibration import auc, bootstrap, brier, ece
+from forge_weaver.calibration import auc, brier, ece
 from forge_weaver.selection import selection_accuracy
-from forge_weaver.synthetic import SCENARIOS, generate, scenario
+from tests.forge_weaver.synthetic import SCENARIOS, generate, scenario
 
 Make = Callable[[float], Aggregator]
 
@@ -65,8 +63,6 @@ def main() -> None:
 def recovery(seeds: int) -> None:
     makers: dict[str, Make] = {
         "Dawid-Skene": lambda pi: DawidSkene(),
-        "median triplets, pi given": lambda pi: MedianTriplets(class_balance=pi),
-        "median triplets": lambda pi: MedianTriplets(),
         "published Weaver, pi given": lambda pi: PublishedWeaver(class_balance=pi),
         "the same, converged": lambda pi: PublishedWeaver(class_balance=pi, converged=True),
     }
@@ -102,10 +98,8 @@ def recovery(seeds: int) -> None:
 UNSUPERVISED: dict[str, Make] = {
     "naive min-max mean": lambda pi: NaiveMean(),
     "rank mean, pi given": lambda pi: RankMean(pi),
-    "majority": lambda pi: Majority(),
     "published Weaver, pi given": lambda pi: PublishedWeaver(class_balance=pi),
     "the same, converged": lambda pi: PublishedWeaver(class_balance=pi, converged=True),
-    "median triplets, pi given": lambda pi: MedianTriplets(class_balance=pi),
     "Dawid-Skene": lambda pi: DawidSkene(),
     "binned Dawid-Skene, one rate": lambda pi: BinnedDawidSkene(by_problem=False),
     "binned Dawid-Skene": lambda pi: BinnedDawidSkene(),
@@ -228,6 +222,13 @@ def speed(seeds: int) -> None:
     markdown(["method", "scores", "fit, CPU-seconds", "predicted responses per CPU-second"], rows)
 
 
+def bootstrap(statistic: Callable[[np.ndarray], float], problems: int, draws: int = 1000) -> tuple[float, float]:
+    """95 % interval by drawing whole problems, since responses to one are not independent."""
+    rng = np.random.default_rng(0)
+    low, high = np.nanquantile([statistic(rng.integers(0, problems, problems)) for _ in range(draws)], [0.025, 0.975])
+    return float(low), float(high)
+
+
 def rewardmath(path: str, seeds: int) -> None:
     with np.load(path, allow_pickle=False) as file:
         names = tuple(str(name) for name in file["verifiers"])
@@ -247,7 +248,7 @@ def rewardmath(path: str, seeds: int) -> None:
         rows.append([name, *cells])
 
     makers: dict[str, Make] = {
-        **{name: make for name, make in UNSUPERVISED.items() if name != "majority"},
+        **UNSUPERVISED,
         "rank mean of families, pi given": lambda pi: RankMean(pi, by_family=True),
         "correlated mixture, one right": lambda pi: CorrelatedMixture(one_right=True),
         "auto, one right": lambda pi: Auto(one_right=True),

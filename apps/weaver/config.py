@@ -44,10 +44,6 @@ class FitConfig(Section):
 
     def _check(self) -> None:
         make(self.method, self.class_balance, self.one_right, self.labelled)
-        if self.method == "majority":
-            raise ValueError(
-                "fit.method majority needs answers, which are not compared here: set verifiers.answer_frequency"
-            )
         if self.method == "anchored" and not self.labelled:
             raise ValueError("fit.method anchored needs fit.labelled: problems whose labels it may see")
 

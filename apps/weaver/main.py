@@ -4,7 +4,7 @@ probability.
     python -m apps.weaver.main --config apps/weaver/tiny.yaml
     python -m apps.grpo.main --config apps/weaver/grpo.yaml
 
-The first leaves an ensemble in `runs/<name>/`: responses.jsonl, scores.npz, verifiers.yaml, aggregator.npz, report.html
+The first leaves an ensemble in `runs/<name>/`: responses.jsonl, scores.npz, verifiers.yaml, aggregator.npz
 and, if it is asked for, a distilled verifier. The second trains with it, as `forge_weaver:Ensemble`.
 """
 
@@ -25,7 +25,7 @@ from forge.config import load
 from forge.observability.lock import RunLock
 from forge.runtime.controller import ForgeError, run
 from forge.types import Sample
-from forge_weaver import save_ensemble, write_problems, write_report
+from forge_weaver import save_ensemble, write_problems
 from forge_weaver.distil import distil
 
 
@@ -39,7 +39,6 @@ async def main(cfg: WeaverConfig, model: str, samples: list[Sample], folder: Pat
     table.save(folder / "scores.npz")
     aggregator = stages.fit(cfg.fit, table)
     save_ensemble(folder, cfg.verifiers, aggregator)
-    write_report(folder / "report.html", aggregator, table.with_labels_from(cfg.fit.labelled))
     print(aggregator.report)
     if cfg.distil is not None:
         probabilities, to = aggregator.predict_proba(table), folder / "distilled"

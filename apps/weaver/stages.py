@@ -26,7 +26,7 @@ from forge.types import Sample
 from forge_weaver import Aggregator, Problem, ScoreTable, fit_table, score_table
 
 CONFIG = "config.yaml"
-MADE = ("responses.jsonl", "scores.npz", "verifiers.yaml", "aggregator.npz", "report.html", "distilled", "finished")
+MADE = ("responses.jsonl", "scores.npz", "verifiers.yaml", "aggregator.npz", "distilled", "finished")
 
 
 def check(cfg: WeaverConfig, folder: Path) -> tuple[str, list[Sample]]:

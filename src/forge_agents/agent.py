@@ -30,8 +30,6 @@ class AgentCommand:
         processes: processes and threads that it may have at once. Programs on node start about ten threads each.
         output_kb: of stdout and of stderr, after which it is ended.
         readable: files and folders that it may read beside the system and this Python; `bin` of a folder is in PATH.
-        links: paths outside of the task folder that lead into it, with the paths there, such as {"/app": "."}; only
-            where programs are confined.
         network: "gateway" reaches the gateway alone; "host" all that this machine reaches.
 
     Raises:
@@ -47,7 +45,6 @@ class AgentCommand:
     output_kb: int = 4096
     readable: Sequence[str | Path] = ()
     network: Network = "gateway"
-    links: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         words = [] if isinstance(self.command, str) else list(self.command)
@@ -128,7 +125,6 @@ def environment(words: Mapping[str, str], path: str) -> dict[str, str]:
         env |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
         env |= {"OPENAI_MODEL": model, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
         env |= {f"ANTHROPIC_{name}": model for name in claude}
-        env |= {"GOOGLE_GEMINI_BASE_URL": url, "GEMINI_API_KEY": key, "GEMINI_MODEL": model}
         env |= {
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",

@@ -34,7 +34,6 @@ Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
 def worker_of(agent: AgentConfig) -> Worker:
     """A worker of an agent's collection."""
     assert agent.collection is not None
-    assert agent.collection.python is not None
     script = Path(workers.__file__).parent / WORKERS[agent.collection.kind]
     opening = {"environment": agent.collection.environment, "args": agent.collection.args}
     return Worker([agent.collection.python, str(script)], opening, env=agent.env)
@@ -85,11 +84,6 @@ def task_of(sample: Sample) -> Any:
 def check_collection(agent: AgentConfig) -> None:
     """ConfigError: the collection's package or environment is not there, or a setting of it is invalid."""
     assert agent.collection is not None
-    if agent.collection.kind == "harbor":
-        from .harbor_task import read_tasks
-
-        read_tasks(agent.collection)
-        return
 
     async def check(worker: Worker) -> None:
         try:
@@ -112,13 +106,6 @@ async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]
     """
     assert agent.collection is not None
     splits: dict[str, list[Row]] = {"train": [], "eval": []}
-    if agent.collection.kind == "harbor":
-        from .harbor_task import read_tasks
-
-        tasks = read_tasks(agent.collection)
-        splits["train"] = [{"question": task.instruction, "answer": {"task": name}} for name, task in tasks.items()]
-        splits["train"] = splits["train"][: None if limit < 0 else limit]
-        return splits
     worker = worker_of(agent)
     try:
         await worker.request("rows", READING, limit=limit, on_row=lambda split, row: splits[split].append(row))

@@ -214,7 +214,6 @@ class CommandRunner:
             "inner_folder": words["folder"],
             "scratch": str(folder.parent / "tmp"),
             "readable": [*filter(os.path.exists, SYSTEM), *readable],
-            "links": {path: os.path.normpath(f"{INNER_FOLDER}/{inner}") for path, inner in command.links.items()},
             "timeout": command.timeout,
             "memory_mb": command.memory_mb,
             "processes": command.processes,

@@ -37,7 +37,7 @@ class AgentConfig(Section):
     """In place of `command`: `package.module:name` of `async f(client, sample) -> float | None`, where the client is an
     `openai.AsyncOpenAI` whose model is "policy", and the task `sample.prompt.text`; it returns the reward."""
     collection: CollectionConfig | None = None
-    """An environment that others made, which plays and scores; of `harbor` the agent is the `command`."""
+    """An environment that others made, which plays and scores."""
     env: dict[str, str] = Field(default_factory=dict)
     """Variables beside those by which clients find the gateway."""
     files: str | None = None
@@ -70,35 +70,21 @@ class AgentConfig(Section):
     """Where agents reach the gateway from other machines: of a `function`, whose parameter `address` is the URL."""
 
     def _check(self) -> None:
+        players = [name for name in ("command", "function", "collection") if getattr(self, name) is not None]
+        if len(players) != 1:
+            raise ConfigError(
+                f"episode.agent needs one of command, function and collection, got {', '.join(players) or 'none'}"
+            )
         if self.address is not None and self.function is None:
-            raise ConfigError("episode.agent.address does nothing: it is of a function, and others run on this machine")
-        if self.collection is not None:
-            self._check_collection(self.collection)
-            return
-        if (self.command is None) == (self.function is None):
-            raise ConfigError("episode.agent needs either a command or a function")
+            raise ConfigError("episode.agent.address is of a function: commands and collections run on this machine")
         if self.command is not None:
             self.agent_command()
             if (self.test is None) == (self.reward is None):
                 raise ConfigError("episode.agent.command needs either a test or a reward")
-        else:
-            for name in ("env", "files", "texts", "install", "readable", "test"):
-                if getattr(self, name):
-                    raise ConfigError(f"episode.agent.{name} does nothing: it is of a command")
+        elif self.test is not None:
+            raise ConfigError("episode.agent.test is of a command: a function returns its reward")
+        if self.function is not None:
             self.load_function()
-
-    def _check_collection(self, collection: CollectionConfig) -> None:
-        idle = ["function", "test", "reward", "files", "texts"]
-        if collection.kind != "harbor":
-            limits = ("memory_mb", "processes", "network", "allow_unsafe")
-            idle += ["command", "install", "readable", *filter(self.differs, limits)]
-        elif self.command is None:
-            raise ConfigError("episode.agent.collection of harbor needs the command that solves its tasks")
-        else:
-            self.agent_command()
-        for name in idle:
-            if getattr(self, name):
-                raise ConfigError(f"episode.agent.{name} does nothing: the collection {collection.kind} has its own")
 
     def agent_command(self) -> AgentCommand:
         """The command with its limits. ConfigError: a limit is invalid, or a folder is not there."""

@@ -1,5 +1,4 @@
-"""The gateway: an address that clients of OpenAI, Anthropic and Google take for their provider, with a session for each
-key."""
+"""The gateway: an address that clients of OpenAI and Anthropic take for their provider, with a session for each key."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from . import journal as events
 from .dialects import Dialect
 from .dialects.anthropic import AnthropicDialect
 from .dialects.chat import ChatDialect
-from .dialects.gemini import GeminiDialect
 from .dialects.responses import ResponsesDialect
 from .journal import Journal
 from .messages import BadRequest
@@ -46,10 +44,6 @@ DIALECTS: dict[str, Dialect] = {
     "/responses": ResponsesDialect(),
     "/messages": AnthropicDialect(),
 }
-GEMINI = GeminiDialect()
-# Its paths name the model and what to do with it.
-GEMINI_MODEL = "models/{model}:{method:generateContent|streamGenerateContent}"
-GEMINI_COUNT = "models/{model}:{method:countTokens}"
 log = logging.getLogger(__name__)
 
 
@@ -146,9 +140,6 @@ class Gateway:
                 app.router.add_post(prefix + path, self._answer)
             app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
             app.router.add_get(f"{prefix}/models", self._models)
-        for prefix in ("/v1beta", "/v1", "/s/{key}/v1beta", "/s/{key}/v1"):
-            app.router.add_post(f"{prefix}/{GEMINI_MODEL}", self._answer)
-            app.router.add_post(f"{prefix}/{GEMINI_COUNT}", self._count)
         return app
 
     def access(self, host: str) -> Any:
@@ -184,7 +175,7 @@ class Gateway:
         try:
             session = self._session_of(request)
             body = await request.read()
-            content = await _body_of(request, dialect)
+            content = await _body_of(request)
             if (provider := self._provider_of(content)) is not None:
                 with session.forwarding(content["model"]):
                     return await provider.answer(request, _path_of(request), content)
@@ -267,14 +258,14 @@ class Gateway:
         dialect = _dialect_of(request)
         try:
             session = self._session_of(request)
-            content = await _body_of(request, dialect)
+            content = await _body_of(request)
             if (provider := self._provider_of(content)) is not None:
                 return await provider.answer(request, _path_of(request), content)
             parsed = dialect.read(content)
             _, ids, _ = await self._in_thread(partial(session.context, parsed))
         except BadRequest as error:
             return _error_response(dialect, error)
-        return web.json_response({"totalTokens" if dialect is GEMINI else "input_tokens": len(ids)})
+        return web.json_response({"input_tokens": len(ids)})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -319,7 +310,7 @@ def _path_of(request: web.Request) -> str:
 def client_key(request: web.Request) -> str:
     """The key that a client of any dialect sends; "" for none."""
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    named = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or request.query.get("key")
+    named = request.headers.get("x-api-key")
     return request.match_info.get("key") or named or bearer
 
 
@@ -331,28 +322,16 @@ def _mark_sent(request: web.Request, session: Session, generation: Generation) -
 
 def _dialect_of(request: web.Request) -> Dialect:
     """The dialect of a path; of an unknown one OpenAI's."""
-    if "/models/" in request.path:
-        return GEMINI
     path = request.path.removesuffix("/count_tokens")
     return next((dialect for end, dialect in DIALECTS.items() if path.endswith(end)), DIALECTS["/chat/completions"])
 
 
-async def _body_of(request: web.Request, dialect: Dialect) -> Any:
-    """The JSON of a request, with what Google's dialect has in the path."""
+async def _body_of(request: web.Request) -> Any:
+    """The JSON of a request."""
     try:
-        body = await json_of(request)
+        return await json_of(request)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
-    if dialect is not GEMINI or not isinstance(body, dict):
-        return body
-    is_stream = request.match_info["method"] == "streamGenerateContent"
-    if is_stream and request.query.get("alt") != "sse":
-        raise BadRequest("streams are events here: add ?alt=sse to the path", "alt")
-    if request.match_info["method"] == "countTokens":
-        body = body.get("generateContentRequest") or body
-    if not isinstance(body, dict):
-        raise BadRequest("generateContentRequest must be an object", "generateContentRequest")
-    return {**body, "model": request.match_info["model"], "stream": is_stream}
 
 
 def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:

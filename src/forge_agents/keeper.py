@@ -201,7 +201,6 @@ def _be_first(settings: Settings, control: socket.socket, out: int, error: int, 
 def _make_root(settings: Settings) -> None:
     paths = {"readable": settings["readable"]}
     links = jail.links_to(paths) | {f"/dev/{name}": target for name, target in _ALWAYS_IN_DEV.items()}
-    links |= settings["links"]
     readable = jail.readable_paths(paths)
     writable = {settings["inner_folder"]: settings["folder"], "/tmp": settings["scratch"]}
     namespaces.new_root(readable, links, writable, ("/dev/shm", "/dev/pts", "/var/tmp"))

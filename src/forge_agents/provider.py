@@ -50,10 +50,7 @@ class Provider:
         model = str(body["model"])
         url = self.url.rstrip("/") + path
         if self.name is not None:
-            url = url.replace(f"/models/{model}:", f"/models/{self.name}:")
             body = {**body, "model": self.name}
-        if "/models/" in path:  # Google's dialect has both in the path, and rejects them in the body
-            body = {name: value for name, value in body.items() if name not in ("model", "stream")}
         # A session of aiohttp belongs to one event loop, and answers take seconds: one for each request costs little.
         data = json.dumps(body)
         headers = self._headers(request)
@@ -64,7 +61,7 @@ class Provider:
             async with (
                 ClientSession(timeout=timeout, trust_env=is_outside, auto_decompress=False) as client,
                 # Not to another host, which would get the key.
-                client.post(url, data=data, headers=headers, params=_query(request), allow_redirects=False) as answer,
+                client.post(url, data=data, headers=headers, params=request.query, allow_redirects=False) as answer,
             ):
                 returned = {name: answer.headers[name] for name in RETURNED if name in answer.headers}
                 response = web.StreamResponse(status=answer.status, headers={**returned, **UNBUFFERED})
@@ -86,10 +83,5 @@ class Provider:
         headers = {name: request.headers[name] for name in KEPT if name in request.headers}
         key = None if self.key is None else os.environ[self.key]
         if key is not None:
-            headers |= {"authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
+            headers |= {"authorization": f"Bearer {key}", "x-api-key": key}
         return {**headers, "accept-encoding": "identity"}
-
-
-def _query(request: web.Request) -> dict[str, str]:
-    """The request's query without the session's key."""
-    return {name: value for name, value in request.query.items() if name != "key"}

@@ -25,7 +25,6 @@ from .collection import WorkerPlay, check_collection
 from .command import CommandRunner, program_path
 from .config import AgentConfig
 from .environment import AgentEnv, Outcome, Play, Score
-from .harbor import HarborPlay
 from .listener import SharedListener
 from .models import place_part, seats
 from .provider import Provider
@@ -152,10 +151,7 @@ def check_program(agent: AgentConfig) -> None:
 async def agent_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     """How the configured agent plays a task."""
     if agent.collection is not None:
-        if agent.collection.kind != "harbor":
-            return WorkerPlay(agent)
-        await runner.start()
-        return HarborPlay(agent, runner)
+        return WorkerPlay(agent)
     return await command_play(agent, runner) if agent.command is not None else function_play(agent)
 
 

@@ -78,24 +78,6 @@ def leads_outside(place: Path, folder: Path) -> bool:
     return not f"{os.path.realpath(place)}/".startswith(f"{os.path.realpath(folder)}/")
 
 
-def fresh(folder: Path, path: str) -> Path:
-    """A new empty folder in a task folder, whatever an agent left on its path, links and locked folders included.
-
-    Args:
-        path: of the new folder, in the task folder.
-    """
-    place = folder
-    for part in PurePosixPath(path).parts:
-        place = place / part
-        if place.is_symlink() or (place.exists() and not place.is_dir()):
-            place.unlink()
-        place.mkdir(exist_ok=True)
-        place.chmod(0o755)
-    remove(place)
-    place.mkdir()
-    return place
-
-
 def give(folder: Path) -> None:
     """Make all of a folder the property of the user that programs run as."""
     os.chown(folder, NOBODY, NOBODY)

@@ -4,7 +4,7 @@
     await tools.open()
     toolbox = Toolbox(servers=[tools])
 
-Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'mcp>=1.24,<3'.
+Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'mcp>=2,<3'.
 """
 
 from __future__ import annotations
@@ -12,39 +12,44 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from forge.envs.environment import InfrastructureError
 from forge.envs.tools import ToolError
+from forge.system.bounded_http import MAX_BYTES, bounded_transport
 
 from .content import Json, function_schema, text_of
-from .mcp_http import IsolatedTransport
-from .mcp_messages import FAILED, messages_of
-from .mcp_sdk import (
-    CONNECTION_CLOSED,
-    STREAM_OPTIONS,
-    TIMED_OUT,
-    McpError,
-    PaginatedRequestParams,
-    Session,
-    SessionMessage,
-    anyio,
-    http,
-    is_error,
-    next_cursor,
-    streamable_http_client,
-    timeout_of,
-)
-from .process import Program, copy_command
+from .process import copy_command
+
+try:
+    import httpx2
+    from mcp import ClientSession, MCPError, StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.types import (
+        CONNECTION_CLOSED,
+        INTERNAL_ERROR,
+        INVALID_REQUEST,
+        PARSE_ERROR,
+        REQUEST_TIMEOUT,
+        PaginatedRequestParams,
+    )
+except ImportError as error:
+    raise ImportError("MCP tools need the mcp package: pip install 'mcp>=2,<3'") from error
 
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
-MAX_LINE = 64 << 20  # bytes of one line
 MAX_TOOLS = 10_000  # of one server
 PING_TIMEOUT = 5.0  # seconds
+CLOSE_TIMEOUT = 30.0  # seconds, above those that the SDK takes
+TAIL = 2000  # bytes of a program's log that an error shows
+# Errors of the connection or of the server as a whole, not of a tool.
+_FAILURES = (CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, PARSE_ERROR)
 
 Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 
@@ -52,8 +57,8 @@ Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 class MCPTools(ABC):
     """The tools of one server. Calls may run concurrently.
 
-    A call that fails, times out or names no tool is a `ToolError`. A server that is gone is an `InfrastructureError`,
-    once; the next call reconnects.
+    A call that fails, times out or names no tool is a `ToolError`. A server that is gone, or answers with what is not
+    MCP, is an `InfrastructureError`, once: it ends the session, and the next call reconnects.
     """
 
     def __init__(self, name: str, timeout: float, start_timeout: float) -> None:
@@ -63,7 +68,7 @@ class MCPTools(ABC):
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._schemas: tuple[dict[str, Json], ...] | None = None
-        self._session: Session | None = None
+        self._session: ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
@@ -90,13 +95,13 @@ class MCPTools(ABC):
             try:
                 async with asyncio.timeout(self._start_timeout):
                     await asyncio.shield(ready)
-            except BaseException as error:
-                # Before `close`, which forgets the program and the end of its log.
-                details = self._end_details()
+            except TimeoutError:
+                details = self._details()
                 await self.close()
-                if isinstance(error, TimeoutError):
-                    message = f"{self.name} did not answer initialize and tools/list within {self._start_timeout:g} s"
-                    raise InfrastructureError(message + details) from None
+                message = f"{self.name} did not answer initialize and tools/list within {self._start_timeout:g} s"
+                raise InfrastructureError(message + details) from None
+            except BaseException:
+                await self.close()
                 raise
 
     def schemas(self) -> tuple[dict[str, Json], ...]:
@@ -116,36 +121,29 @@ class MCPTools(ABC):
             json.dumps(dict(arguments), ensure_ascii=False).encode()
         except UnicodeEncodeError:  # it would end the connection
             raise ToolError("the arguments hold a lone surrogate, which is not a character") from None
-        session = self._session
-        if session is None:
+        if self._session is None:
             loss = self._loss
             self._loss = ""
             if loss:  # report the loss once: the caller may rely on the server's state
                 raise InfrastructureError(loss)
             await self.open()
-            session = self._session
-            assert session is not None
+        session = self._session
+        assert session is not None
         try:
-            result = await session.call_tool(name, dict(arguments), timeout_of(self._timeout))
+            result: Any = await session.call_tool(name, dict(arguments), self._timeout)
             text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
-        except McpError as error:
-            if error.error.code == TIMED_OUT:
+        except MCPError as error:
+            if error.error.code == REQUEST_TIMEOUT:
+                await self._check_alive(session, name)
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
-            if error.error.code == FAILED:
-                # Another call may have reconnected meanwhile.
-                if error.error.data and self._session is session:
-                    await self.close()
-                raise InfrastructureError(error.error.message) from None
-            if error.error.code == CONNECTION_CLOSED:
-                raise await self._loss_error(error.error.message) from None
+            if error.error.code in _FAILURES:
+                raise await self._lost(session, error.error.message) from None
             raise ToolError(error.error.message) from None
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            raise await self._loss_error() from None
         except RuntimeError as error:  # the result violates the tool's output schema
             raise ToolError(str(error)) from None
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
-            raise InfrastructureError(f"{self.name} answered {name} with what is not MCP: {error}"[:500]) from error
-        if is_error(result):
+            raise await self._lost(session, f"it answered {name} with what is not MCP: {error}"[:500]) from error
+        if result.is_error:
             raise ToolError(text)
         return text
 
@@ -158,33 +156,35 @@ class MCPTools(ABC):
         self._loss = ""
         self._stop.set()
         if task is not None:
-            await asyncio.wait([task], timeout=2 * PING_TIMEOUT)
-            # The server did not let go.
+            # The SDK gives a program seconds to end, and then kills it; a cancelled task would leave it.
+            await asyncio.wait([task], timeout=CLOSE_TIMEOUT)
             task.cancel()
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=PING_TIMEOUT)
 
     async def _run(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
         reason = f"{self.name} has gone"
+        closed = asyncio.Event()
+
+        async def hear(message: Any) -> None:
+            # Other lines are what a program prints; these are meant as the answer that a call waits for.
+            inputs = [fault["input"] for fault in message.errors()] if isinstance(message, ValidationError) else []
+            if any(isinstance(read, dict) and read.keys() & {"result", "error"} for read in inputs):
+                self._loss = f"{self.name} answered with what is not MCP: {str(message)[:200]}"
+                closed.set()
+
         try:
-            async with self._connect() as (read, write), Session(read, write) as session:
+            async with self._connect() as (read, write), ClientSession(read, write, message_handler=hear) as session:
                 await session.initialize()
-                tools: list[dict[str, Json]] = []
-                seen: set[str] = set()
-                page = await session.list_tools()
-                while True:
-                    tools += [function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in page.tools]
-                    cursor = next_cursor(page)
-                    if not cursor:
-                        break
-                    if len(tools) > MAX_TOOLS or cursor in seen:
-                        raise InfrastructureError(f"its list of tools has no end: {len(tools)} so far")
-                    seen.add(cursor)
-                    page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
-                self._schemas = tuple(tools)
+                self._schemas = await _tools_of(session)
                 self._session = session
                 ready.set_result(None)
-                await stop.wait()
+                ends = [asyncio.create_task(event.wait()) for event in (stop, closed)]
+                try:
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for end in ends:
+                        end.cancel()
         except BaseException as error:
             # Task groups wrap the error that ended them.
             cause: BaseException = error
@@ -198,25 +198,37 @@ class MCPTools(ABC):
             if is_current:
                 self._session = None
             if not ready.done():
-                ready.set_exception(InfrastructureError(f"{reason}{self._end_details()}"))
-            elif is_current and not stop.is_set():
-                self._loss = f"{reason}{self._end_details()}"
+                ready.set_exception(InfrastructureError(f"{reason}{self._details()}"))
+            elif is_current and not stop.is_set() and not closed.is_set():
+                self._loss = f"{reason}{self._details()}"
 
-    async def _loss_error(self, message: str = "") -> InfrastructureError:
-        """Return the error of a connection that ended, once its reason is known; `message` if it is still there."""
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=PING_TIMEOUT)
+    async def _check_alive(self, session: ClientSession, name: str) -> None:
+        """Ping the server after a call that took too long. ToolError: it hangs, and was disconnected."""
+        try:
+            async with asyncio.timeout(PING_TIMEOUT):
+                with suppress(MCPError):  # pings are unsupported, but it answers
+                    await session.send_ping()
+        except TimeoutError:
+            if self._session is session:
+                await self.close()
+            raise ToolError(f"{self.name} hung in {name} and is started again: what it had kept is lost") from None
+
+    async def _lost(self, session: ClientSession, message: str) -> InfrastructureError:
+        """End the session, unless another call has replaced it; returns the error with the reason."""
         loss = self._loss
+        if self._session is session:
+            await self.close()  # after which the end of a program's log is known
+        elif self._task is not None:
+            await asyncio.wait([self._task], timeout=PING_TIMEOUT)
+        loss = loss or self._loss or f"{self.name}: {message}{self._details()}"
         self._loss = ""
-        if not loss and message and self.connected:
-            loss = f"{self.name}: {message}"
-        return InfrastructureError(loss or f"{self.name} was closed")
+        return InfrastructureError(loss)
 
     @abstractmethod
     def _connect(self) -> AbstractAsyncContextManager[Streams]:
         """Return an async context manager of a read stream and a write stream."""
 
-    def _end_details(self) -> str:
+    def _details(self) -> str:
         """Details on the end of the connection, for an error."""
         return ""
 
@@ -229,10 +241,7 @@ class MCPTools(ABC):
 
 
 class StdioTools(MCPTools):
-    """The tools of a program, which runs from `open` to `close` and ends with this process, even if that is killed.
-
-    After a call that timed out or was cancelled the program is pinged. If it does not answer, it is restarted, and the
-    current call raises `ToolError`.
+    """The tools of a program, which runs from `open` to `close`. It ends when its standard input does, as MCP requires.
 
     Args:
         command: program and arguments.
@@ -254,117 +263,35 @@ class StdioTools(MCPTools):
         timeout: float = 30.0,
         start_timeout: float = 30.0,
     ) -> None:
-        super().__init__(" ".join(copy_command(command)), timeout, start_timeout)
-        self._command = copy_command(command)
-        self._cwd = cwd
-        self._env = dict(env or {})
-        self._program: Program | None = None
-        self._end = ""
-        self._unanswered = False  # a call timed out or was cancelled: the program may hang
-        self._checking = asyncio.Lock()
-
-    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
-        """Call a tool; see `MCPTools.call`."""
-        async with self._checking:
-            if self._unanswered and self._session is not None:
-                self._unanswered = False
-                try:
-                    async with asyncio.timeout(PING_TIMEOUT):
-                        with suppress(McpError):  # pings are unsupported, but it answers
-                            await self._session.send_ping()
-                except TimeoutError:
-                    await self.close()
-                    await self.open()
-                    raise ToolError(
-                        f"{self.name} hung in an earlier call and was restarted: what it had kept is lost, call again"
-                    ) from None
-        # How long a call took tells a timeout from a tool that failed.
-        started = asyncio.get_running_loop().time()
-        try:
-            return await super().call(name, arguments)
-        except asyncio.CancelledError:
-            self._unanswered = True
-            raise
-        except ToolError:
-            self._unanswered |= asyncio.get_running_loop().time() - started >= self._timeout
-            raise
+        words = copy_command(command)
+        super().__init__(" ".join(words), timeout, start_timeout)
+        self._parameters = StdioServerParameters(
+            command=words[0],
+            args=words[1:],
+            cwd=None if cwd is None else os.fspath(cwd),
+            env={**os.environ, **(env or {})},
+            encoding_error_handler="replace",
+        )
+        self._log = ""
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Streams]:
-        # Not the SDK's stdio client: its process outlives this one if this is killed, and its exit code is hidden.
-        self._end = ""
-        program = self._program = await Program.start(
-            self._command, pipes=True, line_limit=MAX_LINE, cwd=self._cwd, env=self._env
-        )
-        assert program.stdin is not None
-        assert program.stdout is not None
-        stdin = program.stdin
-        stdout = program.stdout
-        # The SDK's session takes streams of messages: they are connected to the program's pipes.
-        to_session, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-        write, from_session = anyio.create_memory_object_stream[SessionMessage](0)
-
-        all_read = asyncio.Event()
-        fault = ""
-
-        async def reading() -> None:
-            nonlocal fault
+        with tempfile.TemporaryFile("w+") as log:
             try:
-                async with to_session:
-                    while line := await stdout.readline():
-                        for message in messages_of(line, self.name):
-                            await to_session.send(SessionMessage(message))
-            except ValueError:  # of readline
-                fault = f"it sent a line of more than {MAX_LINE >> 20} MiB"
-            except anyio.BrokenResourceError:  # the session was closed before the line's end
-                return
+                async with stdio_client(self._parameters, errlog=log) as streams:
+                    yield streams
+            except OSError as error:
+                raise InfrastructureError(f"{self._parameters.command}: {error.strerror}") from error
             finally:
-                all_read.set()
+                size = os.fstat(log.fileno()).st_size
+                self._log = os.pread(log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip()
 
-        async def writing() -> None:
-            async with from_session:
-                async for item in from_session:
-                    stdin.write(item.message.model_dump_json(by_alias=True, exclude_none=True).encode() + b"\n")
-                    await stdin.drain()
-
-        async def watching() -> None:
-            ends = [asyncio.create_task(all_read.wait()), asyncio.create_task(program.wait(float("inf")))]
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                # A program that closes its output gets a second to end, and one that ends is read to its last line.
-                await asyncio.wait(ends, timeout=1.0)
-            finally:
-                for task in ends:
-                    task.cancel()
-            if not self._stop.is_set():
-                state = "has closed its output" if program.returncode is None else "has gone"
-                raise InfrastructureError(fault or f"it {state}")
-
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(reading)
-                tasks.start_soon(writing)
-                tasks.start_soon(watching)
-                yield read, write
-                tasks.cancel_scope.cancel()
-        finally:
-            with anyio.CancelScope(shield=True):
-                grace = 0.0 if self._unanswered else PING_TIMEOUT
-                # An unexpected end is described while its log still exists.
-                if not self._stop.is_set():
-                    await program.wait(1.0)
-                    self._end = f"; {program.describe_end()}"
-                    grace = min(grace, 1.0)  # calls wait for the reason
-                await program.stop(grace)
-
-    def _end_details(self) -> str:
-        return self._end or ("" if self._program is None else f"; {self._program.describe_end()}")
+    def _details(self) -> str:
+        return f"; its log ends with:\n{self._log or '(nothing)'}"
 
 
 class HTTPTools(MCPTools):
     """The tools of a server over streamable HTTP, bound to the event loop in which it is opened.
-
-    An HTTP error status fails only its own call; a lost connection or session ends all calls.
 
     Args:
         url: of its endpoint, such as http://127.0.0.1:8000/mcp.
@@ -391,10 +318,23 @@ class HTTPTools(MCPTools):
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Streams]:
-        limits = http.Timeout(self._start_timeout, read=None)
-        transport = IsolatedTransport(self.name)
+        limits = httpx2.Timeout(self._start_timeout, read=None)
+        transport = bounded_transport(httpx2)()
         async with (
-            http.AsyncClient(headers=self._headers, timeout=limits, transport=transport) as client,
-            streamable_http_client(self.name, http_client=client, **STREAM_OPTIONS) as (read, write, *_),
+            httpx2.AsyncClient(headers=self._headers, timeout=limits, transport=transport) as client,
+            streamable_http_client(self.name, http_client=client, max_sse_event_size=MAX_BYTES) as streams,
         ):
-            yield read, write
+            yield streams
+
+
+async def _tools_of(session: ClientSession) -> tuple[dict[str, Json], ...]:
+    """List a server's tools, page by page. InfrastructureError: the list has no end."""
+    tools: list[dict[str, Json]] = []
+    page = await session.list_tools()
+    while True:
+        tools += [function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in page.tools]
+        if not page.next_cursor:
+            return tuple(tools)
+        if len(tools) > MAX_TOOLS or not page.tools:
+            raise InfrastructureError(f"its list of tools has no end: {len(tools)} so far")
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))

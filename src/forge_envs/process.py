@@ -49,13 +49,11 @@ sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 
 
 class Program:
-    """A running program. With `pipes` its `stdin` and `stdout` are streams; other output is logged to a temporary file.
-    When it ends, the rest of its process group is killed."""
+    """A running program, whose output is logged to a temporary file. When it ends, the rest of its process group is
+    killed."""
 
     def __init__(self, process: Process, name: str, lifeline: int, log: IO[bytes]) -> None:
         self.name = name
-        self.stdin = process.stdin
-        self.stdout = process.stdout
         self._process = process
         self._lifeline = lifeline
         self._log = log
@@ -67,16 +65,12 @@ class Program:
         cls,
         command: Sequence[str],
         *,
-        pipes: bool = False,
-        line_limit: int = 1 << 16,
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Self:
         """Start a program; one that does not exist ends at once with exit code 1.
 
         Args:
-            pipes: connect `stdin` and `stdout`.
-            line_limit: longest line of `stdout` in bytes.
             cwd: working directory.
             env: variables added to those of this process.
 
@@ -89,10 +83,9 @@ class Program:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _KEEPER, str(keeper_end), str(os.getpid()), *command),
-                stdin=asyncio.subprocess.PIPE if pipes else asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE if pipes else log,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
-                limit=line_limit,
                 cwd=cwd,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
@@ -145,10 +138,7 @@ class Program:
             return
         lifeline = self._lifeline
         self._lifeline = -1
-        # Many servers end when their stdin is closed.
         try:
-            if self.stdin is not None:
-                self.stdin.close()
             if grace > 0:
                 self._signal(signal.SIGTERM)
                 await self.wait(grace)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .code_verifier import Case, CodeVerifier, forgeable, read_cases
+from .cases import Case, forgeable, read_cases
+from .code_verifier import CodeVerifier
 from .sandbox import Result, Sandbox, Session
 from .worker import SandboxError
 

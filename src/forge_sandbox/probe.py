@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 from .worker import SandboxError, Settings, Worker
 
-# The levels that "auto" tries, the strongest first.
-AUTO = ("namespaces", "landlock", "bubblewrap")
-LEVELS = (*AUTO, "none")
+LEVELS = ("namespaces", "none")
 
 _CANARY = """
 import colorsys, os, socket, sys
@@ -41,16 +39,14 @@ def select_level(levels: Sequence[str], settings: Settings, python: str, user: i
             return level
         reasons.append(f"{level}: {reason}")
     raise SandboxError(
-        f"no isolation level works here. {'; '.join(reasons)}. Allow user namespaces, use a kernel with landlock "
-        "(Linux 6.2), install bubblewrap, or run programs with all your rights by level='none' and allow_unsafe=True"
+        f"programs cannot be isolated here. {'; '.join(reasons)}. Allow user namespaces (docs/sandbox.md, Containers), "
+        "or run programs with all your rights by level='none' and allow_unsafe=True"
     )
 
 
 def _try_level(settings: Settings, python: str, user: int | None) -> str:
     """Run the canary; return the reason why the level does not work, "" if it does."""
     level = settings["level"]
-    if level == "bubblewrap" and not settings["bubblewrap"]:
-        return "bwrap is not installed"
     # The canary tries what a program must not do: read this file, write beside it, use memory, see its parent.
     with tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o644)

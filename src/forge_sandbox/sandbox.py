@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import TypeVar
 
-from .probe import AUTO, LEVELS, select_level
+from .probe import LEVELS, select_level
 from .worker import Header, SandboxError, Settings, Worker
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ class Result:
     - "killed": by a signal, as in a crash;
     - "ended": a cell that did not run because the session was over.
 
-    `exit_code` is the negative signal number for a signal (128 + number at bubblewrap). Invalid UTF-8 is replaced.
+    `exit_code` is the negative signal number for a signal. Invalid UTF-8 is replaced.
     """
 
     status: str
@@ -78,20 +77,20 @@ class Sandbox:
     It starts with the first program, `start` or `async with`, and is not bound to an event loop.
 
     Args:
-        level: "namespaces", "landlock" or "bubblewrap"; "auto" takes the first that works here; "none" isolates
-            nothing and requires `allow_unsafe`.
+        level: "namespaces"; "none" isolates nothing and requires `allow_unsafe`; "auto" is namespaces, or none where
+            they are not permitted and `allow_unsafe` is set.
         workers: concurrent programs; each session has an additional worker.
         memory_mb: address space of a process, and memory of a program's processes together.
         cpu_seconds: per process, and for a program's processes together.
-        processes: of a program, including threads. At landlock only threads.
-        file_mb: total size of files in /tmp. At landlock and bubblewrap there are none.
+        processes: of a program, including threads.
+        file_mb: total size of files in /tmp.
         output_kb: of each of stdout and stderr.
         imports: modules imported once for all programs; add their folders to `path` unless in the standard library.
         path: folders to import from; readable.
         readable: further readable files and folders.
         python: the interpreter; by default the running one.
         user: user id of the processes; requires root.
-        allow_unsafe: allow level "none", also for "auto" as the last resort.
+        allow_unsafe: allow level "none".
 
     Raises:
         ValueError: an invalid setting.
@@ -128,12 +127,11 @@ class Sandbox:
         if hidden:
             raise ValueError(f"{', '.join(hidden)}: programs have their own /tmp, name single paths in it")
         self.level = level
-        self._levels = (*AUTO, *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
+        self._levels = ("namespaces", *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
         self._settings: Settings = limits | {
             "imports": list(imports),
             "path": [paths[folder] for folder in path],
             "readable": [os.path.abspath(folder) for folder in (*path, *readable)],
-            "bubblewrap": shutil.which("bwrap"),
         }
         self._python = python or os.path.realpath(sys.executable)
         self._user = user

@@ -17,10 +17,7 @@ from .inside import wire
 START_TIMEOUT = 60.0  # seconds to start, with all imports
 GRACE = 30.0  # seconds to reply, beyond a program's time limit: the machine may be busy
 EXIT_TIMEOUT = 5.0  # seconds to exit by itself
-_MODULES = (
-    *("syscalls", "wire", "seccomp", "landlock", "namespaces", "limits", "program", "confine", "jail", "bubblewrap"),
-    *("keeper", "zygote"),
-)
+_MODULES = (*("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "confine", "jail", "keeper", "zygote"),)
 # The modules are sent as text: the process may not be able to read the files after a change of user or root.
 _FOLDER = Path(__file__).parent / "inside"
 _TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}
@@ -36,7 +33,6 @@ def exactly(size):
     return parts
 source = int(sys.argv[1])
 header, sizes = json.loads(exactly(struct.unpack("I", exactly(4))[0]))
-bodies = [exactly(size) for size in sizes]
 package = sys.modules["inside"] = types.ModuleType("inside")
 package.__path__ = []
 for name, text in header["modules"].items():
@@ -44,10 +40,7 @@ for name, text in header["modules"].items():
     module.__package__ = "inside"
     setattr(package, name, module)
     exec(compile(text, "inside/" + name + ".py", "exec"), module.__dict__)
-if header["main"] == "zygote":
-    package.zygote.main(source, header["settings"], header["modules"])
-else:
-    package.bubblewrap.main(source, header, bodies[0])
+package.zygote.main(source, header["settings"])
 """
 
 Header = dict[str, Any]  # of a message, see `inside.wire`
@@ -95,8 +88,7 @@ class Worker:
                 self._stderr.close()
                 raise SandboxError(f"{python} could not be started: {error}") from error
         try:
-            header = {"modules": _TEXTS, "main": "zygote", "settings": settings | {"boot": _BOOT}}
-            self.request(header, limit=START_TIMEOUT - GRACE)
+            self.request({"modules": _TEXTS, "settings": settings}, limit=START_TIMEOUT - GRACE)
         except BaseException:
             self.kill()
             raise

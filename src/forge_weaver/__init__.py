@@ -12,11 +12,10 @@ from .anchored import AnchoredLogistic
 from .auto import METHODS, Auto, check_one_right, fit_table, make
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .correlated import CorrelatedMixture
-from .means import Majority, NaiveMean, RankMean
+from .means import NaiveMean, RankMean
 from .problems import Problem, read_problems, score_table, write_problems
-from .report import write_report
+from .published import PublishedWeaver
 from .table import ScoreTable, families_by_name
-from .verdict_models import MedianTriplets, PublishedWeaver
 from .verifiers import Distilled, Ensemble, load_ensemble, save_ensemble
 
 __all__ = [
@@ -30,8 +29,6 @@ __all__ = [
     "Distilled",
     "Ensemble",
     "FitReport",
-    "Majority",
-    "MedianTriplets",
     "NaiveMean",
     "Online",
     "Problem",
@@ -49,5 +46,4 @@ __all__ = [
     "save_ensemble",
     "score_table",
     "write_problems",
-    "write_report",
 ]

@@ -155,7 +155,6 @@ class Aggregator(ABC):
     """
 
     LEARNED: ClassVar[tuple[str, ...]] = ()
-    SCORES: ClassVar[bool] = True  # whether it uses the verifiers' scores
     report: FitReport
     verifiers: tuple[str, ...]
     columns: np.ndarray
@@ -187,7 +186,7 @@ class Aggregator(ABC):
             elif np.ptp(scores) == 0:
                 self.report.dropped[name] = f"it always said {scores[0]:g}"
         self.columns = np.array([v for v, n in enumerate(self.verifiers) if n not in self.report.dropped], dtype=int)
-        if self.SCORES and not len(self.columns):
+        if not len(self.columns):
             raise ValueError("no verifier is left: each gave no score, or a constant one")
         data = self._data(table)
         self.report.coverage = len(data.x) / self.report.responses
@@ -233,10 +232,6 @@ class Aggregator(ABC):
     @abstractmethod
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probabilities."""
-
-    def scored(self, data: Data) -> np.ndarray:
-        """[responses] whether a probability can be given."""
-        return (~np.isnan(data.x)).any(1)
 
     def warn(self, message: str) -> None:
         """Issue a warning and record it in the report."""
@@ -298,7 +293,7 @@ class Aggregator(ABC):
         flat = table.flat
         labels = np.full(len(flat), np.nan) if table.labels is None else table.labels[table.present]
         data = Data(flat[:, self.columns], table.problem_of, labels, np.arange(len(flat)), table, self.columns)
-        return data.take(self.scored(data))
+        return data.take((~np.isnan(data.x)).any(1))
 
     def _matched(self, table: ScoreTable) -> ScoreTable:
         self._require_fit()

@@ -14,10 +14,10 @@ from .anchored import AnchoredLogistic
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .calibration import log_loss
 from .correlated import CorrelatedMixture, residual_correlation, within_problems
-from .means import Majority, NaiveMean, RankMean, family_numbers, fitted_slope, rank_means, unheaped
+from .means import NaiveMean, RankMean, family_numbers, fitted_slope, rank_means, unheaped
 from .normalise import NormalScores
+from .published import PublishedWeaver
 from .table import ScoreTable
-from .verdict_models import MedianTriplets, PublishedWeaver
 
 # With one or two verifiers more rates are unknown than their agreement determines (Dawid & Skene 1979).
 MIN_VERIFIERS = 3
@@ -191,12 +191,10 @@ METHODS: dict[str, type[Aggregator]] = {
     "binned": BinnedDawidSkene,
     "correlated": CorrelatedMixture,
     "dawid_skene": DawidSkene,
-    "majority": Majority,
     "naive_mean": NaiveMean,
     "online": Online,
     "rank_mean": RankMean,
     "top_agreement": TopAgreement,
-    "triplets": MedianTriplets,
     "weaver": PublishedWeaver,
 }
 USE_LABELS = ("auto", "anchored")

@@ -10,7 +10,6 @@ Raises:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 from scipy.optimize import minimize
@@ -70,34 +69,12 @@ def auc(p: np.ndarray, labels: np.ndarray) -> float:
     return float(roc_auc_score(labels, p))
 
 
-@dataclasses.dataclass
-class Reliability:
-    """Reliability diagram in bins of equal width from 0 to 1, [bins] each; means are NaN for an empty bin.
-
-    Args:
-        count: responses in the bin.
-        predicted: their mean probability.
-        right: the fraction of them that is right.
-    """
-
-    count: np.ndarray
-    predicted: np.ndarray
-    right: np.ndarray
-
-
-def reliability(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Reliability:
-    """Bin responses by probability."""
-    p, labels = _known(p, labels)
-    bin_of = np.minimum((p * bins).astype(int), bins - 1)
-    count = np.bincount(bin_of, minlength=bins)
-    with np.errstate(invalid="ignore"):
-        return Reliability(count, np.bincount(bin_of, p, bins) / count, np.bincount(bin_of, labels, bins) / count)
-
-
 def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
     """Expected calibration error (Naeini et al. 2015): mean gap between probability and accuracy over `bins`."""
-    diagram = reliability(p, labels, bins)
-    return float(np.nansum(diagram.count * np.abs(diagram.predicted - diagram.right)) / diagram.count.sum())
+    p, labels = _known(p, labels)
+    bin_of = np.minimum((p * bins).astype(int), bins - 1)
+    gaps = np.bincount(bin_of, p, bins) - np.bincount(bin_of, labels, bins)
+    return float(np.abs(gaps).sum() / len(p))
 
 
 @dataclasses.dataclass
@@ -124,27 +101,6 @@ class Recalibration:
 
     def __call__(self, p: np.ndarray) -> np.ndarray:
         return sigmoid(self.slope * _logits(p) + self.intercept)
-
-
-def bootstrap(
-    statistic: Callable[[np.ndarray], float], problems: int, *, draws: int = 1000, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap over whole problems, since responses to one problem are not independent.
-
-    Args:
-        statistic: maps indices of the drawn problems [problems] to a number; NaN draws are skipped.
-
-    Returns:
-        Lower and upper bound; NaN if all draws are.
-    """
-    if not 0 < level < 1:
-        raise ValueError(f"level must be above 0 and below 1, got {level}")
-    rng = np.random.default_rng(seed)
-    values = [statistic(rng.integers(0, problems, problems)) for _ in range(draws)]
-    if np.isnan(values).all():
-        return float("nan"), float("nan")
-    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
 
 
 def _logits(p: np.ndarray) -> np.ndarray:

@@ -16,10 +16,10 @@ from typing import Any
 
 COLUMN = "weaver"  # holds the probabilities
 EXAMPLES = {
-    "score": "responses.jsonl --verifiers verifiers.yaml --out scores.parquet",
-    "fit": "scores.parquet --report out.html --out ensemble --verifiers verifiers.yaml",
-    "predict": "scores.parquet --aggregator ensemble --out probabilities.parquet",
-    "distil": "scores.parquet --aggregator ensemble --model ENCODER --out distilled",
+    "score": "responses.jsonl --verifiers verifiers.yaml --out scores.npz",
+    "fit": "scores.npz --out ensemble --verifiers verifiers.yaml",
+    "predict": "scores.npz --aggregator ensemble --out probabilities.npz",
+    "distil": "scores.npz --aggregator ensemble --model ENCODER --out distilled",
 }
 
 
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
         help="make one verifier of many weak ones",
         description="Make one verifier of many weak ones, without labels or with a handful. "
         "apps/weaver does all of it by one configuration.",
-        epilog="example: forge weaver fit scores.parquet --report out.html",
+        epilog="example: forge weaver fit scores.npz --out aggregator.npz",
     )
     steps = weaver.add_subparsers(dest="step", required=True, metavar="STEP")
 
@@ -38,26 +38,27 @@ def add_to(commands: Any) -> None:
     score = _step(steps, "score", _score, "score responses by verifiers")
     score.add_argument("responses", help="JSON lines: prompt, responses and, where known, target, labels, answers")
     score.add_argument("--verifiers", required=True, help="YAML file that says which, see docs/configuration.md")
-    score.add_argument("--out", required=True, help="scores, .parquet or .npz")
+    score.add_argument("--out", required=True, help="scores, .npz")
     score.add_argument("--concurrency", type=int, default=16, help="problems that are scored at once")
 
     fit = _step(steps, "fit", _fit, "put the scores together")
-    fit.add_argument("scores", help=".parquet or .npz; also in the public layout of Weaver")
+    fit.add_argument("scores", help=".npz, or .parquet in the public layout of Weaver")
     fit.add_argument("--method", default="auto", help="auto, or another of docs/weaver.md")
     fit.add_argument("--class-balance", type=float, help="share of right responses, where it is known")
     fit.add_argument("--one-right", action="store_true", help="exactly one response of each problem is right")
     fit.add_argument("--labelled", type=int, default=0, help="let it see the labels of the first so many problems")
-    fit.add_argument("--out", help="the aggregator, .npz; or with --verifiers a folder for the whole ensemble")
+    fit.add_argument(
+        "--out", required=True, help="the aggregator, .npz; with --verifiers the folder of an ensemble"
+    )
     fit.add_argument("--verifiers", help="YAML file of the verifiers that gave the scores")
-    fit.add_argument("--report", help="HTML file")
 
     predict = _step(steps, "predict", _predict, "add the probability of being right as one more column")
-    predict.add_argument("scores", help=".parquet or .npz")
+    predict.add_argument("scores", help=".npz")
     predict.add_argument("--aggregator", required=True, help="what fit left: a .npz file, or a folder")
-    predict.add_argument("--out", required=True, help=f".parquet or .npz, with a column `{COLUMN}`")
+    predict.add_argument("--out", required=True, help=f".npz, with a column `{COLUMN}`")
 
     distil = _step(steps, "distil", _distil, "train one model to say what the ensemble says")
-    distil.add_argument("scores", help=".parquet or .npz, with prompts and responses")
+    distil.add_argument("scores", help=".npz, with prompts and responses")
     distil.add_argument("--aggregator", required=True, help="what fit left: a .npz file, or a folder")
     distil.add_argument("--model", required=True, help="encoder: folder or hub id")
     distil.add_argument("--out", required=True, help="folder")
@@ -106,7 +107,7 @@ def _score(args: argparse.Namespace) -> None:
     verifiers.check_sources()
     if COLUMN in verifiers.names:
         raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
-    check_path(args.out, verifiers.names)
+    check_path(args.out)
     # Names and outputs are checked before any model is loaded.
     panel = verifiers.panel()
 
@@ -125,7 +126,7 @@ def _fit(args: argparse.Namespace) -> None:
     from forge.config import read
     from forge.rewards.config import VerifiersConfig
 
-    from . import save_ensemble, write_report
+    from . import save_ensemble
     from .auto import fit_table
 
     table = _scores(args.scores)
@@ -133,15 +134,10 @@ def _fit(args: argparse.Namespace) -> None:
     if verifiers is not None:
         verifiers.check_sources()
     # All outputs are checked before the fit, which may take minutes.
-    if args.out is None and args.report is None:
-        raise ValueError("no output: set --out, --report, or both")
-    if verifiers is not None and args.out is None:
-        raise ValueError("--verifiers does nothing without --out")
-    if args.out is not None and args.out.endswith(".npz") == (verifiers is not None):
+    if args.out.endswith(".npz") == (verifiers is not None):
         raise ValueError("--out is a folder with --verifiers, and a .npz file without")
-    for path in filter(None, (args.out, args.report)):
-        if not Path(path).absolute().parent.is_dir():
-            raise FileNotFoundError(f"cannot write {path}: there is no folder {Path(path).parent}")
+    if not Path(args.out).absolute().parent.is_dir():
+        raise FileNotFoundError(f"cannot write {args.out}: there is no folder {Path(args.out).parent}")
     # An ensemble can only be used with the verifiers that it was fitted on.
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
         raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
@@ -151,11 +147,9 @@ def _fit(args: argparse.Namespace) -> None:
     print(aggregator.report)
     if verifiers is not None:
         save_ensemble(args.out, verifiers, aggregator)
-    elif args.out is not None:
+    else:
         aggregator.save(args.out)
-    if args.report is not None:
-        write_report(args.report, aggregator, table.with_labels_from(args.labelled))
-    print(f"written: {', '.join(filter(None, (args.out, args.report)))}")
+    print(f"written: {args.out}")
 
 
 def _scores(path: str) -> Any:
@@ -170,12 +164,12 @@ def _scores(path: str) -> Any:
 
 def _predict(args: argparse.Namespace) -> None:
     from . import load
-    from .formats import check_path, save_beside
+    from .formats import check_path
 
     check_path(args.out)
     table, aggregator = _scores(args.scores), load(args.aggregator)
     p = aggregator.predict_proba(table.select(aggregator.verifiers))
-    save_beside(Path(args.scores), table.with_verifier(COLUMN, p), COLUMN, Path(args.out))
+    table.with_verifier(COLUMN, p).save(args.out)
     print(f"written: {args.out}")
 
 

@@ -1,9 +1,8 @@
-"""Aggregators that do not model the verifiers: mean score, majority vote, mean rank."""
+"""Aggregators that do not model the verifiers: mean score, mean rank."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import ClassVar
 
 import numpy as np
@@ -30,36 +29,6 @@ class NaiveMean(Aggregator):
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] mean of the scores, each scaled to its range."""
         return mean_of_known(np.clip((data.x - self.low) / (self.high - self.low), 0, 1))
-
-
-@dataclasses.dataclass
-class Majority(Aggregator):
-    """Frequency of a response's answer among those of its problem (self-consistency, Wang et al. 2022).
-
-    A response without an answer has no probability.
-
-    Raises:
-        ValueError: the table has no answers.
-    """
-
-    SCORES: ClassVar = False
-
-    def learn(self, data: Data) -> None:
-        """Nothing to learn."""
-
-    def posterior(self, data: Data) -> np.ndarray:
-        """[responses] share of the responses to the problem with the same answer."""
-        if data.table.answers is None:
-            raise ValueError("the table has no answers to count")
-        shares: list[float] = []
-        for answers in data.table.answers:
-            counts = Counter(answer for answer in answers if answer)
-            shares += [counts[answer] / counts.total() if answer else np.nan for answer in answers]
-        return np.array(shares)[data.rows]
-
-    def scored(self, data: Data) -> np.ndarray:
-        """[responses] whether there is an answer."""
-        return ~np.isnan(self.posterior(data))
 
 
 # Bounds of the slope, in logits per standard deviation of the mean: never useless, never certain.

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 READINGS = re.compile(r"_(min|max|mean|avg|last)$")
-ANSWER_FREQUENCY = "answer_frequency"
 
 
 @dataclasses.dataclass
@@ -141,10 +140,6 @@ class ScoreTable:
         labels[indices] = self.labels[indices]
         return dataclasses.replace(self, labels=labels)
 
-    def with_labels_from(self, first: int) -> ScoreTable:
-        """The same table with the labels of problems before `first` hidden: what remains is held out from a fit."""
-        return self if self.labels is None else self.with_labels_of(np.arange(first, len(self)))
-
     def select(self, verifiers: Sequence[str]) -> ScoreTable:
         """The columns of these verifiers, in this order. ValueError names those that the table lacks."""
         missing = [name for name in verifiers if name not in self.verifiers]
@@ -165,35 +160,15 @@ class ScoreTable:
             families=None if self.families is None else (*self.families, name),
         )
 
-    def with_answer_frequency(self) -> ScoreTable:
-        """One more verifier: the fraction of the problem's other responses with the same answer, 0 without an answer.
-
-        As `forge.rewards.AnswerFrequency` with answers compared verbatim; NaN for a single response.
-
-        Raises:
-            ValueError: the table has no answers.
-        """
-        if self.answers is None:
-            raise ValueError("the table has no answers to count")
-        frequencies: list[float] = []
-        for answers in self.answers:
-            count = len(answers) - 1
-            if not count:
-                frequencies.append(np.nan)
-                continue
-            counts = Counter(answer for answer in answers if answer)
-            frequencies += [(counts[answer] - 1) / count if answer else 0.0 for answer in answers]
-        return self.with_verifier(ANSWER_FREQUENCY, self.spread(np.array(frequencies)))
-
     def save(self, path: str | Path) -> None:
-        """Write a .npz or .parquet file atomically."""
+        """Write a .npz file atomically."""
         from .formats import save_table
 
         save_table(self, Path(path))
 
     @staticmethod
     def load(path: str | Path) -> ScoreTable:
-        """Read a file written by `save`, a tidy Parquet file, or one in the public Weaver layout."""
+        """Read a file written by `save`, or a Parquet file in the public Weaver layout."""
         from .formats import load_table
 
         return load_table(Path(path))

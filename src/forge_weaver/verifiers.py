@@ -23,7 +23,6 @@ from forge.rewards.verifier import Scores
 
 from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
 from .binned import Online
-from .means import Majority
 from .table import ScoreTable
 
 VERIFIERS = "verifiers.yaml"
@@ -143,8 +142,6 @@ class Ensemble:
         """ValueError, FileNotFoundError: the folder has no ensemble, or one that is unsupported as a reward."""
         verifiers, aggregator = load_ensemble(self.path)
         # Aggregators that a policy's samples do not have the data for.
-        if isinstance(aggregator, Majority):
-            raise ValueError(f"{self.path}: majority needs answers, which a reward lacks: use answer_frequency")
         if getattr(aggregator, "one_right", False):
             raise ValueError(
                 f"{self.path} was fitted with one_right, and of a policy's samples any number may be right: "

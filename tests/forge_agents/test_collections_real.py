@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 
 import pytest
 import yaml
@@ -81,13 +80,6 @@ def test_verifiers_plays_and_scores_by_its_rubric(served, forced_policy):
     assert sum(episode.info["certificate"]["trained"] for _, episode in results) == forced_policy.sampled
 
 
-def test_an_error_of_a_rubric_is_not_a_reward_of_0(served, forced_policy):
-    agent = sums(env={"FORGE_SUMS": "raise"})
-    ((outcome, _),) = played(served, agent, asyncio.run(read_rows(agent))["train"][0]["answer"])
-    assert (outcome.reward, outcome.is_lost) == (None, True)
-    assert re.search(r"TaskError: .*scoring: ValueError: the rubric is broken", outcome.info["error"])
-
-
 @pytest.mark.parametrize(
     ("environment", "args", "problem"),
     [
@@ -145,38 +137,3 @@ def test_verifiers_trains_though_its_worker_is_killed(tmp_path):
     assert (tmp_path / "mark").exists()
     assert sum(row["certificate/orphan"] + row["certificate/unscored"] for row in counted) > 0
     assert all(row.get("episode/unscored", 0) == 0 for row in rows)
-
-
-def test_nemo_gym_plays_its_agent_and_keeps_sessions_apart(served, forced_policy):
-    agent = agent_of("nemo", "example_session_state_mgmt", args={"datasets": ["example"]})
-    tasks = [row["answer"] for row in asyncio.run(read_rows(agent))["train"][:3]]
-    # Each adds what its counter lacks, but the last one 1 more.
-    tasks = [{**task, "initial_count": 10 * n, "expected_count": 10 * n + 3 - (n == 2)} for n, task in enumerate(tasks)]
-
-    def script(prompt):
-        if '"success":true' in prompt:
-            return "Done."
-        return '<tool_call>\n{"name": "increment_counter", "arguments": {"count": 3}}\n</tool_call>'
-
-    forced_policy.script = script
-    results = played(served, agent, *tasks)
-    assert [outcome.reward for outcome, _ in results] == [1.0, 1.0, 0.0]
-    for outcome, episode in results:
-        assert outcome.stop == "ended"
-        assert episode.info["roots"] == {"start": 1}
-        assert episode.info["calls"] == 1
-    assert sum(episode.info["certificate"]["trained"] for _, episode in results) == forced_policy.sampled
-
-
-def test_an_error_of_a_nemo_server_has_its_text(served, forced_policy):
-    agent = agent_of("nemo", "example_session_state_mgmt", args={"datasets": ["example"]})
-    task = asyncio.run(read_rows(agent))["train"][0]["answer"]
-    ((outcome, _),) = played(served, agent, {**task, "initial_count": "many"})
-    assert (outcome.reward, outcome.is_lost) == (None, True)
-    assert "initial_count" in outcome.info["error"]
-
-
-def test_an_environment_that_nemo_gym_does_not_have_is_one_line():
-    with pytest.raises(ConfigError, match=r"environment 'no_such_server'.*was not found") as caught:
-        check_collection(agent_of("nemo", "no_such_server"))
-    assert "\n" not in str(caught.value)

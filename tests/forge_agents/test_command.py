@@ -113,8 +113,8 @@ def test_a_program_has_the_environment_of_clients_and_no_other(url: str, monkeyp
     assert env["MINE"] == f"policy at {url} in {INNER_FOLDER}"
     assert env["FORGE_TASK"] == "Say {key}"
     assert env["OPENAI_BASE_URL"] == env["OPENAI_API_BASE"] == f"{url}/v1"
-    assert env["ANTHROPIC_BASE_URL"] == env["GOOGLE_GEMINI_BASE_URL"] == url
-    assert {env[f"{name}_API_KEY"] for name in ("OPENAI", "ANTHROPIC", "GEMINI")} == {"k1"}
+    assert env["ANTHROPIC_BASE_URL"] == url
+    assert {env[f"{name}_API_KEY"] for name in ("OPENAI", "ANTHROPIC")} == {"k1"}
     assert (env["OPENAI_MODEL"], env["ANTHROPIC_MODEL"]) == ("other", "policy")
     assert env["HOME"] == f"{INNER_FOLDER}/.home"
     assert not {name for name in env if name.startswith("FORGE_")} - {"FORGE_TASK"}

@@ -11,7 +11,6 @@ pytest.importorskip("openai")
 
 from forge_agents.dialects.anthropic import AnthropicDialect
 from forge_agents.dialects.chat import ChatDialect
-from forge_agents.dialects.gemini import GeminiDialect
 from forge_agents.dialects.responses import ResponsesDialect
 from forge_agents.messages import BadRequest
 
@@ -19,7 +18,6 @@ DIALECTS = {
     "chat": ChatDialect(),
     "responses": ResponsesDialect(),
     "anthropic": AnthropicDialect(),
-    "gemini": GeminiDialect(),
 }
 OPENAI_AND_ANTHROPIC = ("chat", "responses", "anthropic")
 USER = {"role": "user", "content": "Do it."}
@@ -416,19 +414,6 @@ BODIES = {
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
         "context_management": {"edits": [{"type": "a", "keep": "all"}]},
         "stop_sequences": ["a"],
-    },
-    "gemini": {
-        "systemInstruction": {"parts": [{"text": "a"}]},
-        "contents": [
-            {
-                "role": "model",
-                "parts": [{"text": "a", "thought": True}, {"functionCall": {"name": "read", "args": {}}}],
-            },
-            {"role": "user", "parts": [{"functionResponse": {"name": "read", "response": {"output": "a"}}}]},
-        ],
-        "tools": [{"functionDeclarations": [{"name": "read", "parameters": {"type": "OBJECT"}}]}],
-        "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["read"]}},
-        "generationConfig": {"responseMimeType": "application/json", "responseSchema": SCHEMA, "stopSequences": ["a"]},
     },
 }
 

@@ -55,15 +55,6 @@ def test_clients_of_each_dialect_reach_the_provider(forwarding):
         message = client.messages.create(model="gpt", max_tokens=100, messages=HELLO)
         assert message.content[0].text == "Done."
         assert client.messages.count_tokens(model="gpt", messages=HELLO).input_tokens > 0
-    contents = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
-    # The key of the session is in the path here, and in the query there: the provider gets neither.
-    for path in (f"s/{access.key}/v1beta/models/gpt:generateContent", "v1beta/models/gpt:generateContent"):
-        answer = httpx.post(f"{access.url}/{path}", json=contents, params={"key": access.key})
-        assert answer.json()["candidates"][0]["content"]["parts"] == [{"text": "Done."}]
-    record = close()
-    assert len(record.runs["policy"]) == 1
-    assert record.counts["forwarded/gpt"] == 6
-    assert len(close_provider().runs["policy"]) == 6
 
 
 def test_the_provider_says_no_and_the_client_hears_it(forwarding, monkeypatch):

@@ -123,21 +123,6 @@ def test_arguments_that_are_no_text_do_not_end_the_session():
     asyncio.run(main())
 
 
-def test_patterns_of_results_are_not_tried():
-    slow = {"type": "string", "pattern": "^(a+)+$"}  # hours, on the text below
-    schema = {"type": "object", "properties": {"a": slow}}
-    tools = {"tools": [{"name": "echo", "inputSchema": {"type": "object"}, "outputSchema": schema}]}
-
-    async def main(content: object):
-        result = {"content": [], "structuredContent": {"a": content}}
-        async with mcp_server(tools, result) as url, mcp.HTTPTools(url) as opened:
-            return await opened.call("echo", {})
-
-    assert asyncio.run(main("a" * 60 + "!")) == json.dumps({"a": "a" * 60 + "!"})
-    with pytest.raises(mcp.ToolError, match="3 is not of type 'string'"):
-        asyncio.run(main(3))
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
     line, size = f"data: {'a' * 60_000}{end}".encode(), 1 << 14
@@ -155,48 +140,15 @@ def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
         asyncio.run(taken(line * many))
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_list_of_tools_without_end(fresh: bool):
-    pages = iter(range(10**9))
-    tool = {"name": "t", "inputSchema": {"type": "object"}}
-
-    def answer(method: str, path: str, head: str, body: bytes) -> bytes:
-        page = {"tools": [tool] * 500, "nextCursor": str(next(pages)) if fresh else "again"}
-        return mcp_server(tools=page).answer(method, path, head, body)
-
-    async def main():
-        async with Scripted(answer) as url:
-            await mcp.HTTPTools(url).open()
-
-    with pytest.raises(InfrastructureError, match="its list of tools has no end"):
-        asyncio.run(main())
-
-
-def test_a_redirect_gets_no_credentials():
-    async def main():
-        other = Scripted(lambda *_: answered(b"{}"))
-        async with other as elsewhere:
-            moved = Scripted(lambda *_: answered(b"", f"Location: {elsewhere}/x", status="307 Temporary Redirect"))
-            async with moved as url:
-                with pytest.raises(InfrastructureError, match="307"):
-                    await mcp.HTTPTools(url, headers={"X-Api-Key": "secret"}).open()
-                async with OpenEnvClient(url, headers={"X-Api-Key": "secret"}) as client:
-                    with pytest.raises(InfrastructureError, match=f"it redirects to {elsewhere}/x"):
-                        await client.step({"text": "x"})
-        assert not other.requests
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     "body",
-    [b"[1]", b"3", b"{", DEEP.encode(), b"\xff\xfe", b'{"reward": "NaN"}', b'{"observation": {}, "reward": {}}'],
+    [b"[1]", b"3", b"{", DEEP.encode(), b"\xff\xfe"],
 )
 def test_an_openenv_server_that_answers_with_anything(body: bytes):
     async def main():
         async with Scripted(lambda *_: answered(body)) as url, OpenEnvClient(url) as client:
             with pytest.raises((InfrastructureError, OpenEnvError)):
-                await client.step({"text": "x"})
+                await client.schema()
 
     asyncio.run(main())
 
@@ -213,15 +165,5 @@ def test_the_transport_of_judges_and_tools_reads_no_more_than_its_limit(library:
         ):
             with pytest.raises(httpx.ReadError, match=r"compressed|longer than"):
                 await client.post(url, json={})
-
-    asyncio.run(main())
-
-
-def test_an_openenv_server_that_compresses():
-    async def main():
-        bomb = answered(BOMB, "Content-Encoding: gzip")
-        async with Scripted(lambda *_: bomb) as url, OpenEnvClient(url) as client:
-            with pytest.raises(InfrastructureError, match="no JSON"):
-                await client.health()
 
     asyncio.run(main())

@@ -16,23 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from forge_sandbox import Sandbox, SandboxError
+from forge_sandbox import Sandbox
 
 ORDINARY = 12345
 SELF = "user" if os.geteuid() else "root"
-# Each level as root and as an ordinary user. Slow where each program gets a Python of its own.
-CASES = [
-    pytest.param(level, user, id=f"{level}-{user}", marks=[pytest.mark.slow] * (level == "bubblewrap"))
-    for level in ("namespaces", "landlock", "bubblewrap")
-    for user in ("root", "user")
-]
+CASES = [pytest.param("namespaces", user, id=user) for user in ("root", "user")]
 REPOSITORY = Path(__file__).parents[3]
 
 
-def python_of(user: int | None, level: str = "") -> str:
+def python_of(user: int | None) -> str:
     """An interpreter that the user can start: that of the tests may lie in a folder of root's."""
     own = os.path.realpath(sys.executable)
-    if user is None and (level != "bubblewrap" or os.geteuid()):
+    if user is None:
         return own
     for python in (own, "/usr/bin/python3"):
         words = [python, "-I", "-c", "import sys; assert sys.version_info >= (3, 10)"]
@@ -54,15 +49,10 @@ _OPEN: dict[tuple[str, str], Sandbox | str] = {}
 
 
 def opened(level: str, user: str, **settings) -> Sandbox:
-    """Started; skips where the machine does not have the level."""
+    """A sandbox that is started."""
     number = whose(user)
-    sandbox = Sandbox(level, user=number, python=python_of(number, level), **settings)
-    try:
-        asyncio.run(sandbox.start())
-    except SandboxError as error:
-        if "bwrap is not installed" in str(error) or "is needed, the kernel has" in str(error):
-            pytest.skip(str(error))
-        raise
+    sandbox = Sandbox(level, user=number, python=python_of(number), **settings)
+    asyncio.run(sandbox.start())
     return sandbox
 
 

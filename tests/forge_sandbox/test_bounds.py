@@ -20,7 +20,7 @@ def sandbox(level, user, sandboxes):
     return sandboxes(level, user)
 
 
-@pytest.mark.parametrize(("level", "user"), [case for case in CASES if case.values[0] != "landlock"])
+@pytest.mark.parametrize(("level", "user"), CASES)
 def test_cpu_time_of_children_that_are_not_waited_for(level, user):
     """Their time would be counted nowhere if the program could ignore their end, and they are too short to be seen."""
     program = """
@@ -56,22 +56,16 @@ def test_cpu_time_of_children_that_are_not_waited_for(level, user):
 @each_level
 def test_no_capabilities_are_left(sandbox, level, user):
     bounds = "import ctypes\nprint(sum(ctypes.CDLL(None).prctl(23, n, 0, 0, 0) > 0 for n in range(64)))"
-    if (level, user) != ("landlock", "user"):  # who has none cannot drop them, and has them only in its bounds
-        assert run(sandbox, bounds).stdout == "0\n"
+    assert run(sandbox, bounds).stdout == "0\n"
     sets = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')])"
-    result = run(sandbox, sets)
-    if level == "landlock":
-        assert "PermissionError" in result.stderr
-    else:
-        assert result.stdout == f"{['0' * 16] * 5}\n"
+    assert run(sandbox, sets).stdout == f"{['0' * 16] * 5}\n"
 
 
 @each_level
 def test_the_machine_is_hidden(sandbox, level, user):
     for path in ("/proc/cmdline", "/proc/version", "/proc/keys"):
         assert "Error" in run(sandbox, f"open({path!r}).read()").stderr
-    if level != "landlock":
-        assert run(sandbox, "print({line.split(':')[2] for line in open('/proc/self/cgroup')})").stdout == "{'/\\n'}\n"
+    assert run(sandbox, "print({line.split(':')[2] for line in open('/proc/self/cgroup')})").stdout == "{'/\\n'}\n"
 
 
 def test_limits_of_all_processes_where_proc_is_masked():

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from forge_sandbox import CodeVerifier
+from forge_sandbox import Case, CodeVerifier, forgeable
 
 pytestmark = pytest.mark.processes
 
@@ -94,7 +94,7 @@ def test_kinds_of_cases_together(sandbox):
     cases.append({"test": "y = f(2)\nassert y == 4"})
     program = RIGHT + "import sys\nfor line in sys.stdin:\n    print(f(int(line)))"
     assert score(sandbox, program, cases) == 1.0
-    assert sandbox.runs == 2 + 3  # the last test runs without the program: its calls, their answers, its verdict
+    assert sandbox.runs == 2
     assert score(sandbox, program.replace("x * x", "x * 4"), cases) == 0.25
 
 
@@ -218,3 +218,98 @@ def f(x):
 """
     cases = [{"call": "f(1)", "value": "7777123"}, {"test": "assert f(2) == 7777123"}, {"call": "f(3)", "value": "3"}]
     assert score(sandbox, search, cases) == 1 / 3
+
+
+SQUARE = "def f(x):\n    return x * x\n"
+CHECK = """
+METADATA = {'author': 'x'}
+def check(candidate):
+    assert candidate(3) == 9, "three"
+    for n in range(5):
+        assert candidate(n) == n ** 2
+    assert abs(candidate(1.5) - 2.25) < 1e-6
+check(f)
+"""
+UNITTEST = """
+import unittest
+class TestF(unittest.TestCase):
+    def setUp(self):
+        self.known = [(2, 4), (3, 9)]
+    def test_values(self):
+        for given, wanted in self.known:
+            self.assertEqual(f(given), wanted)
+            self.assertAlmostEqual(f(given), wanted)
+            self.assertIn(f(given), [wanted])
+    def test_errors(self):
+        with self.assertRaises(TypeError):
+            f("a")
+if __name__ == "__main__":
+    unittest.main()
+"""
+# Tests that are more than values: each is passed by the right program, and not by an object that equals everything.
+TESTS = {
+    "check": CHECK,
+    "unittest": UNITTEST,
+    "unittest.main": UNITTEST.replace('if __name__ == "__main__":\n    unittest', "unittest"),
+    "all": "assert all(f(n) == n * n for n in range(9))",
+    "isclose": "import math\nassert math.isclose(f(1.5), 2.25)",
+    "pow": "assert f(3) == pow(3, 2)",
+    "in": "assert f(3) in (9, 10) and f(2) in range(4, 5)",
+    "isinstance": "assert isinstance(f(3), int) and f(2) == 4",
+    "chained": "assert 8 < f(3) < 10",
+    "statements": "x = f(3)\ny = f(x)\nassert y == 81",
+    "raise": "if f(3) != 9:\n    raise ValueError('wrong')",
+    "in a list": "x = [f(3)]\nassert x == [9]",
+    "helper": "def same(a, b):\n    return a == b\nassert same(f(3), 9)",
+}
+EQUAL = EQUAL_TO_ALL + "\n" + EQUAL_TO_ALL.replace("class E:", "class E(int):").replace("E()", "E(7)")
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_only_right_programs_pass(name, sandbox):
+    case = {"test": TESTS[name]}
+    assert score(sandbox, SQUARE, [case]) == 1.0
+    for program in ("def f(x):\n    return x + x + 1", EQUAL_TO_ALL, EQUAL, "1 / 0", "import os; os._exit(0)"):
+        assert score(sandbox, program, [case]) == 0.0
+
+
+OBJECTS = {
+    "methods": (
+        "class Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x)\n    def pop(self): return self.items.pop()",
+        "s = Stack()\ns.push(1)\ns.push([2])\nassert s.pop() == [2]\nassert len(s.items) == 1\nassert s.pop() == 1",
+        "class Stack:\n    items = [0]\n    push = lambda *a: None\n    pop = lambda s: 1",
+    ),
+    "arguments in place": ("def f(x): x.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]", "def f(x): return sorted(x)"),
+    "two objects": (
+        "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+        "    def __add__(self, other): return P(self.x + other.x)",
+        "assert P(1) + P(2) == P(3)\nassert (P(1) + P(2)).x == 3\nassert P(1) != P(2)",
+        "class P:\n    def __init__(self, x): self.x = x\n    __add__ = lambda s, o: s",
+    ),
+    "not a number": (
+        "def f(x): return float('nan')",
+        "import math\nassert math.isnan(f(float('inf'))) and f(1) != f(1)",
+        "def f(x): return x",
+    ),
+    "functions": ("def f(g): return [g(1)]", "x = f(lambda n: n + 1)\nassert x == [2]", "def f(g): return [1]"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_of_the_program(name, sandbox):
+    right, test, wrong = OBJECTS[name]
+    assert score(sandbox, right, [{"test": test}]) == 1.0
+    assert score(sandbox, wrong, [{"test": test}]) == 0.0
+
+
+def test_a_data_set_with_tests_that_can_be_forged_is_named():
+    decided_outside = ["assert f(1) == 1", "assert f(1)", "assert not f(1)", "f(1)", "import os", "assert f("]
+    inside = [TESTS[name] for name in ("check", "unittest", "all", "statements", "raise")]
+    assert [forgeable(Case(test=test)) for test in inside] == [True] * len(inside)
+    assert [forgeable(Case(test=test)) for test in decided_outside] == [False] * len(decided_outside)
+    assert not forgeable(Case(stdout="1"))
+    verifier = CodeVerifier()
+    targets = [json.dumps([{"test": test}]) for test in (*inside, *decided_outside)]
+    assert verifier.warning([*targets, "nonsense", None]).startswith(f"code: 5 of {len(targets) + 2} problems have ")
+    assert verifier.warning(targets[5:]) == ""

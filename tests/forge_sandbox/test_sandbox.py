@@ -61,7 +61,7 @@ def gone(pids: set[int], patience: float = 20.0) -> bool:
     return not left
 
 
-@pytest.mark.parametrize(("level", "user"), [*CASES[:4], ("bubblewrap", SELF)])
+@each_level
 def test_results(sandbox, level, user):
     result = run(sandbox, "import sys\nprint(input() + '!')\nprint('noted', file=sys.stderr)", stdin="hällo")
     assert (result.status, result.stdout, result.stderr, result.exit_code) == ("ok", "hällo!\n", "noted\n", 0)
@@ -75,15 +75,14 @@ def test_results(sandbox, level, user):
     assert "ZeroDivisionError" in result.stderr
     assert run(sandbox, "exit(3)").exit_code == 3
     assert run(sandbox, "exit(-1)").status == "error"
-    if level != "bubblewrap":
-        result = run(sandbox, "exit(152)")
-        assert (result.status, result.exit_code) == ("error", 152)
+    result = run(sandbox, "exit(152)")
+    assert (result.status, result.exit_code) == ("error", 152)
     assert run(sandbox, "raise SystemExit('why')").stderr == "why\n"
     assert run(sandbox, "x = (").stderr.startswith('  File "program.py", line 1\n    x = (')
     assert run(sandbox, "\0").status == "error"
     assert run(sandbox, "").status == "ok"
     assert run(sandbox, "import os; os.kill(os.getpid(), 11)").status == "killed"
-    assert run(sandbox, "import ctypes; ctypes.string_at(0)").exit_code in (-signal.SIGSEGV, 128 + signal.SIGSEGV)
+    assert run(sandbox, "import ctypes; ctypes.string_at(0)").exit_code == -signal.SIGSEGV
 
 
 @each_level
@@ -128,10 +127,7 @@ def test_nothing_of_the_program_before_is_left_in_memory(sandbox, level, user):
         print(found)
     """
     result = run(sandbox, search)
-    if sandbox.level == "landlock":
-        assert "PermissionError" in result.stderr
-    else:
-        assert result.stdout == "0\n", result.stderr
+    assert result.stdout == "0\n", result.stderr
 
 
 @each_level
@@ -199,11 +195,10 @@ def test_modules_of_the_users_own(tmp_path):
     (folder / "mine.py").write_text("import os\nvalue = 'mine'\n")
     (folder / "data").write_text("read")
     try:
-        for level in ("namespaces", "landlock"):
-            sandbox = opened(level, SELF, workers=1, imports=["mine"], path=[str(folder)])
-            program = f"import mine, sys\nprint(mine.value, open('{folder}/data').read(), 'inside' in sys.modules)"
-            assert run(sandbox, program).stdout == "mine read False\n"
-            asyncio.run(sandbox.close())
+        sandbox = opened("namespaces", SELF, workers=1, imports=["mine"], path=[str(folder)])
+        program = f"import mine, sys\nprint(mine.value, open('{folder}/data').read(), 'inside' in sys.modules)"
+        assert run(sandbox, program).stdout == "mine read False\n"
+        asyncio.run(sandbox.close())
         with pytest.raises(SandboxError, match="No module named 'yours'"):
             opened("namespaces", SELF, imports=["yours"])
         with pytest.raises(SandboxError, match="/nowhere"):
@@ -214,8 +209,7 @@ def test_modules_of_the_users_own(tmp_path):
         subprocess.run(["rm", "-r", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("level", ["namespaces", "landlock"])
-def test_what_is_readable_may_be_named_by_links(level):
+def test_what_is_readable_may_be_named_by_links():
     for above in ("/tmp", "/var/tmp"):
         folder = Path(above) / f"forge-links-{os.getpid()}"
         (folder / "real").mkdir(parents=True)
@@ -224,7 +218,7 @@ def test_what_is_readable_may_be_named_by_links(level):
             (folder / "link").symlink_to("real")
             (folder / "file").symlink_to(folder / "link" / "linked.py")
             settings = {"path": [f"{folder}/link"], "readable": [f"{folder}/file"], "imports": ["linked"]}
-            sandbox = opened(level, SELF, workers=1, **settings)
+            sandbox = opened("namespaces", SELF, workers=1, **settings)
             for name in ("file", "link/linked.py", "real/linked.py"):
                 program = f"import linked\nprint(linked.value, len(open('{folder}/{name}').read()))"
                 assert run(sandbox, program).stdout == "linked 17\n"
@@ -312,14 +306,12 @@ def test_numpy():
     import numpy
 
     packages = str(Path(numpy.__file__).parents[1])
-    for level in ("namespaces", "landlock"):
-        sandbox = opened(level, SELF, path=[packages], imports=["numpy"], memory_mb=1024)
-        result = run(
-            sandbox, "import numpy as np\nprint(np.random.rand(300, 300).dot(np.ones(300)).shape, np.random.rand())"
-        )
-        assert result.stdout.startswith("(300,)"), result.stderr
-        assert run(sandbox, "import numpy as np\nnp.ones(10 ** 10)").status == "memory"
-        asyncio.run(sandbox.close())
+    sandbox = opened("namespaces", SELF, path=[packages], imports=["numpy"], memory_mb=1024)
+    program = "import numpy as np\nprint(np.random.rand(300, 300).dot(np.ones(300)).shape, np.random.rand())"
+    result = run(sandbox, program)
+    assert result.stdout.startswith("(300,)"), result.stderr
+    assert run(sandbox, "import numpy as np\nnp.ones(10 ** 10)").status == "memory"
+    asyncio.run(sandbox.close())
 
 
 def test_settings_that_cannot_be():
@@ -355,7 +347,7 @@ def test_settings_that_cannot_be():
 def test_no_level_is_an_error_that_says_what_is_missing():
     with pytest.raises(SandboxError) as raised:
         asyncio.run(Sandbox(python="/nowhere/python").start())
-    for word in ("namespaces: /nowhere/python could not be started", "landlock:", "bubblewrap:", "allow_unsafe"):
+    for word in ("namespaces: /nowhere/python could not be started", "user namespaces", "allow_unsafe"):
         assert word in str(raised.value)
     assert isinstance(raised.value, InfrastructureError)
 
@@ -381,10 +373,9 @@ def test_programs_at_once_and_other_loops(sandboxes):
     asyncio.run(sandbox.close())
 
 
-@pytest.mark.parametrize("level", ["namespaces", "landlock"])
-def test_a_lost_process_is_replaced_and_its_program_run_again(level):
+def test_a_lost_process_is_replaced_and_its_program_run_again():
     before = below(os.getpid())
-    sandbox = opened(level, SELF, workers=1)
+    sandbox = opened("namespaces", SELF, workers=1)
     assert run(sandbox, "print(1)").stdout == "1\n"
     for victims in (lambda: below(os.getpid()) - before, lambda: {max(below(os.getpid()) - before)}):
 
@@ -437,7 +428,7 @@ def test_whoever_stops_waiting_ends_the_program(sandboxes):
     assert gone(below(os.getpid()) - before)
 
 
-@pytest.mark.parametrize(("level", "user"), CASES[1:3])
+@pytest.mark.parametrize(("level", "user"), CASES)
 def test_nothing_outlives_a_parent_that_is_killed(level, user):
     """Also where another process has inherited what the parent had open."""
     number = whose(user)
@@ -446,7 +437,7 @@ import asyncio, os, sys, time
 sys.path[:0] = {sys.path!r}
 from forge_sandbox import Sandbox
 async def main():
-    sandbox = Sandbox({level!r}, workers=1, user={number}, python={python_of(number, level)!r})
+    sandbox = Sandbox({level!r}, workers=1, user={number}, python={python_of(number)!r})
     await sandbox.run("1")
     if not os.fork():
         time.sleep(100)
@@ -487,11 +478,10 @@ from forge_sandbox import Sandbox
 import concurrent.futures.thread, subprocess, tempfile, shutil
 os.setgroups([]); os.setresgid({ORDINARY}, {ORDINARY}, {ORDINARY}); os.setresuid({ORDINARY}, {ORDINARY}, {ORDINARY})
 async def main():
-    for level in ("namespaces", "landlock"):
-        async with Sandbox(level, python={python!r}) as sandbox:
-            print(level, (await sandbox.run("print(sum(range(5)))")).stdout.strip())
-            print((await sandbox.run("open('/etc/passwd')")).status)
+    async with Sandbox("namespaces", python={python!r}) as sandbox:
+        print((await sandbox.run("print(sum(range(5)))")).stdout.strip())
+        print((await sandbox.run("open('/etc/passwd')")).status)
 asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
-    assert done.stdout.split() == ["namespaces", "10", "error", "landlock", "10", "error"], done.stderr
+    assert done.stdout.split() == ["10", "error"], done.stderr

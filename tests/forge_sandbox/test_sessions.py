@@ -9,12 +9,11 @@ import time
 
 import pytest
 
-from .conftest import CASES, SELF, opened
+from .conftest import SELF, opened
 from .test_sandbox import below, each_level
 
 pytestmark = pytest.mark.processes
 
-FORKING = [case for case in CASES if case.values[0] != "landlock"]
 # For a cell: the socket that its session answers by.
 CHANNEL = """
 import os, socket, time
@@ -62,9 +61,8 @@ def test_sessions(level, user, sandboxes):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("level", ["namespaces", "landlock"])
-def test_what_ends_a_session(level, sandboxes):
-    sandbox = sandboxes(level, SELF)
+def test_what_ends_a_session(sandboxes):
+    sandbox = sandboxes("namespaces", SELF)
 
     async def main():
         for cell, status in (
@@ -99,7 +97,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize(("level", "user"), FORKING)
+@each_level
 @pytest.mark.parametrize(
     ("cell", "limit"),
     [pytest.param(GREEDY, "memory_mb (256)", id="memory"), pytest.param(BUSY, "cpu_seconds (2)", id="cpu")],
@@ -161,7 +159,7 @@ def test_a_cell_is_looked_at_when_it_ends():
     asyncio.run(sandbox.close())
 
 
-@pytest.mark.parametrize(("level", "user"), FORKING)
+@each_level
 def test_a_child_of_a_cell_does_not_answer_for_the_next(level, user, sandboxes):
     returns = """
         import os, time

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from forge.cli import main as forge
-from forge_weaver import ScoreTable, load
-from forge_weaver.synthetic import scenario
+from forge_weaver import ScoreTable
+
+from .synthetic import scenario
 
 
 @pytest.fixture
@@ -30,16 +29,6 @@ def test_what_predict_has_added_is_not_taken_for_a_verifier(tmp_path, table):
             forge(["weaver", *step, "--out", str(tmp_path / "again.npz")])
 
 
-def test_a_report_on_answers_alone(tmp_path, table):
-    """Verifiers that say nothing cannot be compared with."""
-    answers = [["a" if label else "b" for label in labels] for labels in table.labels]
-    silent = dataclasses.replace(table, scores=np.ones_like(table.scores), answers=answers)
-    scores, report = tmp_path / "scores.npz", tmp_path / "page.html"
-    silent.save(scores)
-    forge(["weaver", "fit", str(scores), "--method", "majority", "--report", str(report)])
-    assert "Best of k" in report.read_text()
-
-
 def test_labels_that_are_not_there(tmp_path, table):
     scores = tmp_path / "scores.npz"
     table.with_labels_of(range(5, 20)).save(scores)
@@ -47,45 +36,13 @@ def test_labels_that_are_not_there(tmp_path, table):
         forge(["weaver", "fit", str(scores), "--labelled", "5", "--out", str(tmp_path / "fitted.npz")])
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".npz"])
-def test_predict_leaves_the_rows_as_they_are(tmp_path, table, suffix):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    fitted, scores, out = tmp_path / "fitted.npz", tmp_path / "scores.parquet", tmp_path / f"out{suffix}"
-    order = np.random.default_rng(0).permutation(80)
-    problem, response = order // 4, order % 4
-    columns = {
-        "note": [f"row {row}" for row in range(80)],
-        "problem": [f"p{number:03}" for number in problem],
-        "response": response * 2 + 1,
-        "label": table.labels[problem, response].astype(int),
-    }
-    columns |= {name: table.scores[problem, response, v] for v, name in enumerate(table.verifiers)}
-    kept = arrow.table(columns)
-    parquet.write_table(kept.drop_columns("note"), scores)
-    forge(["weaver", "fit", str(scores), "--method", "rank_mean", "--out", str(fitted)])
-    forge(["weaver", "predict", str(scores), "--aggregator", str(fitted), "--out", str(out)])
-    p = load(fitted).predict_proba(table)[problem, response]
-    if suffix == ".parquet":
-        found = parquet.read_table(out)
-        assert found.drop_columns("weaver").equals(kept.drop_columns("note"))
-        np.testing.assert_allclose(found["weaver"].to_numpy(), p)
-    first = {number: i for i, number in reversed(list(enumerate(problem)))}
-    again = ScoreTable.load(out)
-    for i, number in enumerate(sorted(first, key=first.__getitem__)):
-        np.testing.assert_allclose(again.scores[i, :, -1], load(fitted).predict_proba(table)[number])
-
-
 def test_names_are_checked_before_anything_is_scored(tmp_path, monkeypatch):
     (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a"]}\n')
     monkeypatch.chdir(tmp_path)
     for name, out, said in (
-        ("answer", "scores.parquet", "answer: reserved column name in Parquet, rename the verifier"),
+        ("judge", "scores.parquet", r"cannot write scores\.parquet: a score table is a \.npz file"),
         ("weaver", "scores.npz", "invalid verifier name weaver: it is the column that predict adds"),
     ):
-        if out.endswith("parquet"):
-            pytest.importorskip("pyarrow")
         # A judge that cannot be reached would be scores that are missing, and a file.
         Path("verifiers.yaml").write_text(f"judges: [{{url: 'http://127.0.0.1:9', model: m, name: {name}}}]")
         with pytest.raises(SystemExit, match=said):

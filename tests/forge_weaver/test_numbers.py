@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 from statistics import NormalDist
 
 import numpy as np
@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_weaver import ScoreTable
-from forge_weaver.calibration import Recalibration, auc, bootstrap, brier, ece, log_loss, reliability
+from forge_weaver.calibration import Recalibration, auc, brier, ece, log_loss
 from forge_weaver.correlated import problem_correlation, residual_correlation, within_problems
 from forge_weaver.em import Counts, Prior, log_ratios, sigmoid
 from forge_weaver.normalise import (
@@ -24,16 +23,8 @@ from forge_weaver.normalise import (
     to_bins,
     verdicts,
 )
-from forge_weaver.selection import (
-    abstention,
-    accuracy_against_k,
-    best_of,
-    selection_accuracy,
-    threshold_for,
-    vote_accuracy,
-    weighted_vote,
-)
-from forge_weaver.verdict_models import loss, median_products, minimise, signed
+from forge_weaver.published import loss, minimise
+from forge_weaver.selection import best_of, selection_accuracy
 
 NAN = float("nan")
 
@@ -219,14 +210,6 @@ def test_a_published_step_goes_down_the_gradient():
     np.testing.assert_allclose(minimise(o, pi, converged=False, seed=5), mu, atol=1e-6)
 
 
-def test_triplets_are_exact_on_exact_moments():
-    c = np.array([0.4, 0.3, -0.2, 0.5, 0.1])
-    covariance = np.outer(c, c) + np.diag([0.1] * 5)
-    size = median_products(covariance)
-    np.testing.assert_allclose(size, np.abs(c), atol=1e-12)
-    np.testing.assert_allclose(signed(size, covariance), c, atol=1e-12)
-
-
 def test_residual_correlation_of_independent_and_dependent_verifiers():
     rng = np.random.default_rng(0)
     right = rng.random(4000) < 0.3
@@ -271,9 +254,6 @@ def test_calibration_measures():
     assert brier(p, y) == pytest.approx((0.01 + 0.81 + 0.01 + 0.01) / 4)
     assert ece(p, y) == pytest.approx(0.5 * 0.4 + 0.5 * 0.1)
     assert log_loss(p, y) == pytest.approx(-(3 * np.log(0.9) + np.log(0.1)) / 4)
-    found = reliability(p, y)
-    assert found.count.sum() == 4
-    assert found.right[1] == 0.5
     assert ece(np.array([1.0]), np.array([1.0])) == 0
     with pytest.raises(ValueError, match="no response has both"):
         ece(np.array([NAN]), np.array([1.0]))
@@ -283,7 +263,7 @@ def test_calibration_measures():
 
 def test_labels_on_another_scale_are_refused():
     p, y = np.array([[0.1, 0.9]]), np.array([[0.0, 1.0]])
-    for measure in (brier, ece, log_loss, auc, Recalibration.fit, selection_accuracy, accuracy_against_k, abstention):
+    for measure in (brier, ece, log_loss, auc, Recalibration.fit, selection_accuracy):
         measure(p, y)
         for other in (2 * y, 2 * y - 1):
             with pytest.raises(ValueError, match="label"):
@@ -308,40 +288,11 @@ def test_recalibration_undoes_a_distortion():
         Recalibration.fit(np.array([0.2]), np.array([0.0]))
 
 
-def test_bootstrap_draws_problems_whole():
-    values = np.random.default_rng(0).normal(size=400)
-    low, high = bootstrap(lambda drawn: float(values[drawn].mean()), 400)
-    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
-    assert low < values.mean() < high
-    assert np.isnan(bootstrap(lambda drawn: NAN, 3)).all()
-
-
-@given(st.integers(0, 10_000))
-def test_selection_against_k_by_enumeration(seed: int):
-    rng = np.random.default_rng(seed)
-    p, y = rng.choice([0.1, 0.5, 0.7, NAN], (3, 5)), (rng.random((3, 5)) < 0.4).astype(float)
-    curve = accuracy_against_k(p, y, ks=[1, 2, 4, 5])
-    for column, k in enumerate(curve.ks):
-        subsets = list(combinations(range(5), int(k)))
-        chosen = np.mean([selection_accuracy(p[:, s], y[:, s]) for s in map(list, subsets)])
-        oracle = np.mean([y[:, s].max(1).mean() for s in map(list, subsets)])
-        assert curve.selected[column] == pytest.approx(chosen)
-        assert curve.oracle[column] == pytest.approx(oracle)
-    assert curve.selected[0] == pytest.approx(curve.chance[0])
-
-
 def test_a_selection_that_cannot_be_judged():
     with pytest.raises(ValueError, match="no problem has labels"):
         selection_accuracy(np.ones((2, 2)), np.full((2, 2), NAN))
     with pytest.raises(ValueError, match=r"probabilities are \(2, 2\) and labels \(1, 2\)"):
         selection_accuracy(np.ones((2, 2)), np.ones((1, 2)))
-
-
-def test_selection_against_k_needs_enough_responses():
-    y = np.array([[1, 0, 0], [1, 0, NAN]])
-    np.testing.assert_array_equal(accuracy_against_k(np.zeros((2, 3)), y).ks, [1, 2])
-    with pytest.raises(ValueError, match="between 1 and 2"):
-        accuracy_against_k(np.zeros((2, 3)), y, ks=[3])
 
 
 def test_best_response_and_ties():
@@ -350,31 +301,3 @@ def test_best_response_and_ties():
     y = np.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]], dtype=float)
     assert selection_accuracy(p, y) == pytest.approx((0.5 + 1 / 3 + 1) / 3)
     assert selection_accuracy(p, np.where([[True], [False], [False]], y, NAN)) == 0.5
-
-
-def test_weighted_vote():
-    table = ScoreTable(
-        np.zeros((2, 3, 1)),
-        ("v",),
-        labels=np.array([[1, 0, 0], [1, 0, 0]], dtype=float),
-        answers=[["a", "b", "b"], ["", "c", ""]],
-    )
-    p = np.array([[0.9, 0.3, 0.4], [0.9, NAN, 0.2]])
-    winners = weighted_vote(p, table)
-    assert winners == ["a", ""]
-    assert vote_accuracy(winners, table) == 0.5
-    with pytest.raises(ValueError, match="no answers"):
-        weighted_vote(p, ScoreTable(np.zeros((2, 3, 1)), ("v",)))
-
-
-def test_abstention_trades_coverage_for_accuracy():
-    p = np.array([[0.9, 0.1], [0.6, 0.2], [0.6, 0.5], [NAN, NAN]])
-    y = np.array([[1, 0], [0, 1], [1, 0], [1, 0]], dtype=float)
-    found = abstention(p, y)
-    np.testing.assert_allclose(found.threshold, [0.9, 0.6])
-    np.testing.assert_allclose(found.coverage, [0.25, 0.75])
-    np.testing.assert_allclose(found.accuracy, [1, 2 / 3])
-    assert threshold_for(p, y, 0.9) == 0.9
-    assert threshold_for(p, 1 - y, 1.0) == float("inf")
-    # The best response of all has no label: what is judged is the best of those that have.
-    assert abstention(np.array([[0.9, 0.6]]), np.array([[NAN, 1.0]])).threshold == [0.6]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge.rewards import AnswerFrequency
 from forge_weaver import ScoreTable, check_one_right, families_by_name
 from forge_weaver.formats import from_public
 
@@ -65,11 +63,8 @@ def test_what_does_not_fit_is_refused(change: dict, said: str):
         ScoreTable(**given)
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
-def test_a_file_gives_back_the_table(tmp_path: Path, suffix: str):
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
-    path = tmp_path / f"scores{suffix}"
+def test_a_file_gives_back_the_table(tmp_path: Path):
+    path = tmp_path / "scores.npz"
     bare = ScoreTable(np.array([[[0.1], [np.nan]]]), ("only",))
     for table in (ragged(), bare):
         table.save(path)
@@ -86,38 +81,6 @@ def test_files_that_are_no_tables(tmp_path: Path):
     with pytest.raises(ValueError, match="cannot write"):
         ragged().save(tmp_path / "scores.csv")
     assert not (tmp_path / "scores.csv").exists()
-
-
-def test_parquet_of_ones_own(tmp_path: Path):
-    """Any order of rows, problems named by text, verdicts as bools; what cannot be read is named."""
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "own.parquet"
-    rows = {
-        "problem": ["b", "a", "b", "a"],
-        "response": [1, 7, 0, 3],
-        "label": [True, False, None, True],
-        "judge": [True, False, None, True],
-        "rm": [1, 2, 3, 4],
-    }
-    parquet.write_table(arrow.table(rows), path)
-    table = ScoreTable.load(path)
-    assert table.verifiers == ("judge", "rm")
-    np.testing.assert_array_equal(table.scores[..., 1], [[3, 1], [4, 2]])
-    np.testing.assert_array_equal(table.scores[..., 0], [[np.nan, 1], [1, 0]])
-    np.testing.assert_array_equal(table.labels, [[np.nan, 1], [1, 0]])
-    for change, said in (
-        ({"response": [1, 7, 1, 3]}, "several responses of one number"),
-        ({"note": ["w", "x", "y", "z"]}, "numbers a verifier: note"),
-        ({"prompt": ["p", "q", "r", "q"]}, "several prompts"),
-    ):
-        parquet.write_table(arrow.table(rows | change), path)
-        with pytest.raises(ValueError, match=said):
-            ScoreTable.load(path)
-    parquet.write_table(arrow.table({"rm": [1.0]}), path)
-    with pytest.raises(ValueError, match="neither a column problem"):
-        ScoreTable.load(path)
 
 
 PUBLIC = [
@@ -189,52 +152,6 @@ def test_public_rows_of_other_kinds(tmp_path: Path):
         np.testing.assert_array_equal(ScoreTable.load(tmp_path / "large.parquet").scores, [[[0.1], [0.2]]])
 
 
-def test_odd_columns_of_parquet(tmp_path: Path):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "odd.parquet"
-    rows = {"problem": [0, 1], "rm": [2**60 + 1, 3], "prompt": ["a", None]}
-    parquet.write_table(arrow.table(rows), path)
-    table = ScoreTable.load(path)
-    np.testing.assert_array_equal(table.scores.ravel(), [2.0**60, 3])
-    assert table.prompts == ["a", ""]
-    parquet.write_table(arrow.table({**rows, "prompt": arrow.array([None, None], arrow.string())}), path)
-    assert ScoreTable.load(path).prompts is None
-    for change, said in (
-        ({"response": [None, 1]}, r"odd\.parquet: the column response has rows without"),
-        ({"label": ["yes", "no"]}, r"odd\.parquet: column label: labels are"),
-    ):
-        parquet.write_table(arrow.table(rows | change), path)
-        with pytest.raises(ValueError, match=said):
-            ScoreTable.load(path)
-
-
-def test_columns_that_others_have_added(tmp_path: Path):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "added.parquet"
-    ragged().save(path)
-    saved = parquet.read_table(path)
-    for name, values in (("__index_level_0__", range(6)), ("mine", [0.5] * 6)):
-        saved = saved.append_column(name, arrow.array(values))
-    parquet.write_table(saved, path)
-    table = ScoreTable.load(path)
-    assert table.verifiers == ("prm_min", "judge", "mine")
-    assert table.families == ("prm", "judge", "mine")
-    nan = float("nan")
-    for rows, said in (
-        (saved.append_column("mine", arrow.array([0.5] * 6)), "several columns called mine"),
-        (arrow.table({"problem": [[1], [1]], "rm": [1.0, 2.0]}), "column problem has rows without a number or a name"),
-        (arrow.table({"problem": [nan, nan], "rm": [1.0, 2.0]}), "column problem has rows without a number or a name"),
-        (arrow.table({"a_scores": arrow.array([], arrow.list_(arrow.float64()))}), "there are no rows"),
-    ):
-        parquet.write_table(rows, path)
-        with pytest.raises(ValueError, match=rf"added\.parquet.*{said}"):
-            ScoreTable.load(path)
-
-
 def test_a_damaged_table_is_said_to_be_one(tmp_path: Path):
     path = tmp_path / "scores.npz"
     ragged().save(path)
@@ -271,19 +188,6 @@ def test_parts_of_a_table():
         table.select(["other"])
     np.testing.assert_array_equal(table.spread(np.arange(6.0))[2], [4, 5, np.nan])
     np.testing.assert_array_equal(table.problem_of, [0, 0, 0, 1, 2, 2])
-
-
-def test_answer_frequency_is_what_the_verifier_says():
-    table = replace(ragged(), answers=[["7", "7", "8"], ["7"], ["5", ""]])
-    found = table.with_answer_frequency()
-    assert found.verifiers[-1] == "answer_frequency"
-    np.testing.assert_array_equal(found.scores[..., -1], [[0.5, 0.5, 0], [np.nan] * 3, [0, 0, np.nan]])
-    verifier = AnswerFrequency(lambda text: text or None)
-    for answers, column in zip(found.answers or [], found.scores[..., -1], strict=True):
-        said = asyncio.run(verifier.score("?", answers)).values[:, 0]
-        np.testing.assert_array_equal(said, column[: len(answers)])
-    with pytest.raises(ValueError, match="no answers to count"):
-        replace(table, answers=None).with_answer_frequency()
 
 
 @pytest.mark.parametrize(

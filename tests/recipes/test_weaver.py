@@ -61,7 +61,6 @@ def test_the_ensemble_is_whole_and_says_what_its_files_say(folder):
     assert table.responses == [problem.responses for problem in problems]
     verifiers, aggregator = load_ensemble(made)
     assert verifiers.names == list(aggregator.verifiers) == ["right_length", "first_letter", "known_letters", "judge"]
-    assert "<h1>Weaver" in (made / "report.html").read_text()
     assert Distilled(str(made / "distilled")).setup().names == ("distilled",)
 
 
@@ -138,16 +137,15 @@ def test_what_an_ensemble_has_learned_by_following_is_in_the_checkpoint(folder, 
 
 def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
     made = folder / "ensemble"
-    scores = tmp_path / "scores.parquet"
+    scores = tmp_path / "scores.npz"
     forge(["weaver", "score", f"{made}/responses.jsonl", "--verifiers", f"{made}/verifiers.yaml", "--out", str(scores)])
     assert "judge: 160 scored" in capsys.readouterr().out
     again, before = ScoreTable.load(scores), ScoreTable.load(made / "scores.npz")
     np.testing.assert_allclose(again.scores, before.scores, atol=1e-5)
 
-    report, fitted = tmp_path / "out.html", tmp_path / "fitted.npz"
-    forge(["weaver", "fit", str(scores), "--method", "binned", "--report", str(report), "--out", str(fitted)])
+    fitted = tmp_path / "fitted.npz"
+    forge(["weaver", "fit", str(scores), "--method", "binned", "--out", str(fitted)])
     assert "BinnedDawidSkene" in capsys.readouterr().out
-    assert "<h1>Weaver" in report.read_text()
     forge(["weaver", "predict", str(scores), "--aggregator", str(fitted), "--out", str(tmp_path / "p.npz")])
     p = ScoreTable.load(tmp_path / "p.npz")
     assert p.verifiers == (*before.verifiers, "weaver")
@@ -162,15 +160,14 @@ def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fit", "missing.parquet", "--report", "x.html"], "missing.parquet"),
-        (["fit", "{scores}"], "no output: set --out"),
-        (["fit", "{scores}", "--method", "magic", "--report", "x.html"], "there is no method 'magic'"),
+        (["fit", "missing.npz", "--out", "x.npz"], "missing.npz"),
+        (["fit", "{scores}", "--method", "magic", "--out", "x.npz"], "there is no method 'magic'"),
         (["fit", "{scores}", "--out", "x.json"], r"a \.npz file without"),
-        (["fit", "{scores}", "--report", "nowhere/x.html"], "there is no folder nowhere"),
-        (["fit", "{scores}", "--labelled", "41", "--report", "x.html"], "labelled must be 0 to 40"),
-        (["fit", "{scores}", "--one-right", "--report", "x.html"], "40 problems have none or several"),
+        (["fit", "{scores}", "--out", "nowhere/x.npz"], "there is no folder nowhere"),
+        (["fit", "{scores}", "--labelled", "41", "--out", "x.npz"], "labelled must be 0 to 40"),
+        (["fit", "{scores}", "--one-right", "--out", "x.npz"], "40 problems have none or several"),
         (["predict", "{scores}", "--aggregator", "{scores}", "--out", "x.npz"], "is not a saved aggregator"),
-        (["fit", "{scores}", "--method", "naive_mean", "--class-balance", "0.5", "--report", "x"], "does not use"),
+        (["fit", "{scores}", "--method", "naive_mean", "--class-balance", "0.5", "--out", "x.npz"], "does not use"),
         (["score", "{config}", "--verifiers", "{config}", "--out", "x.npz"], "line 1"),
     ],
 )

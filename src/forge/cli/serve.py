@@ -105,7 +105,7 @@ async def _serve(
     policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **settings)
     server = make(policy)
     async with server.listen(listener) as address:
-        # Clients of Anthropic and Google add more to their base URL than those of OpenAI.
-        urls = address if args.record is None else f"{address}/v1 (OpenAI) and {address} (Anthropic, Google)"
+        # Clients of Anthropic add more to their base URL than those of OpenAI.
+        urls = address if args.record is None else f"{address}/v1 (OpenAI) and {address} (Anthropic)"
         print(f"{name} is served at {urls}", flush=True)
         await asyncio.Event().wait()

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from .rules import MathReward, final_answer
-from .rules.compare import equal
+from .rules.comparison import comparison
 from .threads import ThreadLimiter, within
 from .verifier import Scores, Unscored, collect
 
@@ -125,7 +125,7 @@ class AnswerFrequency:
         version: str | None = None,
     ) -> None:
         self.extract, self.time_limit = extract, time_limit
-        by_default = (lambda a, b: bool(equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
+        by_default = (lambda a, b: bool(comparison().equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
         self.same: Callable[[str, str], bool] = same or by_default
         self.names: tuple[str, ...] = (name,)
         stated_version = version or ("default 3" if extract is final_answer and same is None else None)

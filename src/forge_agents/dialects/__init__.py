@@ -1,4 +1,4 @@
-"""The dialects of clients: OpenAI's Chat Completions and Responses, Anthropic's Messages, Google's generateContent."""
+"""The dialects of clients: OpenAI's Chat Completions and Responses, and Anthropic's Messages."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ except ImportError as error:
     raise ImportError("OpenEnv needs aiohttp: pip install aiohttp") from error
 
 from .client import CapacityError, OpenEnvClient, OpenEnvError, Session
-from .container import ContainerServer
 from .environment import OpenEnvEnvironment
 from .launch import LocalServer
 from .server import serve, web_app
@@ -18,7 +17,6 @@ from .wire import Reply
 
 __all__ = [
     "CapacityError",
-    "ContainerServer",
     "LocalServer",
     "OpenEnvClient",
     "OpenEnvEnvironment",

@@ -1,4 +1,7 @@
-"""OpenEnv client: HTTP for metadata, and a bounded pool of WebSocket sessions."""
+"""OpenEnv client: HTTP for metadata, and a bounded pool of WebSocket sessions.
+
+Not the package's own: it needs fastapi, gradio and fastmcp, and takes 3 s to import.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -18,7 +21,6 @@ from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, as_number
 
 FIRST_PAUSE = 0.05  # seconds between connection attempts, which double
 MAX_PAUSE = 2.0
-MAX_TOOLS = 10_000  # of one server
 # Errors after which the server ends the session; INFRASTRUCTURE_ERROR is sent by our servers only.
 _ENDING = ("FACTORY_ERROR", "SESSION_ERROR", "INFRASTRUCTURE_ERROR")
 
@@ -80,44 +82,24 @@ class Session:
 
     async def list_tools(self) -> tuple[dict[str, Json], ...]:
         """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
+        # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
+        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         try:
-            tools = await self._mcp_tools()
+            reply = await self._request("mcp", "mcp", call)
+            if "error" in reply:
+                raise OpenEnvError("MCP_ERROR", str(reply["error"]), self._url)
+            tools = (reply.get("result") or {}).get("tools")
         except OpenEnvError as error:
             if error.code != "UNKNOWN_TYPE":
                 raise
             tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
         try:
             schemas = tuple(map(function_schema, tools))
-            valid = all(isinstance(part["function"]["name"], str) and part["function"]["name"] for part in schemas)
-            valid = valid and all(isinstance(part["function"]["parameters"], dict) for part in schemas)
+            if not all(isinstance(schema["function"]["name"], str) for schema in schemas):
+                raise TypeError("a tool has no name")
+            return schemas
         except (KeyError, TypeError, AttributeError):
-            valid = False
-        if not valid:
-            raise InfrastructureError(f"{self._url} lists tools that have no name or no schema: {str(tools)[:80]!r}")
-        return schemas
-
-    async def _mcp_tools(self) -> list[Json]:
-        """All pages of the list of tools. OpenEnvError: there is none."""
-        tools: list[Json] = []
-        cursors: set[str] = set()
-        params: dict[str, Json] = {}
-        while True:
-            # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
-            call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": params}
-            reply = await self._request("mcp", "mcp", call)
-            try:
-                if "error" in reply:
-                    raise OpenEnvError("MCP_ERROR", str(reply["error"].get("message")), self._url)
-                tools += reply["result"]["tools"]
-                cursor = reply["result"].get("nextCursor")
-                if not cursor:
-                    return tools
-                if cursor in cursors or len(tools) > MAX_TOOLS:
-                    raise InfrastructureError(f"{self._url}: its list of tools has no end: {len(tools)} so far")
-                cursors.add(cursor)
-            except (KeyError, TypeError, AttributeError):
-                raise InfrastructureError(f"{self._url} answered tools/list with {str(reply)[:80]!r}") from None
-            params = {"cursor": cursor}
+            raise InfrastructureError(f"{self._url} answered tools/list with {str(tools)[:80]!r}") from None
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> Reply:
         """Call an MCP tool as a step; its observation has `result` or `error`."""
@@ -163,47 +145,37 @@ class Session:
             raise
         finally:
             self._busy = False
-
-        if received.type is not aiohttp.WSMsgType.TEXT:
-            self.drop()
-            raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
         try:
+            if received.type is not aiohttp.WSMsgType.TEXT:
+                raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
             reply = json.loads(received.data)
-            reply_kind = reply["type"]
             content = reply["data"]
+            if reply["type"] == "error" and isinstance(content, dict):
+                raise self._error(content)
+            if reply["type"] != expected or not isinstance(content, dict):
+                raise InfrastructureError(f"{self._url} answered {kind} with a message of type {reply['type']!r}")
+        except InfrastructureError:
+            self.drop()
+            raise
         except (ValueError, KeyError, TypeError, RecursionError):
             self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
-        if reply_kind == "error" and isinstance(content, dict):
-            raise self._error(content)
-        if reply_kind != expected or not isinstance(content, dict):
-            self.drop()
-            raise InfrastructureError(f"{self._url} answered {kind} with a message of type {reply_kind!r}")
         return content
 
     def _error(self, data: dict[str, Json]) -> Exception:
         code = str(data.get("code"))
         message = str(data.get("message"))
         if code == "CAPACITY_REACHED":
-            self.drop()
             return CapacityError(
                 f"{self._url} takes {data.get('max_sessions', 'its limit of')} sessions at a time and is full: "
                 "start it with a higher max_concurrent_envs (default 1), or lower `sessions` of the client"
             )
+        if code == "INFRASTRUCTURE_ERROR":
+            return InfrastructureError(f"{self._url}: {message}")
         if code in _ENDING:
             self.drop()
-            if code == "INFRASTRUCTURE_ERROR":
-                return InfrastructureError(f"{self._url}: {message}")
         details = f" {json.dumps(data['errors'])[:500]}" if data.get("errors") else ""
         return OpenEnvError(code, message + details, self._url)
-
-
-class EventLoopConnection(NamedTuple):
-    """A client's state in its event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    http: aiohttp.ClientSession
-    free: asyncio.Semaphore  # sessions that may still be opened or reused
 
 
 class OpenEnvClient:
@@ -245,46 +217,22 @@ class OpenEnvClient:
         self._patience = patience
         self._connect_timeout = connect_timeout
         self._headers = dict(headers or {})
-        self._connection: EventLoopConnection | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self._free = asyncio.Semaphore(sessions)  # sessions that may still be opened or reused
         self._idle: list[Session] = []
         self._used: set[Session] = set()
 
     async def health(self) -> str:
         """Return "healthy", "degraded" or "unhealthy"."""
-        return str((await self._http("GET", "/health")).get("status"))
+        return str((await self._get("/health")).get("status"))
 
     async def metadata(self) -> dict[str, Json]:
         """Return name, description, version and author."""
-        return await self._http("GET", "/metadata")
+        return await self._get("/metadata")
 
     async def schema(self) -> dict[str, Json]:
         """Return the JSON schemas of `action`, `observation` and `state`."""
-        return await self._http("GET", "/schema")
-
-    async def environments(self) -> list[str]:
-        """Return the names of its environments, for the methods below."""
-        return [str(name) for name in await self._http("GET", "/list_environments", kind=list)]
-
-    async def splits(self, environment: str) -> list[dict[str, Json]]:
-        """Return `name` and `type` of each set of tasks. OpenEnvError: it has none, or no such environment."""
-        return list(await self._http("GET", f"/{environment}/splits", kind=list))
-
-    async def num_tasks(self, environment: str, split: str) -> int:
-        """Return the number of tasks of a split."""
-        return int((await self._http("POST", f"/{environment}/num_tasks", {"split": split}))["num_tasks"])
-
-    async def tasks(self, environment: str, split: str, start: int = 0, stop: int | None = None) -> list[Json]:
-        """Return tasks of a split. A reset with `split` and `index` plays one."""
-        body = {"split": split, "start": start, "stop": stop}
-        return list((await self._http("POST", f"/{environment}/task_range", body))["tasks"])
-
-    async def reset(self, **parameters: Json) -> Reply:
-        """Reset over HTTP. OpenEnv's servers make an environment per request: play episodes in a session."""
-        return Reply.read(await self._http("POST", "/reset", parameters))
-
-    async def step(self, action: Mapping[str, Json]) -> Reply:
-        """Step over HTTP; see `reset`."""
-        return Reply.read(await self._http("POST", "/step", {"action": dict(action)}))
+        return await self._get("/schema")
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
@@ -302,10 +250,10 @@ class OpenEnvClient:
             InfrastructureError: none within `patience` seconds.
             OpenEnvError: the server failed to make its environment.
         """
-        connection = self._connect()
+        free = self._free
         try:
             async with asyncio.timeout(self._patience) as limit:
-                await connection.free.acquire()
+                await free.acquire()
         except TimeoutError:
             # A TimeoutError of the caller's own limit passes.
             if not limit.expired():
@@ -315,20 +263,20 @@ class OpenEnvClient:
                 f"{self._patience:g} s: raise `sessions`, or release them earlier"
             ) from None
         try:
-            session = await self._live_session(connection.http)
+            session = await self._live_session()
         # Or the pool would shrink with each failure.
         except BaseException:
-            connection.free.release()
+            free.release()
             raise
         self._used.add(session)
         return session
 
     def release(self, session: Session) -> None:
         """Return a session. It is dropped if a call is pending, or after `close`."""
-        if session not in self._used or self._connection is None:
+        if session not in self._used:
             return
         self._used.remove(session)
-        self._connection.free.release()
+        self._free.release()
         # A pending call would answer the next one.
         if session.idle:
             self._idle.append(session)
@@ -339,13 +287,12 @@ class OpenEnvClient:
         """End all sessions; pending calls fail. The client can be used again."""
         # State first: calls from now on make a new connection.
         sessions = [*self._idle, *self._used]
-        self._idle = []
-        self._used = set()
-        connection = self._connection
-        self._connection = None
-        if connection is not None:
-            await asyncio.gather(*(session.close() for session in sessions))
-            await connection.http.close()
+        http = self._http
+        self._idle, self._used, self._http = [], set(), None
+        self._free = asyncio.Semaphore(self._max_sessions)
+        await asyncio.gather(*(session.close() for session in sessions))
+        if http is not None:
+            await http.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -353,7 +300,7 @@ class OpenEnvClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _live_session(self, http: aiohttp.ClientSession) -> Session:
+    async def _live_session(self) -> Session:
         """Return a session that answers: an idle one, or a new one, retried for `patience` seconds."""
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE
@@ -361,7 +308,7 @@ class OpenEnvClient:
         while True:
             reused = bool(self._idle)
             try:
-                session = self._idle.pop() if reused else await self._open(http)
+                session = self._idle.pop() if reused else await self._open()
                 try:
                     await session.state()
                 except OpenEnvError:  # an environment that cannot report its state still answers
@@ -377,11 +324,11 @@ class OpenEnvClient:
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, MAX_PAUSE)
 
-    async def _open(self, http: aiohttp.ClientSession) -> Session:
+    async def _open(self) -> Session:
         close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT)
         try:
             async with asyncio.timeout(self._connect_timeout):
-                socket = await http.ws_connect(
+                socket = await self._connect().ws_connect(
                     f"{self.url}/ws", max_msg_size=MAX_MESSAGE, timeout=close_timeout, compress=0
                 )
         except aiohttp.WSServerHandshakeError as error:
@@ -393,19 +340,12 @@ class OpenEnvClient:
             raise InfrastructureError(f"no session with {self.url}: {reason}") from error
         return Session(socket, self.url, self._timeout)
 
-    async def _http(self, method: str, path: str, body: Json = None, kind: type = dict) -> Any:
-        http = self._connect().http
+    async def _get(self, path: str) -> dict[str, Json]:
         limit = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout)
         try:
-            # Read in parts, so that a server cannot fill the memory of this machine.
-            async with http.request(method, self.url + path, json=body, timeout=limit) as response:
+            async with self._connect().get(self.url + path, timeout=limit, allow_redirects=False) as response:
                 status = response.status
-                data = bytearray()
-                while chunk := await response.content.read(1 << 20):
-                    data += chunk
-                    if len(data) > MAX_MESSAGE:
-                        raise InfrastructureError(f"{self.url}{path} answered with more than {MAX_MESSAGE} bytes")
-            text = data.decode("utf-8", "replace")
+                text = await response.text(errors="replace")
             document = json.loads(text) if status == 200 else None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or f"no answer within {self._timeout:g} s"
@@ -414,28 +354,11 @@ class OpenEnvClient:
             raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
         if status in (502, 503, 504):  # from a proxy, or a full server
             raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
-        if not isinstance(document, kind):
+        if not isinstance(document, dict):
             raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")
         return document
 
-    def _connect(self) -> EventLoopConnection:
-        loop = asyncio.get_running_loop()
-        if self._connection is None:
-            headers = {"Accept-Encoding": "identity"} | self._headers  # no small answer that becomes a large one
-            trace = aiohttp.TraceConfig()
-            trace.on_request_redirect.append(_reject_redirect)
-            http = aiohttp.ClientSession(
-                headers=headers,
-                auto_decompress=False,
-                connector=aiohttp.TCPConnector(limit=0),
-                trace_configs=[trace],
-            )
-            self._connection = EventLoopConnection(loop, http, asyncio.Semaphore(self._max_sessions))
-        if self._connection.loop is not loop:
-            raise RuntimeError("an OpenEnvClient belongs to the event loop in which it was first used: make another")
-        return self._connection
-
-
-async def _reject_redirect(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-    """Reject a redirect: it would carry the client's headers, and any key in them, to another server."""
-    raise aiohttp.ClientError(f"it redirects to {params.response.headers.get('Location', 'elsewhere')[:200]}: use that")
+    def _connect(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+        return self._http

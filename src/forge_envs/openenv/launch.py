@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -15,8 +14,6 @@ from ..process import Program, copy_command
 from .client import OpenEnvClient, OpenEnvError
 
 _HEALTH_PAUSE = 0.1  # seconds between health checks
-_PORT_PATIENCE = 2.0  # seconds for a killed server to release its port
-_MAX_ATTEMPTS = 3  # attempts: a free port may be taken before the server binds it
 
 
 class LocalServer:
@@ -60,24 +57,22 @@ class LocalServer:
         template = copy_command(command)
         if port is None and not any("{port}" in word for word in template):
             raise ValueError("the command must say {port} where the port belongs, or `port` which one it takes")
-        if port is not None:
-            await _wait_free(port)
-        # A free port may be taken by another process before the server binds it: then another is tried.
-        attempt = 1
-        while True:
-            used_port = port if port is not None else _free_port()
-            filled = [word.replace("{port}", str(used_port)) for word in template]
-            server = cls(await Program.start(filled, cwd=cwd, env=env), f"http://127.0.0.1:{used_port}")
+        with socket.socket() as listener:
+            # As servers do: connections in TIME_WAIT do not block the port, only a listener does.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                await server._wait_healthy(limit)
-                return server
-            except BaseException as error:
-                port_taken = isinstance(error, InfrastructureError) and "address already in use" in server.log().lower()
-                await server.stop()
-                # A port that was asked for has no replacement.
-                if not port_taken or port is not None or attempt == _MAX_ATTEMPTS:
-                    raise
-            attempt += 1
+                listener.bind(("127.0.0.1", port or 0))
+            except OSError as error:
+                raise InfrastructureError(f"port {port} is unavailable, take another: {error.strerror}") from None
+            port = int(listener.getsockname()[1])
+        filled = [word.replace("{port}", str(port)) for word in template]
+        server = cls(await Program.start(filled, cwd=cwd, env=env), f"http://127.0.0.1:{port}")
+        try:
+            await server._wait_healthy(limit)
+        except BaseException:
+            await server.stop()
+            raise
+        return server
 
     @property
     def pid(self) -> int:
@@ -127,26 +122,3 @@ class LocalServer:
                 f"{self.url}/health was not healthy within {limit:g} s ({status}); {self._program.describe_end()}"
             ) from None
         self.check()  # or another process answers at this port
-
-
-async def _wait_free(port: int) -> None:
-    """Wait until the port is free. InfrastructureError: another process listens there and would answer in its place."""
-    if not 0 < port < 1 << 16:
-        raise ValueError(f"port must be from 1 to 65535, got {port}")
-    with socket.socket() as listener:
-        # As servers do: connections in TIME_WAIT do not block the port, only a listener does.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        deadline = time.monotonic() + _PORT_PATIENCE
-        while True:
-            try:
-                return listener.bind(("127.0.0.1", port))
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise InfrastructureError(f"port {port} is unavailable, take another: {error.strerror}") from None
-            await asyncio.sleep(_HEALTH_PAUSE)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

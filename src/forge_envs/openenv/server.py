@@ -17,7 +17,6 @@ from forge.envs.environment import Environment, InfrastructureError, Step
 from forge.system.web import bind, guard, listen, required_key
 
 from ..content import Json
-from .tasks import TaskLists, TaskSets
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, as_number, reply_to_json
 
 log = logging.getLogger(__name__)
@@ -25,10 +24,6 @@ log = logging.getLogger(__name__)
 Data = dict[str, Json]
 TaskOfSeed = Callable[[int], Any]
 FIRST_MESSAGE_LIMIT = 10.0  # seconds for the first message of a WebSocket
-API_VERSION = "1.0.0"  # of OpenEnv's HTTP interface, which `openenv validate` reads from /openapi.json
-_OPERATION = {"responses": {"200": {"description": "JSON, as OpenEnv's clients read it"}}}
-# All other errors are status 500.
-_HTTP_STATUS = {"VALIDATION_ERROR": 422, "CAPACITY_REACHED": 503, "INFRASTRUCTURE_ERROR": 503}
 
 
 class ServedError(Exception):
@@ -43,22 +38,15 @@ class ServedError(Exception):
 class ServedSession:
     """An environment and the state of its episode. Calls are serialised."""
 
-    def __init__(self, environment: Environment, task: TaskOfSeed, lists: TaskLists, timeout: float) -> None:
+    def __init__(self, environment: Environment, task: TaskOfSeed, timeout: float) -> None:
         self.environment = environment
         self._task = task
-        self._lists = lists
         self._timeout = timeout
         self._first: Step | None = None
         self._running = False
         self._steps = 0
         self._episode = ""
         self._turn = asyncio.Lock()
-        self.reaper: asyncio.TimerHandle | None = None  # of a session over HTTP
-
-    @property
-    def busy(self) -> bool:
-        """Whether a call is running."""
-        return self._turn.locked()
 
     async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
         """Return type and data of the reply to a message. ServedError: an error reply."""
@@ -94,7 +82,7 @@ class ServedSession:
         seed = secrets.randbits(31) if seed is None else seed
         if not isinstance(seed, int):
             raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
-        task = self._task_of(parameters) if parameters else self._task(seed)
+        task = parameters.get("task", parameters) if parameters else self._task(seed)
         # Until the reset has succeeded there is no episode: a step would act in the former one.
         self._running = False
         step = await self._limited(self.environment.reset(task, seed=seed), "reset")
@@ -104,14 +92,6 @@ class ServedSession:
         self._episode = str(episode or secrets.token_hex(16))
         with _json_errors():
             return reply_to_json(step)
-
-    def _task_of(self, parameters: Data) -> Json:
-        if not self._lists.has(parameters):
-            return parameters.get("task", parameters)
-        try:
-            return self._lists.task(parameters)
-        except ValueError as error:
-            raise ServedError("VALIDATION_ERROR", str(error)) from None
 
     async def _step(self, data: Data) -> Data:
         try:
@@ -187,14 +167,12 @@ def _dumps(answer: Data) -> str:
 
 
 class OpenEnvServer:
-    """The handlers of `web_app`: an environment per WebSocket, one for all resets and steps over HTTP, and one per
-    session that an MCP client creates over HTTP, which a WebSocket may join by `session_id`."""
+    """The handlers of `web_app`: an environment per WebSocket."""
 
     def __init__(
         self,
         make: Callable[[], Environment],
         task: TaskOfSeed,
-        lists: TaskLists,
         metadata: Data,
         max_sessions: int,
         idle: float,
@@ -202,15 +180,12 @@ class OpenEnvServer:
     ) -> None:
         self._make = make
         self._task = task
-        self._lists = lists
         self._metadata = metadata
         self._max_sessions = max_sessions
         self._idle = idle
         self._timeout = timeout
         self._sockets: set[web.WebSocketResponse] = set()
         self._open: set[ServedSession] = set()
-        self._named: dict[str, ServedSession] = {}  # over HTTP; "" is that of resets and steps
-        self._ending: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
         """Routes of OpenEnv's HTTP and WebSocket protocol."""
@@ -221,28 +196,17 @@ class OpenEnvServer:
 
             return answer
 
-        routes = [
+        return [
             web.get("/health", constant({"status": "healthy"})),
             web.get("/metadata", constant(self._metadata)),
             web.get("/schema", constant(SCHEMA)),
-            web.get("/state", self._over_http),
-            web.post("/reset", self._over_http),
-            web.post("/step", self._over_http),
-            web.post("/mcp", self._mcp),
-            *self._lists.routes(),
+            web.get("/ws", self._socket),
         ]
-        # `openenv validate` reads the paths from here; what they take and return is at /schema.
-        paths = {route.path: {route.method.lower(): _OPERATION} for route in routes}
-        info = {"title": self._metadata["name"], "version": API_VERSION}
-        openapi = constant({"openapi": "3.1.0", "info": info, "paths": paths})
-        return [*routes, web.get("/openapi.json", openapi), web.get("/ws", self._socket)]
 
     async def close(self, _: web.Application) -> None:
         """End all sessions."""
         closing = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in self._sockets)
         await asyncio.gather(*closing, return_exceptions=True)
-        for name in list(self._named):
-            await self._end_named(name)
 
     def _begin(self) -> ServedSession:
         active = len(self._open)
@@ -253,7 +217,7 @@ class OpenEnvServer:
                 "CAPACITY_REACHED", message, last=True, active_sessions=active, max_sessions=self._max_sessions
             )
         try:
-            session = ServedSession(self._make(), self._task, self._lists, self._timeout)
+            session = ServedSession(self._make(), self._task, self._timeout)
         except Exception as error:
             log.exception("making an environment failed")
             raise ServedError("FACTORY_ERROR", f"{type(error).__name__}: {error}", last=True) from error
@@ -274,7 +238,7 @@ class OpenEnvServer:
         self._sockets.add(socket)
         sessions: list[ServedSession] = []
         try:
-            await self._converse(socket, request.query.get("session_id"), sessions)
+            await self._converse(socket, sessions)
         except ConnectionError:
             log.info("a client disconnected during an answer")
         finally:
@@ -285,11 +249,11 @@ class OpenEnvServer:
             await socket.close()
         return socket
 
-    async def _converse(self, socket: web.WebSocketResponse, name: str | None, sessions: list[ServedSession]) -> None:
+    async def _converse(self, socket: web.WebSocketResponse, sessions: list[ServedSession]) -> None:
         """Answer messages. The first one begins the session, which goes to `sessions`: silent sockets hold none."""
         while True:
             # A socket that is open and silent has a shorter limit than a session, which waits for its policy.
-            limit = self._idle if sessions or name is not None else min(FIRST_MESSAGE_LIMIT, self._idle)
+            limit = self._idle if sessions else min(FIRST_MESSAGE_LIMIT, self._idle)
             # Twice half the limit: after a stop of this process the first one has passed unseen.
             received = await _receive(socket, limit / 2) or await _receive(socket, limit / 2)
             if received is None or received.type is not aiohttp.WSMsgType.TEXT:
@@ -306,10 +270,9 @@ class OpenEnvServer:
                 if kind == "close":
                     return
                 # Environments may be expensive: none is made before a message asks for it.
-                if name is None and not sessions:
+                if not sessions:
                     sessions.append(self._begin())
-                session = sessions[0] if name is None else self._named_session(name)
-                reply_kind, answer = await session.answer(kind, data)
+                reply_kind, answer = await sessions[0].answer(kind, data)
                 text = _dumps({"type": reply_kind, "data": answer})
             except ServedError as error:
                 await socket.send_json({"type": "error", "data": error.data})
@@ -317,81 +280,6 @@ class OpenEnvServer:
                     return
             else:
                 await socket.send_str(text)
-
-    async def _over_http(self, request: web.Request) -> web.Response:
-        kind = request.path.strip("/")
-        try:
-            data = json.loads(await request.text() or "{}") if kind != "state" else {}
-            if not isinstance(data, dict) or (kind == "step" and not isinstance(data.get("action"), dict)):
-                raise ValueError('the body must be an object, and that of a step have an "action"')
-        except (ValueError, RecursionError, LookupError) as error:  # LookupError: an unknown charset
-            return web.json_response({"detail": str(error)}, status=422)
-        try:
-            if "" not in self._named:
-                self._named[""] = self._begin()
-            _, response = await self._named_session("").answer(kind, data["action"] if kind == "step" else data)
-            return web.json_response(text=_dumps(response))
-        except ServedError as error:
-            if error.last:
-                await self._end_named("")
-            code = error.data["code"]
-            body = {"detail": error.data["message"], "code": code}
-            return web.json_response(body, status=_HTTP_STATUS.get(code, 500))
-
-    async def _mcp(self, request: web.Request) -> web.Response:
-        """JSON-RPC of OpenEnv's MCP clients: sessions, and `tools/list` and `tools/call` in them."""
-        answer: Data = {"jsonrpc": "2.0", "id": None}
-        try:
-            request_body = json.loads(await request.text())
-            answer["id"] = request_body.get("id")
-            params = request_body.get("params") or {}
-            if request_body.get("method") == "openenv/session/create":
-                name = secrets.token_hex(16)
-                self._named[name] = self._begin()
-                # Starts the idle timer.
-                self._named_session(name)
-                return web.json_response({**answer, "result": {"session_id": name}})
-            name = str(params.get("session_id"))
-            session = self._named_session(name)
-            if request_body.get("method") == "openenv/session/close":
-                await self._end_named(name)
-                return web.json_response({**answer, "result": {"session_id": name, "closed": True}})
-            return web.json_response(text=_dumps((await session.answer("mcp", request_body))[1]))
-        except ServedError as error:
-            return web.json_response({**answer, "error": {"code": -32000, "message": str(error)}})
-        except (ValueError, AttributeError, RecursionError, LookupError) as error:
-            return web.json_response({**answer, "error": {"code": -32700, "message": f"no JSON-RPC request: {error}"}})
-
-    def _named_session(self, name: str) -> ServedSession:
-        """Return the named session, with its idle timer restarted."""
-        if name not in self._named:
-            raise ServedError("SESSION_ERROR", f"Unknown session_id: {name}", last=True)
-        session = self._named[name]
-        if session.reaper is not None:
-            session.reaper.cancel()
-        session.reaper = asyncio.get_running_loop().call_later(self._idle / 2, self._reap, name, False)
-        return session
-
-    def _reap(self, name: str, is_second_half: bool) -> None:
-        """End a session after the second half of its limit, before which a process that was stopped reads messages."""
-        session = self._named[name]
-        # A call that runs longer than the limit is not an idle session.
-        if session.busy:
-            self._named_session(name)
-            return
-        if not is_second_half:
-            session.reaper = asyncio.get_running_loop().call_later(self._idle / 2, self._reap, name, True)
-            return
-        task = asyncio.ensure_future(self._end_named(name))
-        self._ending.add(task)  # a reference, or the task may be collected
-        task.add_done_callback(self._ending.discard)
-
-    async def _end_named(self, name: str) -> None:
-        session = self._named.pop(name, None)
-        if session is not None:
-            if session.reaper is not None:
-                session.reaper.cancel()
-            await self._end(session)
 
 
 async def _receive(socket: web.WebSocketResponse, timeout: float) -> aiohttp.WSMessage | None:
@@ -406,7 +294,6 @@ def web_app(
     make: Callable[[], Environment],
     *,
     task: TaskOfSeed = lambda seed: None,
-    tasks: TaskSets | None = None,
     name: str = "",
     description: str = "",
     version: str | None = None,
@@ -418,14 +305,12 @@ def web_app(
 ) -> web.Application:
     """Make an aiohttp application that speaks OpenEnv's wire format.
 
-    The task of an episode is the reset's `task`, or that of its `split` and `index` in `tasks`, or else its parameters
-    without `seed` and `episode_id`. A step takes
+    The task of an episode is the reset's `task`, or else its parameters without `seed` and `episode_id`. A step takes
     {"text": ...} as in the schema, or {"type": "call_tool", "tool_name": ..., "arguments": ...}.
 
     Args:
         make: an environment, called for each session.
         task: from the seed, the task of a reset without one.
-        tasks: by split, as JSON, which clients can list.
         name, description, version: for /metadata; the name defaults to that of `make`.
         host, key: where it will be served, and what clients must send as their API key; see `forge.system.web`.
         max_sessions: more are rejected with CAPACITY_REACHED.
@@ -443,8 +328,7 @@ def web_app(
         "description": description or (make.__doc__ or environment_name).strip(),
         "version": version,
     }
-    lists = TaskLists(environment_name, tasks)
-    server = OpenEnvServer(make, task, lists, metadata, max_sessions, idle, timeout)
+    server = OpenEnvServer(make, task, metadata, max_sessions, idle, timeout)
     app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard(host, key)])
     app.add_routes(server.routes())
     app.on_shutdown.append(server.close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from . import landlock, limits, namespaces, seccomp
+from . import limits, namespaces, seccomp
 from .syscalls import call, die_with_parent, prctl
 from .wire import Settings
 
@@ -16,14 +16,11 @@ DUMPABLE = 4  # options of prctl
 _NO_NEW_PRIVILEGES = 38
 
 
-def confine(
-    settings: Settings, rules: int | None, descriptors: Sequence[int], run: Callable[[], None], setup: int
-) -> None:
+def confine(settings: Settings, descriptors: Sequence[int], run: Callable[[], None], setup: int) -> None:
     """Confine this process and run the program; never returns.
 
     Args:
         settings: those of `forge_sandbox.Sandbox`, with the level.
-        rules: descriptor of landlock's rules, if used.
         descriptors: those that stay open besides 0, 1 and 2.
         run: the program; exits the process.
         setup: descriptor for `BEGUN`, or for the error if confinement fails.
@@ -33,7 +30,7 @@ def confine(
         die_with_parent()
         level = settings["level"]
         processes = settings["processes"]
-        close_all_but(*descriptors, setup, *(() if rules is None else (rules,)))
+        close_all_but(*descriptors, setup)
         tasks = None
         if level == "namespaces":
             # No other processes of this user in the namespace; without root the three processes above count.
@@ -42,23 +39,12 @@ def confine(
                 limits.drop_bounds()
                 become_user(namespaces.NOBODY)
             os.chdir("/tmp")
-        elif level == "bubblewrap":
-            tasks = processes + 3
-        elif level == "landlock":
-            tasks = limits.tasks_of(os.geteuid()) + processes - 1
-            os.chdir("/")
         limits.limit(settings, tasks)
         if level != "none":
             # Order matters: no capability may be regained, and the filter must not forbid the calls above.
             limits.drop_capabilities()
             prctl(_NO_NEW_PRIVILEGES, 1)
-            if rules is not None:
-                landlock.restrict(rules)
-                os.close(rules)
-            if level == "landlock":
-                seccomp.install(seccomp.program(forks=False, only=os.getpid()))
-            else:
-                seccomp.install(seccomp.program(forks=processes > 1))
+            seccomp.install(seccomp.program(forks=processes > 1))
     except BaseException as error:
         os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(SETUP_FAILED)

@@ -16,8 +16,7 @@ import struct
 import time
 from contextlib import suppress
 
-from . import bubblewrap, confine, limits, program, wire
-from .jail import Jail
+from . import confine, limits, namespaces, program, wire
 from .syscalls import prctl
 from .wire import Header, Settings
 
@@ -30,17 +29,16 @@ _SENDER = struct.Struct("3i")  # process, user, group
 _NO_MEMORY = re.compile(r"^[\w.]*MemoryError\b")
 
 
-def keep(control: int, settings: Settings, jail: Jail, modules: dict[str, str]) -> None:
+def keep(control: int, settings: Settings) -> None:
     """Serve one request from `control`, or a session; the caller then exits."""
     if settings["level"] == "namespaces":
-        jail.mount_private(settings)
-    monitored = settings["level"] != "landlock"  # one process there, bound by its own limits
+        namespaces.private_mounts(settings["file_mb"], settings["paths"], settings["links"])
     prctl(_SUBREAPER, 1)  # orphans are reparented to this process
     header, bodies = wire.unpack(lambda size: os.read(control, size))
     if header["kind"] == "run":
-        running = Running(control, settings, jail, modules, monitored, bodies)
+        running = Running(control, settings, bodies)
         return _reply(control, running, running.watch(header["time_limit"]))
-    running = Running(control, settings, jail, modules, monitored, None)
+    running = Running(control, settings, None)
     _send(control, {})
     while running.pid:
         end_reason = running.wait_for_request()
@@ -59,18 +57,9 @@ class Running:
         begun: confinement succeeded.
     """
 
-    def __init__(
-        self,
-        control: int,
-        settings: Settings,
-        jail: Jail,
-        modules: dict[str, str],
-        monitored: bool,
-        bodies: list[bytes] | None,
-    ) -> None:
+    def __init__(self, control: int, settings: Settings, bodies: list[bytes] | None) -> None:
         self.control = control
         self.settings = settings
-        self.monitored = monitored
         self.max_output = settings["output_kb"] << 10
         out, error, setup = (os.pipe() for _ in range(3))
         # The kernel adds the sender's process to each reply. A socket, unlike a pipe, cannot be opened a second time
@@ -86,9 +75,6 @@ class Running:
             try:
                 for descriptor, number in ((_sealed_file(stdin), 0), (out[1], 1), (error[1], 2)):
                     os.dup2(descriptor, number)
-                descriptors = (*jail.descriptors, *(() if bodies else (cells.fileno(),)))
-                if settings["level"] == "bubblewrap":
-                    bubblewrap.execute(settings, modules, source, None if bodies else cells.fileno(), setup[1])
 
                 def run() -> None:
                     if bodies:
@@ -96,7 +82,7 @@ class Running:
                     else:
                         program.run_cells(cells.fileno())
 
-                confine.confine(settings, jail.rules, descriptors, run, setup[1])
+                confine.confine(settings, () if bodies else (cells.fileno(),), run, setup[1])
             finally:
                 os._exit(confine.SETUP_FAILED)
         cells.close()
@@ -139,8 +125,7 @@ class Running:
                 status = "timeout"
                 break
             # Limits that the kernel does not enforce for a whole tree of processes are looked at now and then.
-            pause = min(remaining, _CHECK_INTERVAL) if self.monitored else remaining
-            ready = {descriptor for descriptor, _ in poll.poll(1000 * pause)}
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * min(remaining, _CHECK_INTERVAL))}
             if self.control in ready:
                 self._kill()
                 os._exit(0)  # the caller has ended: it sends nothing while a program runs
@@ -154,12 +139,10 @@ class Running:
                     continue
                 # What the cell wrote before its reply may still be in the pipes.
                 self._drain()
-                status = self._check_output() or (
-                    "memory" if reply == b"m" else self._check_usage() if self.monitored else ""
-                )
+                status = self._check_output() or ("memory" if reply == b"m" else self._check_usage())
                 if not status:
                     return "0" if reply == b"0" else "1"
-            if self.monitored and time.monotonic() > next_check:
+            if time.monotonic() > next_check:
                 next_check = time.monotonic() + _CHECK_INTERVAL
                 self._reap()
                 status = status or self._check_usage()
@@ -173,14 +156,14 @@ class Running:
         reason = ""
         while not reason:
             # Processes that a cell has left running still use memory and time.
-            ready, _, _ = select.select([self.control, self.exited], [], [], _IDLE_INTERVAL if self.monitored else None)
+            ready, _, _ = select.select([self.control, self.exited], [], [], _IDLE_INTERVAL)
             if self.control in ready:
                 return ""
             self._reap()
-            status = self._check_usage() if self.monitored else ""
+            status = self._check_usage()
             if self.exited in ready and not status:
                 code = os.waitstatus_to_exitcode(self.ended or 0)
-                status = _status(code, "", self.settings["level"])
+                status = _status(code, "")
                 reason = f"its process ended between two cells, with exit code {code}"
             if status in ("timeout", "memory"):
                 limit = "cpu_seconds" if status == "timeout" else "memory_mb"
@@ -256,9 +239,9 @@ class Running:
 
     def _kill(self, everything: bool = False) -> None:
         """Kill the program and wait for it. Also its descendants: they die with this process at the level namespaces,
-        unless `everything` should end now; landlock has none."""
+        unless `everything` should end now."""
         deadline = time.monotonic() + _KILL_TIMEOUT
-        strays = self.settings["level"] in ("bubblewrap", "none")
+        strays = self.settings["level"] == "none"
         while True:
             if everything and self.settings["level"] == "namespaces":
                 with suppress(ProcessLookupError):
@@ -288,7 +271,7 @@ def _reply(control: int, running: Running, status: str) -> None:
     code = os.waitstatus_to_exitcode(running.ended) if running.ended is not None else int(status != "0")
     out, error = (bytes(running.texts[descriptor][: running.max_output]) for descriptor in (running.out, running.error))
     if status == "exited":
-        status = _status(code, error.decode("utf-8", "replace"), running.settings["level"])
+        status = _status(code, error.decode("utf-8", "replace"))
         # The kernel kills at the limit of CPU time, which then looks like any other kill.
         if status == "killed" and _cpu() >= running.settings["cpu_seconds"]:
             status = "timeout"
@@ -299,11 +282,9 @@ def _reply(control: int, running: Running, status: str) -> None:
     _send(control, header | {"ended": not running.pid, "truncated": status == "output"}, out, error)
 
 
-def _status(code: int, error: str, level: str) -> str:
+def _status(code: int, error: str) -> str:
     if code == 0:
         return "ok"
-    if level == "bubblewrap" and 128 < code <= 128 + signal.SIGRTMAX:
-        code = 128 - code  # bwrap reports signals as shells do
     if code == -signal.SIGXCPU:
         return "timeout"
     if code < 0:

@@ -37,11 +37,6 @@ _DENIED = (
     *("msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"),
 )
-# Landlock does not restrict file modes, owners, times, attributes and watches.
-_FILE_CALLS = (
-    *("chmod", "fchmod", "fchmodat", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
-    *("utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr", "truncate"),
-)
 # A program is one process, unless the settings allow more.
 _PROCESS_CALLS = ("fork", "vfork", "execve", "execveat")
 # ENOSYS: callers of clone3 fall back to clone; io_uring would bypass this filter.
@@ -71,12 +66,11 @@ def _argument(index: int) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * index)  # its lower half: all of them are of 32 bits
 
 
-def program(*, forks: bool, only: int | None = None) -> bytes:
+def program(*, forks: bool) -> bytes:
     """Return the filter as BPF code.
 
     Args:
         forks: may start processes and execute files.
-        only: the only process it may signal; None if isolated by namespaces, files included.
     """
     code = _beginning()
 
@@ -91,8 +85,7 @@ def program(*, forks: bool, only: int | None = None) -> bytes:
         tests = [(_EQUAL, jump, 0, value) for jump, value in zip(jumps, values, strict=True)]
         rule(name, _argument(index), *tests, _PERMIT, _DENY)
 
-    denied = [*_DENIED, *(_FILE_CALLS if only is not None else ()), *(() if forks else _PROCESS_CALLS)]
-    for name in denied:
+    for name in (*_DENIED, *(() if forks else _PROCESS_CALLS)):
         rule(name, _DENY)
     for name in _UNIMPLEMENTED:
         rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
@@ -107,9 +100,6 @@ def program(*, forks: bool, only: int | None = None) -> bytes:
     unless("ioctl", 1, *_IOCTLS)
     flags = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if forks else (_ANY_BIT, 1, 0, _THREAD)
     rule("clone", _argument(0), flags, _DENY, _PERMIT)
-    if only is not None:
-        only_if("kill", 0, only)
-        only_if("tgkill", 0, only)
     return _packed(code)
 
 

@@ -22,7 +22,7 @@ fsmount 432 432 | fsopen 430 430 | fspick 433 433 | futimesat 261 - | init_modul
 inotify_add_watch 254 27 | inotify_init 253 - | inotify_init1 294 26 | io_uring_enter 426 426
 io_uring_register 427 427 | io_uring_setup 425 425 | ioctl 16 29 | ioperm 173 - | iopl 172 - | ioprio_set 251 30
 kcmp 312 272 | kexec_file_load 320 294 | kexec_load 246 104 | keyctl 250 219 | kill 62 129
-landlock_add_rule 445 445 | landlock_create_ruleset 444 444 | landlock_restrict_self 446 446 | lchown 94 -
+lchown 94 -
 listen 50 201 | lookup_dcookie 212 18 | lremovexattr 198 15 | lsetxattr 189 6 | memfd_create 319 279
 memfd_secret 447 447 | migrate_pages 256 238 | modify_ldt 154 - | mount 165 40 | mount_setattr 442 442
 move_mount 429 429 | move_pages 279 239 | mq_getsetattr 245 185 | mq_notify 244 184 | mq_open 240 180

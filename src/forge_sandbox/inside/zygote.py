@@ -14,7 +14,7 @@ import socket
 import sys
 
 from . import keeper, limits, namespaces, wire
-from .jail import Jail, prepare
+from .jail import links_to, readable_paths
 from .syscalls import check, die_with_parent, libc
 from .wire import Settings
 
@@ -27,7 +27,7 @@ _PRELOADED = (
 _CHECK_INTERVAL = 1.0  # seconds between checks that the parent is alive
 
 
-def main(control: int, settings: Settings, modules: dict[str, str]) -> None:
+def main(control: int, settings: Settings) -> None:
     """Serve requests until the socket is closed."""
     os.set_inheritable(control, False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
@@ -37,7 +37,7 @@ def main(control: int, settings: Settings, modules: dict[str, str]) -> None:
         if settings["level"] == "namespaces":
             namespaces.enter()
         _guard(control)
-        _serve(control, settings, modules)
+        _serve(control, settings)
     except (OSError, ImportError, EOFError) as error:
         os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))
         sys.exit(1)
@@ -59,11 +59,13 @@ def _guard(control: int) -> None:
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 
 
-def _serve(control: int, settings: Settings, modules: dict[str, str]) -> None:
+def _serve(control: int, settings: Settings) -> None:
     sys.path.extend(settings["path"])
-    namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if settings["level"] == "namespaces" else None
-    jail = prepare(settings)
-    die_with_parent()  # reset by the change of the user
+    namespace = None
+    if settings["level"] == "namespaces":
+        namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        settings["paths"], settings["links"] = readable_paths(settings), links_to(settings)
+        namespaces.new_root(settings["paths"], settings["links"])
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     for name in (*_PRELOADED, *settings["imports"]):
         importlib.import_module(name)
@@ -72,13 +74,13 @@ def _serve(control: int, settings: Settings, modules: dict[str, str]) -> None:
     with socket.socket(fileno=control) as requests:
         requests.sendall(wire.pack({}))
         while requests.recv(1, socket.MSG_PEEK):
-            status = _fork_keeper(control, settings, jail, modules, namespace)
+            status = _fork_keeper(control, settings, namespace)
             if status:
                 raise OSError(f"the process above a program ended with {os.waitstatus_to_exitcode(status)}")
             requests.sendall(wire.pack({"over": True}))
 
 
-def _fork_keeper(control: int, settings: Settings, jail: Jail, modules: dict[str, str], namespace: int | None) -> int:
+def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int:
     """Fork a keeper; return its exit status, as by `waitpid`. All processes in its namespace end with it."""
     if namespace is not None:
         check(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
@@ -87,7 +89,7 @@ def _fork_keeper(control: int, settings: Settings, jail: Jail, modules: dict[str
         status = 1
         try:
             die_with_parent()
-            keeper.keep(control, settings, jail, modules)
+            keeper.keep(control, settings)
             status = 0
         except EOFError:  # the socket is closed
             status = 0

@@ -3,16 +3,9 @@
 import asyncio
 import sys
 
-try:
-    from mcp.server.fastmcp import FastMCP as Server
-    from mcp.server.fastmcp import Image
-except ModuleNotFoundError:  # version 2
-    from mcp.server.mcpserver import Image
-    from mcp.server.mcpserver import MCPServer as Server
+from mcp.server.mcpserver import Image, MCPServer
 
-PORT = {"port": int(sys.argv[2])} if len(sys.argv) > 2 else {}
-IS_FIRST = Server.__name__ == "FastMCP"
-server = Server("tools", **(PORT if IS_FIRST else {}))
+server = MCPServer("tools")
 
 
 @server.tool()
@@ -37,4 +30,4 @@ async def wait(seconds: float) -> str:
     return "waited"
 
 
-server.run(transport=sys.argv[1], **({} if IS_FIRST else PORT))
+server.run(transport=sys.argv[1], **({"port": int(sys.argv[2])} if len(sys.argv) > 2 else {}))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from fractions import Fraction
 
 from forge.envs import Action, Environment, InfrastructureError, Step
@@ -63,3 +64,15 @@ class Counting(Environment):
 
     async def close(self):
         type(self).closed += 1
+
+
+async def main(port):
+    """Serve it until the process is ended."""
+    from forge_envs.openenv import serve
+
+    async with serve(Counting, port=port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

@@ -101,18 +101,6 @@ def test_an_action_of_one_field_is_what_the_turn_says():
     assert asked[1] == ("step", {"word": "left"})
 
 
-@pytest.mark.parametrize("text", ["<think>\nleft is 3\n</think>\n\n4", "maybe 3</think>4", "[THINK]3[/THINK] 4"])
-def test_thoughts_are_no_part_of_an_action(text):
-    asked = []
-
-    def answer(kind, data):
-        asked.append((kind, data))
-        return observed({"text": "well"})
-
-    played([text], answer, {"move": {"type": "integer"}})
-    assert asked[1] == ("step", {"move": 4})
-
-
 def test_a_turn_that_was_cut_is_no_action():
     asked = []
 
@@ -251,38 +239,6 @@ def test_results_of_tools_that_are_none(word, done):
     assert asyncio.run(main()).messages[0]["content"] == "error: a"
 
 
-def listed(pages):
-    """The tools of a server whose pages of tools, by cursor, are these."""
-
-    def answer(kind, data):
-        if kind == "mcp":
-            return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": pages[data["params"].get("cursor")]}}
-        return observed({})
-
-    async def main():
-        async with server(answer) as url, OpenEnvClient(url) as client:
-            return (await OpenEnvEnvironment(client, mcp=True).reset(None, seed=0)).tools
-
-    return asyncio.run(main())
-
-
-def test_tools_on_several_pages():
-    pages = {None: {"tools": [{"name": "a"}], "nextCursor": "2"}, "2": {"tools": [{"name": "b"}], "nextCursor": None}}
-    assert [tool["function"]["name"] for tool in listed(pages)] == ["a", "b"]
-    with pytest.raises(InfrastructureError, match="its list of tools has no end: 2 so far"):
-        listed({**pages, "2": {"tools": [{"name": "b"}], "nextCursor": "2"}})
-    with pytest.raises(InfrastructureError, match="answered tools/list with"):
-        listed({None: {"tools": [], "nextCursor": ["2"]}})
-
-
-@pytest.mark.parametrize(
-    "tool", ["t", None, {}, {"name": 5}, {"name": ""}, {"name": None}, {"name": "t", "inputSchema": "x"}]
-)
-def test_tools_without_a_name(tool):
-    with pytest.raises(InfrastructureError, match="lists tools that have no name or no schema"):
-        listed({None: {"tools": [tool]}})
-
-
 @pytest.mark.parametrize("about", ["text", [], 5, True])
 def test_a_schema_of_actions_that_is_none(about):
     async def main(**settings):
@@ -357,3 +313,18 @@ def test_tools_of_a_server_that_lists_them_in_a_step():
 
     about = {"name": "look", "description": "Look.", "parameters": tool["input_schema"]}
     assert asyncio.run(main()) == ({"type": "function", "function": about},)
+
+
+@pytest.mark.parametrize("tools", [["t"], [{}], [{"name": 5}], None])
+def test_tools_without_a_name(tools):
+    def answer(kind, data):
+        if kind == "mcp":
+            return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": tools}}}
+        return observed({})
+
+    async def main():
+        async with server(answer) as url, OpenEnvClient(url) as client:
+            await OpenEnvEnvironment(client, mcp=True).reset(None, seed=0)
+
+    with pytest.raises(InfrastructureError, match="answered tools/list with"):
+        asyncio.run(main())

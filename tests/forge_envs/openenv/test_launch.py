@@ -9,18 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from forge.envs import Action, Dialogue, InfrastructureError, rollout
+from forge.envs import Action, InfrastructureError
 from forge_envs.openenv import LocalServer, OpenEnvClient, OpenEnvEnvironment
 from forge_envs.process import Program
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[3]
-SERVE = [sys.executable, "-m", "forge_envs.openenv", "tests.forge_envs.openenv.counting:Counting", "--port", "{port}"]
+SERVE = [sys.executable, "-m", "tests.forge_envs.openenv.counting", "{port}"]
 BARE = """
 import http.server, os, sys, time, signal
 if sys.argv[1] == "stubborn":
@@ -95,32 +94,6 @@ def test_a_server_killed_in_the_middle_of_an_episode():
     assert asyncio.run(main()) == "turn 1 of 2: x"
 
 
-def test_an_episode_that_lost_its_server_is_played_again(scripted, bpe):
-    says = scripted("one", "two", "one", "end")
-
-    async def main():
-        port = a_port()
-        server = await LocalServer.start(SERVE, cwd=ROOT, port=port)
-
-        async def route(tokens, **sampling):
-            nonlocal server
-            if len(says.asked) == 1:
-                os.killpg(server.pid, signal.SIGKILL)
-                await server.stop()
-                server = await LocalServer.start(SERVE, cwd=ROOT, port=port)
-            return await says.generate.route(tokens, **sampling)
-
-        async with OpenEnvClient(server.url) as client:
-            policy = SimpleNamespace(generate=SimpleNamespace(route=route))
-            env = OpenEnvEnvironment(client)
-            episode = await rollout(policy, env, None, dialogue=Dialogue(bpe, "chatml"), seed=1)
-        await server.stop()
-        return episode
-
-    episode = asyncio.run(main())
-    assert (episode.reward, episode.info["attempts"], episode.info["stop"]) == (3.0, 2, "terminated")
-
-
 @pytest.mark.parametrize(
     ("code", "limit", "why"),
     [
@@ -142,8 +115,7 @@ def test_a_server_that_still_loads_is_waited_for():
     assert [line.split()[-2] for line in asyncio.run(main()).splitlines()] == ["404", "500", "200", "200"]
 
 
-def test_a_port_at_which_another_server_listens(monkeypatch):
-    monkeypatch.setattr("forge_envs.openenv.launch._PORT_PATIENCE", 0.1)
+def test_a_port_at_which_another_server_listens():
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
@@ -159,8 +131,6 @@ def test_a_command_that_is_none():
         asyncio.run(LocalServer.start(["sleep", "1"]))
     with pytest.raises(ValueError, match="a list of its words"):
         asyncio.run(LocalServer.start("serve {port}", port=1))
-    with pytest.raises(ValueError, match="from 1 to 65535"):
-        asyncio.run(LocalServer.start(["serve"], port=0))
 
 
 def test_stopping_ends_what_ignores_it():

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ...data.thoughts import without_thoughts
-from .compare import choice, equal, number
-from .notation import RAISED, same_text
+from .comparison import comparison
 
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(
@@ -47,6 +46,7 @@ _OPEN = re.compile(r"\\f?boxed\s*\{")
 _BOX = re.compile(rf"{_OPEN.pattern}|(?<!\\)[{{}}]")
 _LABELLED = re.compile(r"^[^\w\n]{0,4}[A-J][).:]", re.MULTILINE)  # the line of a choice
 _LONGEST = 200_000
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"  # superscripts
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
@@ -101,7 +101,8 @@ def final_answer(response: str) -> str | None:
     if chosen_letters := _CHOSEN.findall(response):
         return chosen_letters[-1]
     before, _, last_line = response.rpartition("\n")
-    if choice(last_line)[0] and not _LABELLED.search(before):
+    number = comparison().number
+    if comparison().choice(last_line)[0] and not _LABELLED.search(before):
         return last_line.strip()
     if formula := _LAST_FORMULA.search(response):
         return formula[1].strip()
@@ -137,7 +138,7 @@ def _last_number(text: str) -> str | None:
     context, following = text[max(0, last.start() - 60) : last.start()], text[last.end() : last.end() + 10]
     # A number within a larger answer is not that answer.
     is_pair = _PAIR_BEFORE.search(context) and following[:1] in (")", "]")
-    if _PART_BEFORE.search(context) or _PART_AFTER.match(following) or is_pair or following[:1] in RAISED:
+    if _PART_BEFORE.search(context) or _PART_AFTER.match(following) or is_pair or following[:1] in tuple(_RAISED):
         return None
     between = "" if before is None else text[before.end() : last.start()]
     several = re.fullmatch(r"\s?and\s", between) or (len(between) <= 30 and re.search(r"\bor\b", between))
@@ -159,7 +160,7 @@ class MathReward:
     itself takes too long to compare.
 
     The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`;
-    thoughts do not count. Answers compare by their tokens, as numbers and structures (see `compare.equal`), then
+    thoughts do not count. Answers compare by their tokens, as numbers and structures (see `comparison.equal`), then
     symbolically; an answer that is ambiguous, unreadable or takes too long to compare is incorrect, never an exception.
 
     Args:
@@ -182,6 +183,8 @@ class MathReward:
 
     def is_right(self, response: str, target: str, prompt: object = "") -> bool | None:
         """Whether it is right; None where the target takes too long to compare. `prompt` may have opened a thought."""
+        compare = comparison()
+        choice, equal, number = compare.choice, compare.equal, compare.number
         response = without_thoughts(response[-_LONGEST:], prompt)
         target = without_thoughts(target)
         expected = boxed(target)
@@ -194,7 +197,7 @@ class MathReward:
         if label and letter:
             return label == letter
         stated = None if boxed(response) else _stated(response, whole_line=True)
-        if same_text(response, expected) or same_text(stated or "", expected):
+        if compare.same_text(response, expected) or compare.same_text(stated or "", expected):
             return True
         answer = final_answer(response)
         later = _later(response)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from .table import ScoreTable
+from forge_weaver import ScoreTable
 
 
 @dataclasses.dataclass

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from forge.data.thoughts import without_thoughts
 from forge.rewards import AnswerFrequency, MathVerifier
 from forge.rewards.rules import ExactMatch, JsonMatch, MathReward, final_answer
-from forge.rewards.rules.compare import equal
-from forge.rewards.rules.notation import same_text, tokens
-from tests.rewards.rules import answer_pairs
+from forge_math.compare import equal
+from forge_math.notation import same_text, tokens
 
-TARGETS = Path(__file__).parents[3].parent / "shared" / "data" / "math_targets.json"
+from . import answer_pairs
+
+TARGETS = Path(__file__).parents[2].parent / "shared" / "data" / "math_targets.json"
 
 # Each pair differs in its value, by what the name says.
 DIFFERENT = {

@@ -1,6 +1,4 @@
-"""The program of the process that computes: for every line of its input, a child compares two expressions.
-
-The kernel kills a child that uses too much time or memory. It imports nothing of forge, so that it starts fast.
+"""Equality of two expressions by their values, as a program of `forge.rewards.rules.helper_process`.
 
 Two expressions are equal if their values agree in DIGITS digits, relative to their size, at POINTS points, positive and
 negative ones, so that sqrt(x^2) is not x. Where both are complex, in expressions of real numbers, they are not defined.
@@ -9,12 +7,8 @@ With a decimal point in one of them, a tolerance takes the place of the digits.
 
 from __future__ import annotations
 
-import json
-import os
-import resource
-import signal
-import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import sympy
@@ -23,8 +17,6 @@ from sympy.core.function import AppliedUndef
 Tree = list[Any]  # as of `expressions`
 Expression = Any  # of sympy, which has no types
 
-CPU_SECONDS = 0.75  # CPU time rather than wall time: a verdict must not depend on how busy the machine is
-MEMORY_BYTES = 2 << 30
 DIGITS = 30
 EXACT = 10.0**-DIGITS
 POINTS = 8
@@ -117,7 +109,8 @@ def _has_decimal(tree: Tree) -> bool:
     return tree[0] == "decimal" or any(_has_decimal(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
-def _equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
+def equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
+    """Whether two trees are equal, or of equations and inequalities equal up to a factor."""
     try:
         answer_value, target_value = _built(answer), _built(target)
     except _Different:
@@ -170,29 +163,19 @@ def _coordinate(index: int, point: int) -> Expression:
     return sympy.Float(exact, DIGITS + 30)  # of a rational number sympy would look for the factors of powers
 
 
-def _serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+@cache
+def _load() -> None:
     half = ["root", ["number", "1/2"], ["number", "2"]]
-    _equal(
-        "expression", half, ["power", ["decimal", "0.5"], ["decimal", "0.5"]], 1e-6
-    )  # loads all before the first fork
-    # One child for each question: the kernel ends it at its limits, not this process.
-    for line in sys.stdin:
-        if '["latex"' in line:
-            _equal("expression", ["latex", r"\int_0^1 x dx"], ["number", "1/2"], 0.0)
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-                status = 0 if _equal(*json.loads(line)) else 1
-            finally:
-                os._exit(status)
-        status = os.waitpid(child, 0)[1]
-        print("unknown" if os.WIFSIGNALED(status) else "different" if status else "equal", flush=True)
+    equal("expression", half, ["power", ["decimal", "0.5"], ["decimal", "0.5"]], 1e-6)
 
 
-if __name__ == "__main__":
-    _serve()
+@cache
+def _load_latex() -> None:
+    equal("expression", ["latex", r"\int_0^1 x dx"], ["number", "1/2"], 0.0)
+
+
+def prepare(line: str) -> None:
+    """Load what a question needs, once."""
+    _load()
+    if '["latex"' in line:
+        _load_latex()

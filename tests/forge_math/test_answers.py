@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.rewards.rules import MathReward
-from forge.rewards.rules.compare import number
-from tests.rewards.rules.answers import RIGHT, WRONG
+from forge_math.compare import number
+
+from .answers import RIGHT, WRONG
 
 reward = MathReward()
 

@@ -1,4 +1,4 @@
-"""Rule rewards: what counts as the same answer, what does not, and that no input hurts."""
+"""MathReward with the strict comparison: what counts as the same answer, what does not, and that no input hurts."""
 
 from __future__ import annotations
 
@@ -17,39 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.rewards.rules import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer, symbolic
+from forge.rewards.rules import MathReward
+from forge_math import symbolic
 
-GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 reward = MathReward()
 
 
 @pytest.fixture(scope="module")
 def warm_helper(processes):
     assert reward("", r"\boxed{1+x}", "x+1") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        (r"first \boxed{1}, then \boxed{\frac{1}{2}} and 7", r"\frac{1}{2}"),
-        (r"\boxed{3} but \boxed{4", "3"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        ("#### 3 <answer>4</answer> #### 5", "4"),
-        ("work 12\n#### 3\nmore 9", "3"),
-        ("The answer is 42 since 6*7=42.", "42"),
-        ("**Answer:** 42", "42"),
-        ("Answer:\n\n42", "42"),
-        ("Q: what?\nA: 18 eggs", "18 eggs"),
-        ("I get 3 then 4/5", "4/5"),
-        ("about 1,234.50.", "1,234.50"),
-        ("5-3", "3"),
-        ("-3", "-3"),
-        ("no idea", None),
-        ("<think>\\boxed{3}</think> The answer is 5", "5"),
-    ],
-)
-def test_final_answer_prefers_the_most_explicit_form(response, answer):
-    assert final_answer(response) == answer
 
 
 @pytest.mark.usefixtures("warm_helper")
@@ -192,13 +169,13 @@ def test_settings_and_threads():
 
 @pytest.mark.processes
 def test_the_helper_is_replaced_after_a_kill_and_ends_with_its_owner():
-    assert symbolic._helper is not None
-    os.kill(symbolic._helper.pid, signal.SIGKILL)
+    assert symbolic.helper.process is not None
+    os.kill(symbolic.helper.process.pid, signal.SIGKILL)
     assert reward("", r"\boxed{2+x}", "x+2") == 1.0
     program = (
-        "import os, signal; from forge.rewards.rules import MathReward, symbolic as s;"
+        "import os, signal; from forge.rewards.rules import MathReward; from forge_math import symbolic as s;"
         r"MathReward()('', r'\boxed{1+x}', 'x+1');"
-        "print(s._helper.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(s.helper.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     owner = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     helper = int(owner.stdout)
@@ -223,8 +200,7 @@ def test_agrees_with_the_human_verdicts_on_gsm8k():
             if verdict != solution["is_correct"]:
                 wrong.append((target, solution["solution"][-60:]))
     assert total == 2640
-    # Measured: no miss at all.
-    assert len(wrong) <= total * 0.001, wrong
+    assert wrong == []
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K in ../shared/data")
@@ -233,47 +209,3 @@ def test_reads_every_gsm8k_target():
         answer = json.loads(line)["answer"]
         assert reward("", answer, answer.rpartition("#### ")[2]) == 1.0
         assert reward("", answer.rpartition("#### ")[2], answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response", "score"),
-    [
-        ("", "<think>so</think> 5", 1.0),
-        ("", " <think>so</think>\n5", 1.0),
-        ("", "<think>so</think>", 0.2),
-        ("", "<think> </think> 5", 0.2),
-        ("", "well <think>so</think> 5", 0.2),
-        ("", "<think>so 5", 0.2),
-        ("", "so</think> 5", 0.2),
-        ("", "</think>so<think> 5", 0.2),
-        ("", "<think>a</think><think>b</think> 5", 0.2),
-        ("", "5", 0.0),
-        ("", "", 0.0),
-        ("...<think>\n", "so</think> 5", 1.0),
-        ("...<think>\n", "so 5", 0.0),
-    ],
-)
-def test_thinking_format(prompt, response, score):
-    assert ThinkingReward()(prompt, response, "7") == score
-
-
-def test_thinking_settings():
-    assert ThinkingReward(partial_reward=0.5, full_reward=3.0, tag="plan")("", "<plan>a</plan> b", "") == 3.0
-    for bad in ({"tag": " "}, {"partial_reward": 2.0}):
-        with pytest.raises(ValueError, match=r"tag|partial_reward"):
-            ThinkingReward(**bad)
-
-
-def test_exact_and_character_match():
-    assert ExactMatch()("", " abc\n", "abc") == 1.0
-    assert ExactMatch(correct=2.0, incorrect=-1.0)("", "abd", "abc") == -1.0
-    assert CharacterMatch()("", "abd", "abc") == pytest.approx(2 / 3)
-    assert CharacterMatch()("", "abcabc", "abc") == 0.5
-    assert CharacterMatch()("", "", "") == 1.0
-
-
-@given(st.text(), st.text())
-def test_only_the_exact_text_earns_all_characters(response, target):
-    score = CharacterMatch()("", response, target)
-    assert 0.0 <= score <= 1.0
-    assert (score == 1.0) == (ExactMatch()("", response, target) == 1.0)

@@ -1,0 +1,85 @@
+"""Equality of two final answers: the same text, letter or number, else as math-verify says.
+
+An extension may compare in its own way: the entry point of the group `forge.answers` names a module with the functions
+`equal`, `number`, `choice` and `same_text` of this one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from fractions import Fraction
+from functools import lru_cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from .helper import Helper
+
+LONGEST = 2000  # characters of an answer
+_helper = Helper(Path(__file__).with_name("verify_process.py"))
+_CHOICE = re.compile(
+    r"\s*(?:option|choice|answer)?\s*(?:\\text\{)?(?:\(([A-Za-z])\)|([A-Za-z])(?=\s*\}?\s*\Z|[).:](?:\s|\Z)))",
+    re.IGNORECASE,
+)
+_MARKS = re.compile(r"\\(?:left|right|,|!|;|:|displaystyle)(?![A-Za-z])|[$\s]|\{,\}|\.\Z")
+_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_UNIT = re.compile(r"(?<=\d)(?:\s*\\text\{[^{}]*\}|\s[A-Za-z°²³ ]+|\s?°[CF]?|\^\\circ)[.\s]*\Z")
+_NUMBER = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?(\\?%)?")
+
+
+@lru_cache(maxsize=1)
+def comparison() -> Any:
+    """The module that compares answers: an extension's, else this one."""
+    for point in entry_points(group="forge.answers"):
+        return point.load()
+    return sys.modules[__name__]
+
+
+def same_text(one: str, other: str) -> bool:
+    """Whether two texts are the same apart from white space and marks without a meaning."""
+    return _plain(one) == _plain(other) != ""
+
+
+def choice(text: str) -> tuple[str, str]:
+    """The letter of a labelled choice and the text after it: B, (B), "B) 12", "option B"; "" for another."""
+    label = _CHOICE.match(text)
+    return ("", "") if label is None else (label[1] or label[2], text[label.end() :].lstrip(").: "))
+
+
+def number(text: str) -> tuple[Fraction, bool] | None:
+    """The value of a text that is one number, and whether it is a percentage; else None. A unit is dropped."""
+    plain = _FRACTION.sub(r"\1/\2", _plain(_UNIT.sub("", text[:LONGEST]))).lstrip("€£¥\\")
+    figure = _NUMBER.fullmatch(plain.rpartition("=")[2])
+    if figure is None or not any(map(str.isdigit, figure[1])) or figure[2] == "0":
+        return None
+    value = Fraction(figure[1].replace(",", ""))
+    return value / int(figure[2] or 1), figure[3] is not None
+
+
+def equal(answer: str, target: str, tolerance: float) -> bool | None:
+    """Whether two answers agree; None where the target takes too long to compare.
+
+    Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond. A
+    percentage agrees both with its figure and with its value.
+    """
+    if same_text(answer, target):
+        return True
+    if not answer.strip() or not target.strip() or max(len(answer), len(target)) > LONGEST:
+        return False
+    label, target_label = choice(answer)[0], choice(target)[0]
+    if label and target_label:
+        return label == target_label
+    value, expected = number(answer), number(target)
+    if value is None or expected is None:
+        return _helper.verdict([answer, target], [target, target])
+    pairs = [(value[0], expected[0])]
+    if value[1] is not expected[1]:
+        pairs.append((value[0] / 100, expected[0]) if value[1] else (value[0], expected[0] / 100))
+    margin = Fraction(str(tolerance))
+    return any(abs(one - other) <= margin * min(Fraction(1), abs(other)) for one, other in pairs)
+
+
+def _plain(text: str) -> str:
+    return _MARKS.sub("", unicodedata.normalize("NFKC", text).replace("−", "-").strip())

@@ -1,0 +1,39 @@
+"""Symbolic equality of two trees, in a helper process that runs `sympy_equal`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge.rewards.rules.helper import Helper
+
+from .expressions import Tree
+
+# Bounds of an answer, far beyond any form of the target that a person would write.
+MAX_SURPLUS = 120  # nodes beyond four times those of the target
+MAX_DEPTH = 24  # nested operations
+helper = Helper(Path(__file__).with_name("sympy_equal.py"))
+
+
+def equivalent(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool | None:
+    """Whether two trees of `expressions` are equal; None if the target takes more than the helper's CPU time even
+    compared with itself.
+
+    Answers that are not proven equal in that time, or exceed MAX_SURPLUS or MAX_DEPTH, are not equal.
+
+    Args:
+        kind: "expression"; "equation" or "inequality" for differences of two sides, which are equal up to a factor.
+
+    Raises:
+        RuntimeError: the helper process does not run.
+    """
+    size, depth = _size(answer)
+    target_size, target_depth = _size(target)
+    if size > 4 * target_size + MAX_SURPLUS or depth > max(MAX_DEPTH, target_depth):
+        return False
+    return helper.verdict([kind, answer, target, tolerance], [kind, target, target, tolerance])
+
+
+def _size(tree: Tree) -> tuple[int, int]:
+    """The number of its nodes, and how deep they nest."""
+    sizes = [_size(argument) for argument in tree[1:] if isinstance(argument, list)]
+    return 1 + sum(size for size, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
