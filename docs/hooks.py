@@ -37,7 +37,7 @@ MODULES = {
     "forge.recipes": "Recipes and their configuration",
     "forge.observability": "Metrics, rollouts, reports and trackers",
     "forge.serve": "OpenAI-compatible server",
-    "forge.serve.watch": "The page over runs",
+    "forge_inspect.watch": "The page over runs",
     "forge.runtime.cluster": "Several machines",
     "forge_weaver": "Weaver",
     "forge_sandbox": "Sandbox",

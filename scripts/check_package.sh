@@ -22,7 +22,7 @@ git archive HEAD | tar -x -C "$folder/tree"
 "$python" -m build --outdir "$folder/dist" "$folder/tree" >"$folder/build.log" 2>&1 || { tail -20 "$folder/build.log"; fail "the build failed"; }
 wheel="$(echo "$folder"/dist/*.whl)"
 "$python" -m zipfile -l "$wheel" >"$folder/files"
-for file in apps/grpo/tiny.yaml apps/quickstart.py forge/serve/watch/page/index.html forge/recipes/rl.py \
+for file in apps/grpo/tiny.yaml apps/quickstart.py forge_inspect/watch/page/index.html forge/recipes/rl.py \
     forge_weaver/__init__.py forge_sandbox/__init__.py forge_envs/mcp.py \
     dist-info/licenses/LICENSE page/uPlot.LICENSE dist-info/entry_points.txt; do
     grep -q "$file" "$folder/files" || fail "the wheel lacks $file"

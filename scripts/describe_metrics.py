@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "docs/reference/metrics.md"
-SCRIPT = ROOT / "src/forge/serve/watch/page/metrics.js"
+SCRIPT = ROOT / "src/forge_inspect/watch/page/metrics.js"
 HEAD = "// Names of metrics and what they mean: made from docs/reference/metrics.md by scripts/describe_metrics.py."
 
 

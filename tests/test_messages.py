@@ -24,9 +24,9 @@ from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import ForgeActor, ForgeError, endpoint, watchdog
 from forge.runtime.controller.options import Options
 from forge.runtime.controller.processes import take_gpus
-from forge.serve.watch.report import write_report
 from forge.system.web import bind
 from forge_envs.openenv.wire import action_from_json
+from forge_inspect.watch.report import write_report
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "apps/grpo/tiny.yaml")
@@ -253,7 +253,7 @@ def test_an_interruption_without_a_handler_ends_quietly(monkeypatch, start):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("forge.cli.runs.list_runs", interrupt)
+    monkeypatch.setattr("forge_inspect.cli.runs.list_runs", interrupt)
     monkeypatch.setattr("forge.recipes.launch.execute", interrupt)
     with pytest.raises(SystemExit) as ended:
         start()

@@ -18,12 +18,12 @@ from typing import NamedTuple, get_origin
 import pytest
 import yaml
 
-from forge.cli import clean, doctor, evaluate, launch, recipes, runs, serve, table, watch, worker
+from forge.cli import clean, doctor, evaluate, launch, recipes, serve, table, worker
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge.rewards.config import VerifiersConfig
 from forge_compat import convert
-from forge_inspect.cli import audit, mismatch, plan, replay
+from forge_inspect.cli import audit, mismatch, plan, replay, runs, watch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

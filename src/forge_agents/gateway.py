@@ -24,6 +24,7 @@ from . import journal as events
 from .dialects import Dialect
 from .dialects.anthropic import AnthropicDialect
 from .dialects.chat import ChatDialect
+from .dialects.completions import CompletionsDialect
 from .dialects.responses import ResponsesDialect
 from .journal import Journal
 from .messages import BadRequest
@@ -41,6 +42,7 @@ SILENCE = 5.0  # seconds that a closing session waits for the last answers to be
 
 DIALECTS: dict[str, Dialect] = {
     "/chat/completions": ChatDialect(),
+    "/completions": CompletionsDialect(),
     "/responses": ResponsesDialect(),
     "/messages": AnthropicDialect(),
 }

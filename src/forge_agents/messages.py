@@ -6,7 +6,7 @@ answers it. All between is of this one form.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class ModelRequest:
     previous: the id of the turn that this continues, of clients that send it in place of the history.
     logprobs: the number of most probable tokens to name beside each; None: no log-probabilities at all.
     overridden: settings of sampling that the client asked for, and the run decides.
+    prompt: a text or token ids to continue as they are; "": the messages are rendered by the chat template.
     """
 
     model: str
@@ -80,6 +81,7 @@ class ModelRequest:
     previous: str = ""
     logprobs: int | None = None
     overridden: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | Sequence[int] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class ModelTurn:
     cached_tokens: int = 0
     completion_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class Policy:
     dialogue: converts its messages and tokens.
     trains: whether its turns become episodes.
     sampling: the run's settings, which a client cannot change.
+    chat_error: why the tokenizer's template cannot render messages; "": it can.
     whole_turns: sample a turn in one request even where the client streams: for what streams lack, such as experts.
     """
 
@@ -33,6 +34,7 @@ class Policy:
     trains: bool = True
     sampling: Mapping[str, Any] = field(default_factory=dict)
     whole_turns: bool = False
+    chat_error: str = ""
 
 
 async def sample_turns(

@@ -127,6 +127,26 @@ class TurnReader:
         return "", text
 
 
+class TextReader(TurnReader):
+    """Reads the tokens of a completion, whose text has neither thoughts nor calls, and keeps its white space."""
+
+    def read(self, tokens: Sequence[int], *, truncated: bool = False) -> TurnText:
+        """The complete text."""
+        return TurnText(self._before_stop(self.dialogue.text(tokens, truncated=truncated)))
+
+    def news(self, tokens: Sequence[int]) -> Iterator[tuple[str, str]]:
+        """What of the text is certain by now and was not returned before."""
+        yield from self._new("content", self._certain(self.dialogue.text(tokens).rstrip(UNFINISHED)))
+
+    def _new(self, kind: str, text: str) -> Iterator[tuple[str, str]]:
+        if len(text) > self._shown[kind]:
+            yield kind, text[self._shown[kind] :]
+            self._shown[kind] = len(text)
+
+    def _split(self, text: str, complete: bool = True) -> tuple[str, str]:
+        return "", text
+
+
 def turn_message(text: TurnText, call_ids: Sequence[str]) -> Message:
     """A turn as the message that its client gets."""
     from .messages import Call

@@ -1,9 +1,12 @@
-"""A server for clients of every dialect, whose traffic is recorded: `forge serve MODEL --record FOLDER`."""
+"""A model behind the addresses of OpenAI and Anthropic, for clients of every dialect: `forge serve MODEL`."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import hashlib
 import secrets
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 from forge.envs.dialogue import Dialogue
 from forge.models.tokenizer import open_tokenizer
-from forge.system.web import guard, web
+from forge.system.web import bind, guard, required_key, web
 
 from .gateway import Gateway, client_key
 from .policies import Policy
@@ -23,25 +26,51 @@ from .settings import SessionSettings
 MAX_TURNS = 1024
 MAX_SESSIONS = 256
 MAX_OPEN = 512  # requests of a session at once: as many as connections
+HEALTH_TIMEOUT = 10.0  # seconds for the engines' stats
 NO_LIMIT = 1 << 40  # the engine's own limits hold
 
+ENGINE_OPTIONS = {
+    "engine": "embedded or vllm",
+    "slots": "sequences that one engine decodes at once",
+    "max_seq_len": "prompt and completion together; the model's own if not given",
+    "dtype": "float32 or bfloat16, of weights and cache",
+}
 
-class RecordingGateway(Gateway):
-    """Answers all that may call, and records the exact tokens.
+
+class ModelServer(Gateway):
+    """Answers all that may call.
 
     Conversations are found by their histories, within a client's session. Without `key` a session is what clients send
     as their key. With it, clients send the key itself, or `KEY:NAME` for a separate session.
 
     Args:
         policy: a service of `forge.actors.Generator`.
+        tokenizer: of the model.
         name: of the model for clients.
         key: the API key that clients must send.
+        recording: where the exact tokens of all turns are written; None: nowhere.
     """
 
-    def __init__(self, policy: Any, dialogue: Dialogue, name: str, recording: Recording, key: str | None) -> None:
-        super().__init__({name: Policy(policy, dialogue)})
+    def __init__(
+        self, policy: Any, tokenizer: Any, name: str, key: str | None = None, recording: Recording | None = None
+    ) -> None:
+        try:
+            dialogue, chat_error = Dialogue(tokenizer), ""
+        except ValueError as error:
+            dialogue, chat_error = Dialogue(tokenizer, "plain"), str(error)
+        super().__init__({name: Policy(policy, dialogue, chat_error=chat_error)})
         self.journal = recording
         self.key = key
+
+    def _application(self, host: str) -> web.Application:
+        app = super()._application(host)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        (policy,) = self.policies.values()
+        engines = await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout()
+        return web.json_response({"status": "ok", "engines": engines})
 
     def access(self, host: str) -> Any:
         """The middleware that says who may call: with a key those that have it, else programs of this machine."""
@@ -75,20 +104,79 @@ class RecordingGateway(Gateway):
         return session
 
 
-def recorder(
-    model: str, name: str, folder: str, gigabytes: float, key: str | None
-) -> Callable[[Any], RecordingGateway]:
-    """The function that makes the server of a service of generators. All that can be wrong is found before they start.
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model to OpenAI clients",
+        description="Serve a model to clients of OpenAI and Anthropic until it is interrupted: chat, responses, "
+        "messages and completions, streaming, log-probabilities.",
+        epilog="example: forge serve runs/quickstart/model --port 8000",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", help="folder or hub id; runs/x/model is what a run leaves behind")
+    parser.add_argument("--name", help="what clients call the model; its folder's name if not given")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; other machines' clients need a key")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument(
+        "--api-key", help="what clients must send; other users of this machine can read it here, not in FORGE_API_KEY"
+    )
+    parser.add_argument("--replicas", type=int, default=1, help="engines that requests are balanced over")
+    parser.add_argument("--with-gpus", action="store_true", help="give each engine a GPU")
+    # Without a default, the engine's own holds.
+    for name, about in ENGINE_OPTIONS.items():
+        kind = int if name in ("slots", "max_seq_len") else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=about)
+    parser.add_argument("--record", metavar="FOLDER", help="record the traffic as tokens for forge sft and forge dpo")
+    parser.add_argument("--record-gb", type=float, default=10.0, help="recording ends with this size of the folder")
+    parser.set_defaults(run=serve)
 
-    Args:
-        model: the folder of the model.
-        folder: of the recording.
-        gigabytes: its limit.
 
-    Raises:
-        ValueError: as of `Dialogue` and `Recording`.
-    """
-    tokenizer = open_tokenizer(model)
-    dialogue = Dialogue(tokenizer)
-    recording = Recording(Path(folder), Path(model), tokenizer, int(gigabytes * GB))
-    return partial(RecordingGateway, dialogue=dialogue, name=name, recording=recording, key=key)
+def serve(args: argparse.Namespace) -> None:
+    """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
+    from forge.engines import EngineSettings
+    from forge.engines.weights import load_config
+    from forge.models.files import try_tokenizer
+    from forge.models.find import check_family, resolve_model
+    from forge.runtime.controller import ForgeError, run
+
+    # What can be wrong is found before the engines start, which takes a minute.
+    try:
+        key = required_key(args.host, args.api_key)
+        options = {name: getattr(args, name) for name in ENGINE_OPTIONS if hasattr(args, name)}
+        engine = EngineSettings(**options)
+        engine.check_installed()
+        check_family(args.model)
+        model = resolve_model(args.model)
+        if engine.engine == "embedded":
+            load_config(Path(model))
+        try_tokenizer(Path(model))
+        tokenizer = open_tokenizer(model)
+        name = args.name or Path(args.model).resolve().name
+        recording = None
+        if args.record is not None:
+            Dialogue(tokenizer)  # raises why its turns cannot be rows
+            recording = Recording(Path(args.record), Path(model), tokenizer, int(args.record_gb * GB))
+        make_server = partial(ModelServer, tokenizer=tokenizer, name=name, key=key, recording=recording)
+
+        with bind(args.host, args.port) as listener:
+            run(_serve(args, model, name, make_server, options, listener))
+    except (ForgeError, ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+async def _serve(
+    args: argparse.Namespace,
+    model: str,
+    name: str,
+    make_server: Callable[[Any], ModelServer],
+    options: dict[str, object],
+    listener: socket.socket,
+) -> None:
+    from forge.actors import Generator
+
+    policy = await Generator.options(num_replicas=args.replicas, with_gpus=args.with_gpus).as_service(model, **options)
+    async with make_server(policy).listen(listener) as url:
+        # Clients of Anthropic add more to their base URL than those of OpenAI.
+        print(f"{name} is served at {url}/v1 (OpenAI) and {url} (Anthropic)", flush=True)
+        await asyncio.Event().wait()

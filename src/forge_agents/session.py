@@ -19,7 +19,7 @@ from .dialects import Dialect
 from .keys import conversation_keys, tools_key
 from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn, TokenLogprob
 from .policies import Policy, sample_turns
-from .reading import OPENING, TurnReader, turn_message
+from .reading import OPENING, TextReader, TurnReader, turn_message
 from .rendering import extension, prompt
 from .sampling import client_sampling
 from .settings import SessionSettings
@@ -251,6 +251,12 @@ class Session:
             BadRequest: a conversation that the chat template cannot render, or an unknown id.
         """
         policy, tree = self.policy_of(request.model), self.trees[request.model]
+        if request.prompt:
+            encode = policy.dialogue.tokenizer
+            ids = encode(request.prompt)["input_ids"] if isinstance(request.prompt, str) else list(request.prompt)
+            return Place(None, request.messages, "start", ""), ids, tuple(ids)
+        if policy.chat_error:
+            raise BadRequest(f"{policy.chat_error}; /v1/completions takes a text", "messages")
         try:
             place = tree.place(request)
         except KeyError:
@@ -296,8 +302,9 @@ class Session:
         sampling = self._sampling(request, policy, room)
         is_thinking = policy.dialogue.text(ids[-8:], truncated=True).rstrip().endswith(OPENING)
         tools = () if request.tool_choice == "none" else request.tools
+        make_reader = TextReader if request.prompt else TurnReader
         readers = [
-            TurnReader(policy.dialogue, tools, is_thinking=is_thinking, stop=request.stop) for _ in generation.ids
+            make_reader(policy.dialogue, tools, is_thinking=is_thinking, stop=request.stop) for _ in generation.ids
         ]
         turns, surplus = await self._sample(generation, policy, ids, sampling, readers)
         runs = await self.in_thread(
@@ -408,6 +415,7 @@ class Session:
                     cached,
                     len(turn.token_ids),
                     self._logprobs(generation.request, turn),
+                    tuple(turn.token_ids),
                 )
             )
             text = reader.read(turn.token_ids, truncated=turn.finish == "length")

@@ -107,7 +107,7 @@ def audit(folder: Path, by_schedule: bool = False) -> Audit:
     return result
 
 
-def audit_ended_run(folder: Path) -> None:
+def audit_ended_run(folder: Path, state: str) -> None:
     """Write the audit of a run that has a schedule, and log its faults as warnings."""
     path = folder / SCHEDULE
     if not path.exists() or not path.stat().st_size:

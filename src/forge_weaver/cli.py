@@ -47,9 +47,7 @@ def add_to(commands: Any) -> None:
     fit.add_argument("--class-balance", type=float, help="share of right responses, where it is known")
     fit.add_argument("--one-right", action="store_true", help="exactly one response of each problem is right")
     fit.add_argument("--labelled", type=int, default=0, help="let it see the labels of the first so many problems")
-    fit.add_argument(
-        "--out", required=True, help="the aggregator, .npz; with --verifiers the folder of an ensemble"
-    )
+    fit.add_argument("--out", required=True, help="the aggregator, .npz; with --verifiers the folder of an ensemble")
     fit.add_argument("--verifiers", help="YAML file of the verifiers that gave the scores")
 
     predict = _step(steps, "predict", _predict, "add the probability of being right as one more column")

@@ -14,11 +14,11 @@ pytest.importorskip("openai")
 import forge
 from benchmarks import agent_soak
 from forge.config import ConfigError
-from forge.observability.account import account_text, token_account
 from forge.observability.runs import rows
 from forge.recipes.launch import BadInput
-from forge.serve.watch.views import RunView
 from forge_agents.certificate import EXCLUSIONS
+from forge_inspect.account import account_text, token_account
+from forge_inspect.watch.views import RunView
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]
 
@@ -193,7 +193,10 @@ def test_a_program_of_the_task_folder_that_is_missing_ends_the_run_with_one_line
     ("agent", "problem"),
     [
         ({"comand": ["true"]}, r"episode\.agent\.comand.*command"),
-        ({"command": ["true"], "function": chat}, "needs one of command, function and collection, got command, function"),
+        (
+            {"command": ["true"], "function": chat},
+            "needs one of command, function and collection, got command, function",
+        ),
         ({"command": ["true"]}, "needs either a test or a reward"),
         ({"command": ["true"], "test": {"command": ["true"]}, "reward": "ExactMatch"}, "either a test or a reward"),
         ({"function": "apps.agent.main:plya"}, r"episode\.agent\.function .* was not found"),

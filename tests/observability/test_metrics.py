@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from forge.observability import Reduce, Run, phase, record_metric
 from forge.observability.metrics import Snapshot, drain
 from forge.observability.rollouts import batches, texts
-from forge.serve.watch.report import write_report
 from forge.types import Episode, Group
+from forge_inspect.watch.report import write_report
 
 
 @pytest.fixture(autouse=True)

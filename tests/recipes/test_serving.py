@@ -6,8 +6,8 @@ import time
 import openai
 import pytest
 
+from tests.forge_agents.serving.conftest import address, interrupted, launched  # noqa: F401 (a fixture)
 from tests.recipes.test_recipes import command
-from tests.serve.conftest import address, interrupted, launched  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 

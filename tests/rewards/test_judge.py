@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from forge.rewards import LMJudge, Panel
-from tests.serve.conftest import model, served, tokenizer  # noqa: F401
+from tests.forge_agents.serving.conftest import model, served, tokenizer  # noqa: F401
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 10}
 

@@ -24,11 +24,11 @@ from forge.observability.metrics import Snapshot
 from forge.observability.rollouts import ROLLOUTS, batches
 from forge.observability.trace import TRACE
 from forge.runtime.store import Journal, VersionStore
-from forge.serve.watch.report import write_report
 from forge.system.checksums import check_files, read_sealed
 from forge.system.files import NoRoom
 from forge.training import checkpoint
 from forge.types import Completion, Episode, Prompt, Sample
+from forge_inspect.watch.report import write_report
 from tests.observability.test_rollouts import group
 from tests.system.disks import SmallDisk, small_disk
 from tests.training.cases import example, largest_difference, make_trainer, weights_of

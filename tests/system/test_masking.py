@@ -24,8 +24,8 @@ from forge.observability.console import configure_logging
 from forge.observability.run import Run
 from forge.recipes.resume import changes, read_config
 from forge.recipes.rl_config import RLConfig
-from forge.serve.watch.report import write_report
 from forge.system.masking import MASK, MaskedStream, masked, masked_names, without_secrets
+from forge_inspect.watch.report import write_report
 
 # fmt: off
 SECRET_NAMES = [

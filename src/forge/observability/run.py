@@ -21,7 +21,6 @@ from ..system.checksums import DamagedFile, read_sealed, write_sealed
 from ..system.files import make_private, reserve, room_for, write_atomic
 from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
-from .account import account_text, token_account
 from .alerts import alerts
 from .console import Progress, configure_logging, log
 from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 # Bytes that are reserved for Monarch's log, which prints a line for each that it cannot write. Of a small run it writes
 # 94 kB, most of it at the start and at the end.
 RESERVED = 1 << 18
-# Functions of extensions that are called with the directory of a run that ends.
+# Functions of extensions that are called with the directory of a run that ends, and how ("finished", "failed: why").
 RUN_END = "forge.run_end"
 Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # with the name of their set
 FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning names the probable cause
@@ -59,7 +58,6 @@ class Run:
         resume: the checkpoint that the run resumes from: records after it are removed, whatever `overwrite` is.
         start: the step of that checkpoint.
         peak: TFLOP/s of one device, see `forge.models.flops`; None if unknown.
-        report: called by `close` with the run's folder and its state ("finished", "failed: why"), to write report.html.
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither `overwrite` nor `resume` is given.
@@ -76,13 +74,11 @@ class Run:
         resume: str | None = None,
         start: int = 0,
         peak: float | None = None,
-        report: Callable[[Path, str], None] | None = None,
     ) -> None:
         self.folder = Path(root) / name
         self.resume = resume
         self.start = start
         self.peak = peak
-        self._report = report
         if resume is None:
             check_free(self.folder, overwrite)
             if (self.folder / MARK).exists():
@@ -343,12 +339,8 @@ class Run:
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
-        if account := token_account(self.history):
-            log.info("tokens of agents: %s", account_text(account))
         for alert in alerts(self.history, self._settings)[:3]:
             log.info("alert: %s", alert)
-        if self.history and self._report is not None:
-            log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
         if (self.folder / MONARCH).exists():
             reserve(self.folder / MONARCH, 0)
         for file in self._logs.values():
@@ -357,10 +349,9 @@ class Run:
         # The error of a full disk must not hide the run's own, which is why all of this is caught.
         try:
             self._trace.close()
+            state = "finished" if self._finished else last_state(self.folder)
             for point in entry_points(group=RUN_END) if self.history else ():
-                point.load()(self.folder)
-            if self.history and self._report is not None:
-                self._report(self.folder, "finished" if self._finished else last_state(self.folder))
+                point.load()(self.folder, state)
         except OSError as error:  # a full disk; the run's own error is more important
             if not self._full:
                 log.warning("trace and report of %s could not be written: %s", self.folder, error)

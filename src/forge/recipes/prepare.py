@@ -22,7 +22,6 @@ from ..observability.folder import MARK, check_free
 from ..observability.machine import gpu_name
 from ..observability.trackers import check_trackers
 from ..runtime.store.versions import memory_folder
-from ..serve.watch.report import write_report
 from ..system.files import free_bytes
 from ..types import Sample
 from .eval_config import EvalConfig
@@ -94,7 +93,6 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
         resume=start.checkpoint,
         start=start.step,
         peak=cfg.metrics.peak_tflops or peak_tflops(cfg.services.trainer.threads, gpu_name()),
-        report=write_report,
     )
     if start.checkpoint is None:
         write_origin(folder, [model, *further_models], local(cfg.files))

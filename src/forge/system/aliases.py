@@ -20,7 +20,7 @@ ALIASES = {
     "forge.data.rewards": "forge.rewards.rules",
     "forge.store": "forge.runtime.store",
     "forge.verifiers": "forge.rewards",
-    "forge.watch": "forge.serve.watch",
+    "forge.watch": "forge_inspect.watch",
     "forge.actors.reference_model": "forge.actors.reference",
     "forge.data_models": "forge.types",
     "forge.data_models.completion": "forge.types",

@@ -18,7 +18,7 @@ PLACES = {
     "first step": ("forge.actors.trainer", "Trainer", "train_step"),
     "checkpoint": ("forge.training.checkpoint", None, "save"),
     "export": ("forge.training.checkpoint", None, "export"),
-    "report": ("forge.serve.watch.report", None, "write_report"),
+    "report": ("forge_inspect.watch.report", None, "write_report"),
 }
 
 

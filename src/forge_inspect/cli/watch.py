@@ -7,7 +7,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from .table import Subparsers
+from forge.cli.table import Subparsers
 
 WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts, chat"
 REPORT = "write report.html of a run: the page of `forge watch` as one file"
@@ -34,8 +34,8 @@ def run_watch(args: argparse.Namespace) -> None:
     if not args.folder.is_dir():
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
-        from ..system.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
-        from ..serve.watch import Watch
+        from forge.system.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
+        from ..watch import Watch
 
         watch = Watch(args.folder, args.base, required_key(args.host))
         listener = bind(args.host, args.port)
@@ -53,8 +53,9 @@ def run_watch(args: argparse.Namespace) -> None:
 
 def run_report(args: argparse.Namespace) -> None:
     """Write report.html of a run."""
-    from ..observability.folder import CONFIG
-    from ..serve.watch.report import write_report
+    from forge.observability.folder import CONFIG
+
+    from ..watch.report import write_report
 
     if not (args.folder / CONFIG).is_file():
         raise SystemExit(f"error: {args.folder} is not a run: it has no {CONFIG}")

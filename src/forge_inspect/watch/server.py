@@ -14,12 +14,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...observability.folder import CONFIG, ENDED, FINISHED, MARK
-from ...observability.held_out import HELD_OUT
-from ...observability.rollouts import ROLLOUTS
-from ...observability.runs import differences, signature, state, summary
-from ...observability.trace import TRACE
-from ...system.web import Json, guard, json_of, listen, web
+from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK
+from forge.observability.held_out import HELD_OUT
+from forge.observability.rollouts import ROLLOUTS
+from forge.observability.runs import differences, signature, state, summary
+from forge.observability.trace import TRACE
+from forge.system.web import Json, guard, json_of, listen, web
+
 from .chat import Chat, NoModel
 from .report import CHARTS, PAGE, SCRIPTS, STYLES
 from .views import Fields, RunView, plain

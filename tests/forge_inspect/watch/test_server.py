@@ -17,11 +17,11 @@ from benchmarks.watch import write_run
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
 from forge.observability.rollouts import ROLLOUTS, batches, schema
-from forge.serve.watch import Watch
-from forge.serve.watch.report import SCRIPTS, write_report
-from forge.serve.watch.views import RunView
 from forge.system.web import bind
 from forge.types import Episode, Group
+from forge_inspect.watch import Watch
+from forge_inspect.watch.report import SCRIPTS, write_report
+from forge_inspect.watch.views import RunView
 
 EPISODES = 512
 
@@ -261,9 +261,7 @@ def test_a_question_that_is_none_is_one_line(tmp_path: Path, body: dict[str, Any
     assert (status, "\n" in found["error"]) == (400, False)
 
 
-@pytest.mark.parametrize(
-    "body", ["[" * 20_000, "{", "[]", "1", "null", '{"run": 5}']
-)
+@pytest.mark.parametrize("body", ["[" * 20_000, "{", "[]", "1", "null", '{"run": 5}'])
 def test_a_body_that_is_none_is_one_line(runs: Path, body: str):
     async def ask(session: aiohttp.ClientSession, url: str, _: Watch) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -343,7 +341,7 @@ def test_another_table_is_an_error(tmp_path: Path):
 
 def test_scripts_import_only_those_before_them():
     """A report puts them into one script in this order, without imports."""
-    from forge.serve.watch.report import PAGE
+    from forge_inspect.watch.report import PAGE
 
     names: set[str] = set()
     for number, script in enumerate(SCRIPTS):

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...observability.account import account_text, token_account
-from ...observability.alerts import alerts, folder_alerts
-from ...observability.folder import MARK
-from ...observability.held_out import HELD_OUT, Answers
-from ...observability.lines import Lines, numbers
-from ...observability.rollouts import ROLLOUTS, TEXT, batches
-from ...observability.runs import settings, summary
-from ...observability.trace import TRACE
+from forge.observability.alerts import alerts, folder_alerts
+from forge.observability.folder import MARK
+from forge.observability.held_out import HELD_OUT, Answers
+from forge.observability.lines import Lines, numbers
+from forge.observability.rollouts import ROLLOUTS, TEXT, batches
+from forge.observability.runs import settings, summary
+from forge.observability.trace import TRACE
+from forge_inspect.account import account_text, token_account
 
 if TYPE_CHECKING:
     import pyarrow

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...observability.runs import settings
+from forge.observability.runs import settings
 
 if TYPE_CHECKING:
-    from ...engines.interface import Engine
-    from ...types import Sampling
+    from forge.engines.interface import Engine
+    from forge.types import Sampling
 
 TIMEOUT = 120.0  # seconds for an answer: a model on the CPU is slow
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
@@ -75,9 +75,9 @@ class Chat:
         return str(folder)
 
     def _load(self, which: str, model: str) -> tuple[Engine, Any]:
-        from ...engines import load_engine
-        from ...models.find import resolve_model
-        from ...models.tokenizer import open_tokenizer
+        from forge.engines import load_engine
+        from forge.models.find import resolve_model
+        from forge.models.tokenizer import open_tokenizer
 
         if which not in self._loaded or self._loaded[which][0] != model:
             if which in self._loaded:
@@ -93,7 +93,7 @@ def read_question(body: Body) -> tuple[str, list[Body], Sampling]:
     Raises:
         ValueError: a field is unknown or invalid; names it.
     """
-    from ...types import Sampling
+    from forge.types import Sampling
 
     if unknown := body.keys() - FIELDS:
         raise ValueError(f"unknown: {', '.join(sorted(unknown))}; a question has {', '.join(sorted(FIELDS))}")
@@ -115,7 +115,7 @@ def read_question(body: Body) -> tuple[str, list[Body], Sampling]:
 
 def generate_answer(engine: Engine, tokenizer: Any, messages: list[Body], sampling: Sampling) -> Body:
     """Return what a model generates after the messages; a model without a chat template continues the last text."""
-    from ...data.chat import ChatFormat
+    from forge.data.chat import ChatFormat
 
     text = messages[-1]["content"]
     if tokenizer.chat_template:

@@ -7,7 +7,9 @@ import json
 import re
 from pathlib import Path
 
-from ...system.files import write_atomic
+from forge.observability.console import log
+from forge.system.files import write_atomic
+
 from .views import Fields, RunView, plain
 
 # The page is the one of `forge watch`.
@@ -35,6 +37,12 @@ MAX_ROLLOUTS = 60
 MAX_LENGTH = 20_000  # tokens of a rollout and characters of a text
 # The page may load no other file.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+
+
+def report_ended_run(folder: Path, state: str) -> None:
+    """Write the report of a run that ends, and say where it is."""
+    write_report(folder, state)
+    log.info("look at it: forge watch %s, or %s", folder.parent, folder / "report.html")
 
 
 def write_report(folder: Path, state: str | None = None) -> None:

@@ -6,8 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
-from ..system.files import printable
-from .table import Subparsers
+from forge.cli.table import Subparsers
+from forge.system.files import printable
 
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
@@ -34,9 +34,9 @@ def add_to(commands: Subparsers) -> None:
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
     # Imported here, so that `forge --help` is quick.
-    from ..observability.alerts import alerts, folder_alerts
-    from ..observability.folder import ENDED
-    from ..observability.runs import ending, find_runs, last, rows, settings, state
+    from forge.observability.alerts import alerts, folder_alerts
+    from forge.observability.folder import ENDED
+    from forge.observability.runs import ending, find_runs, last, rows, settings, state
 
     try:
         folders = find_runs(args.folders)
@@ -86,8 +86,8 @@ def list_runs(args: argparse.Namespace) -> None:
 
 def compare_runs(args: argparse.Namespace) -> None:
     """Print a table of the differing settings, and one of metrics."""
-    from ..observability.folder import CONFIG
-    from ..observability.runs import differences, last, rows
+    from forge.observability.folder import CONFIG
+    from forge.observability.runs import differences, last, rows
 
     if len(args.folders) < 2:
         raise SystemExit("error: compare takes two runs or more")

@@ -20,8 +20,8 @@ from forge.actors import Generator
 from forge.models import build_small_model
 from forge.models.tokenizer import PRINTABLE
 from forge.runtime.controller import shutdown
-from forge.serve import Server
 from forge.system.web import bind
+from forge_agents.serving import ModelServer
 from tests.recipes.test_recipes import gone, start
 from tests.trees import descendants
 
@@ -29,7 +29,7 @@ FORGE = [sys.executable, "-c", "from forge.cli import main; main()"]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('no role ' + m.role) }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -71,8 +71,8 @@ class Served:
         stop = asyncio.Event()
         try:
             policy = await Generator.options(num_replicas=2).as_service(str(self.folder), slots=8)
-            async with Server(policy, self.tokenizer, "tiny").listen(bind("127.0.0.1", 0)) as address:
-                self.started.set_result((asyncio.get_running_loop(), stop, policy, address))
+            async with ModelServer(policy, self.tokenizer, "tiny").listen(bind("127.0.0.1", 0)) as url:
+                self.started.set_result((asyncio.get_running_loop(), stop, policy, f"{url}/v1"))
                 await stop.wait()
         except Exception as error:
             self.started.set_exception(error)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from forge.observability.console import log
+from forge.observability.runs import rows
 
 PREFIX = "certificate/"
 USES = ("batch", "idle")  # what became of the trainable tokens: in a step, or in a group without an advantage
 
 
-def token_account(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
+def token_account(metrics: Iterable[Mapping[str, float]]) -> dict[str, int]:
     """The sums of `certificate/NAME` over all steps, by name; empty for a run without agents."""
     sums: Counter[str] = Counter()
-    for row in rows:
+    for row in metrics:
         for name, value in row.items():
             # Longer names are parts of these sums, such as those of one policy.
             if name.startswith(PREFIX) and "/" not in name[len(PREFIX) :]:
@@ -40,3 +44,9 @@ def account_text(account: Mapping[str, int]) -> str:
     uses = [f"{batch:,} in a step", *([f"{idle:,} without an advantage"] * bool(idle))]
     uses += [f"{rest:,} in groups that were dropped or wait"] * (rest > 0)
     return f"{account['sampled']:,} sampled {sign} {text}{fault}; of the trained {', '.join(uses)}"
+
+
+def account_ended_run(folder: Path, state: str) -> None:
+    """Log the account of a run that ends."""
+    if account := token_account(rows(folder)):
+        log.info("tokens of agents: %s", account_text(account))

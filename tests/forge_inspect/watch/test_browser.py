@@ -18,10 +18,10 @@ from benchmarks.watch import write_run
 from forge.observability import Run
 from forge.observability.metrics import drain
 from forge.observability.rollouts import ROLLOUTS, batches
-from forge.serve.watch.report import write_report
+from forge_inspect.watch.report import write_report
+from tests.forge_inspect.watch.conftest import Page, watching
+from tests.forge_inspect.watch.test_server import HOSTILE, hostile_run
 from tests.recipes.test_recipes import CONFIG, command, finish, start
-from tests.serve.watch.conftest import Page, watching
-from tests.serve.watch.test_server import HOSTILE, hostile_run
 from tests.trees import descendants
 
 TOLERANCE = 1e-5  # relative: the trainer adds the same float32 numbers in another order

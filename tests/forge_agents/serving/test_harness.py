@@ -14,8 +14,8 @@ from forge.actors import Generator, RewardActor
 from forge.envs import SingleTurnEnv
 from forge.runtime.controller import run
 from forge.types import Prompt, Sample
+from tests.forge_agents.serving.conftest import FORGE, address
 from tests.recipes.test_recipes import ROOT
-from tests.serve.conftest import FORGE, address
 
 MODEL = ROOT / "runs/quickstart-warmup/model"
 TASK = {

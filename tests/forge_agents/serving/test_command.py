@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from forge.cli import main
-from tests.serve.conftest import FORGE, address, interrupted
+from tests.forge_agents.serving.conftest import FORGE, address, interrupted
 
 
 @pytest.mark.full
@@ -18,7 +18,7 @@ def test_a_folder_is_served_until_it_is_interrupted(launched, model):
     answer = client.chat.completions.create(model="mine", messages=said, max_tokens=5, temperature=0)
     assert answer.choices[0].message.content
     # One that is in the middle of an answer is no reason to stay.
-    stream = client.completions.create(model="mine", prompt="a", n=500, max_tokens=200, stream=True)
+    stream = client.completions.create(model="mine", prompt="a", n=16, max_tokens=200, stream=True)
     assert next(stream).choices
     assert interrupted(process) == 128 + signal.SIGINT
     client.close()

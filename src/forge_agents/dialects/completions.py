@@ -1,0 +1,132 @@
+"""Completions of OpenAI: a text or token ids that the model continues as they are, without a chat template."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.completion_choice import Logprobs
+
+from ..messages import BadRequest, Delta, ModelRequest, ModelTurn
+from . import fields
+from .fields import Json
+
+SAMPLING = ("temperature", "top_p", "top_k", "seed")
+KNOWN = {*SAMPLING, "model", "prompt", "n", "max_tokens", "stop", "stream", "stream_options", "logprobs"}
+NEUTRAL: Mapping[str, Sequence[Json]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "suffix": ("",),
+}
+MAX_TOKENS = 16  # OpenAI's default
+
+
+class CompletionsDialect:
+    """Requests to `/v1/completions`, each of one prompt."""
+
+    name = "completions"
+    id_prefix = "cmpl-"
+    call_prefix = "call_"
+
+    def read(self, body: Json) -> ModelRequest:
+        """Parse a body. BadRequest: names the unsupported field."""
+        fields.check_fields(body, KNOWN, ("user",), NEUTRAL)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not prompt or not (is_tokens or isinstance(prompt, str)):
+            raise BadRequest("prompt must be one text or one list of token ids, not empty", "prompt")
+        options = fields.record(body.get("stream_options"), "stream_options")
+        return ModelRequest(
+            body["model"],
+            ({"role": "prompt", "content": str(prompt)},),
+            prompt=prompt,
+            samples=fields.samples(body),
+            max_tokens=fields.integer(body, "max_tokens") or MAX_TOKENS,
+            stop=fields.stop_strings(body, "stop"),
+            stream=fields.boolean(body, "stream"),
+            stream_usage=fields.boolean(options, "include_usage"),
+            logprobs=fields.integer(body, "logprobs", 0, fields.MAX_TOP_LOGPROBS),
+            overridden=fields.overridden(body, SAMPLING),
+        )
+
+    def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
+        """The body of an answer that is not streamed."""
+        choices = [_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
+        return _completion(turns[0].id, request, choices, _usage(turns))
+
+    def events(self, request: ModelRequest, ids: Sequence[str]) -> CompletionEvents:
+        """The writer of a streamed answer."""
+        return CompletionEvents(request, ids)
+
+    def error(self, error: BadRequest) -> Mapping[str, Json]:
+        """The body of an error."""
+        return fields.openai_error(error)
+
+
+class CompletionEvents:
+    """Writes the answers to one request as chunks, which all have the first answer's id."""
+
+    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
+        self._request, self._id = request, ids[0]
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """Nothing: the first chunk has text."""
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        """A chunk with a piece of a sample's text."""
+        return self._write([_choice(delta.sample, delta.content, None, self._request)]) if delta.content else b""
+
+    def end(self, turns: Sequence[ModelTurn]) -> bytes:
+        """Each sample's reason and log-probabilities, then the usage if the client asked for it."""
+        chunks = b"".join(self._write([_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns))
+        if self._request.stream_usage:
+            chunks += self._write([], _usage(turns))
+        return chunks + b"data: [DONE]\n\n"
+
+    def ping(self) -> bytes:
+        """A comment."""
+        return b": ping\n\n"
+
+    def failure(self, error: BadRequest) -> bytes:
+        """An event with the body of the error."""
+        return fields.server_sent(fields.openai_error(error))
+
+    def _write(self, choices: list[CompletionChoice], usage: CompletionUsage | None = None) -> bytes:
+        return fields.server_sent(_completion(self._id, self._request, choices, usage))
+
+
+def _completion(
+    name: str, request: ModelRequest, choices: list[CompletionChoice], usage: CompletionUsage | None
+) -> dict[str, Json]:
+    completion = Completion(
+        id=name, object="text_completion", created=int(time.time()), model=request.model, choices=choices, usage=usage
+    )
+    return completion.model_dump()
+
+
+def _choice(index: int, text: str, turn: ModelTurn | None, request: ModelRequest) -> CompletionChoice:
+    """A sample's text; with its turn also how it ended. A chunk within a stream has no reason yet."""
+    logprobs = None
+    if turn is not None and request.logprobs is not None:
+        logprobs = Logprobs(
+            tokens=[token.text for token in turn.logprobs],
+            token_logprobs=[token.logprob for token in turn.logprobs],
+            top_logprobs=[dict(token.top) for token in turn.logprobs],
+        )
+    finish = None if turn is None else turn.finish
+    values = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+    if turn is not None:
+        values["token_ids"] = list(turn.token_ids)
+    return CompletionChoice.model_construct(**values)  # type: ignore[arg-type]
+
+
+def _usage(turns: Sequence[ModelTurn]) -> CompletionUsage:
+    prompt, completion = turns[0].prompt_tokens, sum(turn.completion_tokens for turn in turns)
+    return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

@@ -1,0 +1,149 @@
+"""`forge serve` as its clients see it: the openai package, on real generators."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forge.rewards import LMJudge
+from tests.forge_agents.serving.conftest import eventually
+
+SAID = [{"role": "user", "content": "hello"}]
+
+
+def join_chunks(chunks, kind):
+    """Return each choice's text and its reason to end."""
+    texts, reasons = {}, {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text = choice.delta.content if kind == "chat" else choice.text
+            texts[choice.index] = texts.get(choice.index, "") + (text or "")
+            reasons[choice.index] = choice.finish_reason
+    return texts, reasons
+
+
+@pytest.mark.parametrize("stop", [None, ["a", "bc", "X"]], ids=["whole", "stop"])
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_a_stream_is_the_whole_in_parts(client, kind, stop):
+    create = client.chat.completions.create if kind == "chat" else client.completions.create
+    asked = {"messages": SAID} if kind == "chat" else {"prompt": "ab"}
+    settings = {"model": "tiny", "n": 3, "max_tokens": 60, "seed": 5, "temperature": 0.8, "stop": stop, **asked}
+    whole = create(**settings)
+    chunks = list(create(**settings, stream=True, stream_options={"include_usage": True}))
+    texts, reasons = join_chunks(chunks, kind)
+    for choice in whole.choices:
+        text = choice.message.content if kind == "chat" else choice.text
+        assert (texts[choice.index], reasons[choice.index]) == (text, choice.finish_reason)
+        assert not any(word in text for word in stop or ())
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len(chunks) > len(texts)
+
+
+def test_logprobs_are_those_of_transformers(client, model, tokenizer):
+    answer = client.completions.create(
+        model="tiny", prompt="hello", n=3, max_tokens=40, temperature=0.7, logprobs=3, seed=2
+    )
+    prompt = tokenizer("hello")["input_ids"]
+    assert answer.usage.prompt_tokens == len(prompt)
+    for choice in answer.choices:
+        expected = next_logprobs(model, prompt, choice.token_ids, 0.7)
+        drawn = [row[token].item() for row, token in zip(expected, choice.token_ids, strict=True)]
+        assert choice.logprobs.token_logprobs == pytest.approx(drawn, abs=1e-4)
+        for found, row in zip(choice.logprobs.top_logprobs, expected, strict=True):
+            assert list(found.values()) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+def next_logprobs(model, prompt_ids, token_ids, temperature=1.0):
+    """By transformers, in the place of each of `token_ids`: (tokens, V)."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = plain(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 :]
+    return (logits / temperature).log_softmax(-1)[: max(len(token_ids), 1)]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer, endpoint):
+    prompt = tokenizer(f"<user>hello{tokenizer.eos_token}<assistant>" if endpoint == "chat" else "hello")["input_ids"]
+    probs = next_logprobs(model, prompt, [])[0].exp()
+    # A random model: the likeliest words that it has, but for letters, which have a second spelling.
+    yes, no = [token for token in probs.argsort(descending=True).tolist() if not tokenizer.decode([token]).isalpha()][
+        :2
+    ]
+    words = {"yes": tokenizer.decode([yes]), "no": tokenizer.decode([no])}
+
+    async def run():
+        judge = LMJudge(
+            served.address,
+            "tiny",
+            template="{response}",
+            frame=False,
+            endpoint=endpoint,
+            scoring="logprob",
+            top=20,
+            **words,
+        )
+        try:
+            return await judge.score("p", ["hello"])
+        finally:
+            await judge.close()
+
+    found = asyncio.run(run())
+    assert not found.reasons
+    assert found.values.item() == pytest.approx((probs[yes] / (probs[yes] + probs[no])).item(), abs=1e-4)
+
+
+def test_token_ids_are_a_prompt_again(client, tokenizer):
+    prompt = tokenizer("hello")["input_ids"]
+    ask = {"model": "tiny", "temperature": 0}
+    ids = client.completions.create(prompt=prompt, max_tokens=30, **ask).choices[0].token_ids
+    rest = client.completions.create(prompt=[*prompt, *ids[:10]], max_tokens=len(ids) - 10, **ask)
+    assert rest.choices[0].token_ids == ids[10:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "kind", "says"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "ask for tiny"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature must be"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs must be"),
+        ({"prompt": [5] * 300}, openai.BadRequestError, "no room"),
+        ({"prompt": [4000]}, openai.BadRequestError, "token ids must be"),
+        ({"prompt": ["a", "b"]}, openai.BadRequestError, "one text"),
+        ({"presence_penalty": 0.5}, openai.BadRequestError, "not supported"),
+        ({"extra_body": {"top_k": 2**70}}, openai.BadRequestError, "top_k"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_is_refused_is_said(client, settings, kind, says, stream):
+    with pytest.raises(kind, match=says):
+        client.completions.create(**{"model": "tiny", "prompt": "a", "stream": stream} | settings)
+
+
+def test_what_no_client_should_send(served):
+    for method, path, body, status in (
+        ("POST", "/completions", "{", 400),
+        ("POST", "/completions", "[" * 20_000, 400),
+        ("POST", "/completions", '{"model": "tiny", "prompt": "a", "max_tokens": 1e400}', 400),
+        ("POST", "/nothing", "{}", 404),
+        ("GET", "/completions", None, 405),
+    ):
+        answer = served.ask(method, path, body)
+        assert (answer.status, bool(json.loads(answer.read())["error"]["message"])) == (status, True)
+    assert len(json.loads(served.ask("GET", "/health", None).read())["engines"]) == 2
+
+
+@pytest.mark.full
+def test_a_stream_continues_when_its_generator_is_killed(served):
+    settings = {"model": "tiny", "prompt": "a", "n": 16, "max_tokens": 200, "stream": True}
+    with served.client.completions.create(**settings) as stream:
+        assert next(iter(stream)).choices
+        served.kill()
+        texts, reasons = join_chunks(stream, "completions")
+    assert len(texts) == 16
+    assert set(reasons.values()) <= {"stop", "length"}
+    eventually(lambda: not served.busy(), 30)
