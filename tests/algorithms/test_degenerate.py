@@ -21,7 +21,6 @@ from forge.envs import read_action, schema_of
 from forge.rewards import AnswerFrequency, MathVerifier, Rule
 from forge.rewards.rules import CharacterMatch, ExactMatch, JsonMatch, MathReward, ThinkingReward, final_answer
 from forge.rewards.settings import ProcessRewardModelSettings
-from forge.serve.text import TextStream
 from forge_sandbox.code_verifier import code_block
 from forge_sandbox.literals import literal
 
@@ -196,18 +195,6 @@ def test_linear_time(name):
 def test_quadratic_time_is_found():
     old = re.compile(r"^\s*A:", re.MULTILINE)
     assert cpu(old.search, "\n" * 8000) > RATIO * cpu(old.search, "\n" * 2000)
-
-
-def test_bytes_that_are_no_characters_are_streamed_in_linear_time(byte_tokenizer):
-    def streamed(count: int) -> str:
-        stream = TextStream(byte_tokenizer, ["STOP"])
-        said = "".join(stream.add([invalid]) for _ in range(count))
-        return said + stream.end()
-
-    invalid = byte_tokenizer.convert_tokens_to_ids("\u0122")  # the byte 0x80
-    assert byte_tokenizer.decode([invalid]) == "\ufffd"
-    assert streamed(1000) == "\ufffd" * 1000
-    assert cpu(streamed, 8000) < RATIO * cpu(streamed, 2000)
 
 
 def test_text_that_is_no_python_leaves_no_warnings(recwarn):

@@ -16,7 +16,6 @@ from forge.data.chat import ChatFormat
 from forge.data.prompts import PromptFormat
 from forge.envs import Dialogue, Environment, Step, rollout, schema_of
 from forge.envs.calls import syntax_of
-from forge.serve.requests import parse
 from forge.types import Completion
 from tests.data.families import ROOT, Family
 
@@ -139,7 +138,6 @@ def bos(family: Family) -> str:
     every = [
         ChatFormat(tokenizer, thoughts="keep").encode(talk)[0],
         list(PromptFormat(tokenizer, "{question}", chat_template=True).encode("hi")[1]),
-        parse({"messages": talk[:1]}, tokenizer, "m", chat=True).prompts[0],
         [*opened, *turn, *dialogue.extend([*opened, *turn], [user("more")])],
     ]
     first = own(family, talk[:1], add_generation_prompt=True)[0]
@@ -155,8 +153,6 @@ def stops(family: Family) -> str:
     wanted = set(family.tokenizer.convert_tokens_to_ids(list(family.stops)))
     assert wanted == set(Dialogue(family.tokenizer).stop_ids)
     assert wanted == set(ChatFormat(family.tokenizer).stop_ids)
-    asked = parse({"messages": [user("hi")]}, family.tokenizer, "m", chat=True).sampling
-    assert wanted <= set(asked.stop_token_ids)
     return " ".join(f"`{name}`" for name in family.stops)
 
 
@@ -177,8 +173,6 @@ def inert(family: Family) -> str:
         assert special(chat.encode([*prompt, said("yes")])[0]) == special(chat.encode([*honest, said("yes")])[0])
         assert special(dialogue.initial(prompt)) == special(dialogue.initial(honest))
         assert special(dialogue.extend(turn, prompt)) == special(dialogue.extend(turn, honest))
-        served = [parse({"messages": each}, tokenizer, "m", chat=True).prompts[0] for each in (prompt, honest)]
-        assert special(served[0]) == special(served[1])
     return YES
 
 
