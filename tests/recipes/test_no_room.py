@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge.training.checkpoint import checkpoints
-from tests.runtime.cluster.machines import ROOT, environment, trained
+from tests.forge_cluster.machines import ROOT, environment, trained
 from tests.system.disks import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]

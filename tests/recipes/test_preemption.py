@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from forge.recipes.preemption import Preemption, deadline_of
-from tests.runtime.cluster.machines import ROOT, environment, trained, wait_until
+from tests.forge_cluster.machines import ROOT, environment, trained, wait_until
 from tests.trees import descendants
 
 COMMAND = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cluster.machines import ROOT, environment, trained, wait_until
+from tests.forge_cluster.machines import ROOT, environment, trained, wait_until
 from tests.trees import descendants
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]

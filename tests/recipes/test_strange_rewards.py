@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forge_cluster.machines import trained
 from tests.recipes.strange import KINDS
 from tests.recipes.test_no_room import ended
-from tests.runtime.cluster.machines import trained
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 

@@ -27,9 +27,8 @@ from ..runtime.store import Store, VersionStore
 from ..system.devices import accelerator
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, differing
-from .publication import publish_before_updates, requested_version
+from .publication import connect, controller_store, publish_before_updates, requested_version
 from .staleness import StaleWeights
-from .store_ref import StoreRef, connect, controller_store
 from .streams import Streams
 
 SPAN = 0.25  # seconds of a span in the trace, at least
@@ -53,7 +52,7 @@ class Generator(ForgeActor):
         self,
         model: str,
         *,
-        store: Store | StoreRef | None = None,
+        store: Store | None = None,
         weights_key: str = POLICY,
         temperature: float = 1.0,
         top_p: float = 1.0,

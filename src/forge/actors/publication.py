@@ -9,9 +9,27 @@ was lost with its host.
 
 from __future__ import annotations
 
-from ..runtime.controller import Service
-from ..runtime.store import Store
+from typing import Any
+
+from ..runtime.controller import Service, runtime
+from ..runtime.store import Store, VersionStore
 from .identity import POLICY
+
+
+async def share(store: Store) -> Any:
+    """Return a store that the processes on all machines of this run can use; without other machines the same."""
+    machines = runtime().placement.machines
+    return store if machines is None or not isinstance(store, VersionStore) else await machines.share(store)
+
+
+def connect(store: Any) -> Store | None:
+    """Resolve a component's store in its process: the store itself, or what was shared."""
+    return store.connect() if hasattr(store, "connect") else store
+
+
+def controller_store(store: Any) -> Store | None:
+    """Resolve a component's store in the controller."""
+    return store.store if hasattr(store, "connect") else store
 
 
 def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:

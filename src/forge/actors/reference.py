@@ -61,7 +61,7 @@ class ReferenceModel(ForgeActor):
         """Load the frozen model; ranks of a replica join one process group."""
         import torch
 
-        from ..runtime.cluster.process_groups import process_store
+        from ..runtime.process_groups import process_store
         from ..training.build import build, resolve_dtype, round_products
         from ..training.distributed import join
 
@@ -69,7 +69,7 @@ class ReferenceModel(ForgeActor):
         if context.world_size == 1:
             self.ranks = join(context.replica)  # several may see the devices of all
         else:
-            store = process_store(context.rendezvous, context.world_size)
+            store = process_store(context.rendezvous, context.world_size, context.rank)
             self.ranks = join(context.rank, context.world_size, store, self.layout)
         self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
         self.rounded = self.sharded or self.ranks.mesh is not None

@@ -21,9 +21,8 @@ from ..training.settings import OptimizerSettings, Parallelism, PolicySettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .ledger import Ledger
-from .publication import publish_by
+from .publication import connect, controller_store, publish_by
 from .staleness import Staleness
-from .store_ref import StoreRef, connect, controller_store
 
 if TYPE_CHECKING:
     from ..algorithms.base import Aggregation
@@ -76,7 +75,7 @@ class Trainer(ForgeActor):
         model: str,
         *,
         loss: Callable[..., Any],
-        store: Store | StoreRef | None = None,
+        store: Store | None = None,
         weights_key: str = POLICY,
         optimizer: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,
@@ -135,7 +134,7 @@ class Trainer(ForgeActor):
         """Join the ranks, and load model, optimiser and loss."""
         import torch
 
-        from ..runtime.cluster.process_groups import process_store
+        from ..runtime.process_groups import process_store
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
 
@@ -145,7 +144,7 @@ class Trainer(ForgeActor):
         context = self.context
         cpu_offload = self.settings.get("cpu_offload", False)
         in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
-        store = process_store(context.rendezvous, context.world_size)
+        store = process_store(context.rendezvous, context.world_size, context.rank)
         ranks = join(context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16)
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)

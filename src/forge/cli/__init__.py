@@ -18,7 +18,6 @@ from . import (
     convert,
     doctor,
     evaluate,
-    launch,
     mismatch,
     plan,
     recipes,
@@ -28,7 +27,6 @@ from . import (
     simulate,
     table,
     watch,
-    worker,
 )
 
 # Commands of installed packages: the entry point names a module with `add_to(commands)`.
@@ -84,9 +82,7 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     evaluate.add_to(commands)
     serve.add_to(commands)
     clean.add_to(commands)
-    worker.add_to(commands)
     doctor.add_to(commands)
-    launch.add_to(commands)
     table.add_to(commands)
     runs.add_to(commands)
     audit.add_to(commands)

@@ -115,7 +115,7 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     from ..recipes.plan.components import make_plan
     from ..recipes.plan.devices import Device, parse_machines
     from ..recipes.plan.shapes import shape_folder
-    from ..runtime.cluster.inventory import memory_limit
+    from ..runtime.inventory import memory_limit
 
     cpu = Device("CPU", memory_limit(), 0.0, 0.0, 0.0, 0.0, "cpu")
     uses_gpus = any(cfg.services[name].with_gpus for name in cfg.configured())

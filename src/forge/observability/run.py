@@ -17,14 +17,14 @@ import yaml
 
 from ..config.sections import flat
 from ..system.checksums import DamagedFile, read_sealed, write_sealed
-from ..system.files import make_private, reserve, room_for, write_atomic
+from ..system.files import make_private, room_for, write_atomic
 from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .account import account_text, token_account
 from .alerts import AUDIT, alerts
 from .audit import audit
 from .console import Progress, configure_logging, log
-from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
+from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear, cut, digest
 from .held_out import HELD_OUT, lines
 from .lines import Row
 from .machine import gpus, room
@@ -38,9 +38,6 @@ from .trace import TRACE, Trace
 if TYPE_CHECKING:
     from .trackers.process import TrackerProcess
 
-# Bytes that are reserved for Monarch's log, which prints a line for each that it cannot write. Of a small run it writes
-# 94 kB, most of it at the start and at the end.
-RESERVED = 1 << 18
 Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # with the name of their set
 FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning names the probable cause
 
@@ -181,9 +178,6 @@ class Run:
             self._trace.write(snapshot, step, row)
             if self._trackers is not None:
                 self._trackers.check()
-            # Monarch ends the process if it cannot write its log: space for it is reserved.
-            if (self.folder / MONARCH).exists():
-                reserve(self.folder / MONARCH, RESERVED)
             self._progress.update(step, row)
             # A reward that never gives anything is a mistake of the setup, and would waste the whole run.
             last = self.history[-FLAT_STEPS:]
@@ -363,8 +357,6 @@ class Run:
             log.info("alert: %s", alert)
         if self.history and self._report is not None:
             log.info("look at it: forge watch %s, or %s", self.folder.parent, self.folder / "report.html")
-        if (self.folder / MONARCH).exists():
-            reserve(self.folder / MONARCH, 0)
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
-from ..actors.store_ref import share
+from ..actors.publication import share
 from ..algorithms import Algorithm, ValueLoss
 from ..config.plugin import resolve
 from ..config.sections import ConfigError
@@ -347,9 +347,7 @@ async def generator(cfg: RecipeConfig, job: Job, *, service: str = "generator", 
     """A policy that samples, with what differs from the defaults of `forge.types.Sampling`; the run's own is served to
     others as well where `serve` says so."""
     listening = cfg.serve.listening() if service == "generator" else None
-    policy = await plain_generator(
-        cfg, job.model, service=service, store=await share(job.store, cfg.cluster.weight_deltas), **sampling
-    )
+    policy = await plain_generator(cfg, job.model, service=service, store=await share(job.store), **sampling)
     if listening is not None:
         from ..serve import Server  # its import was checked with the configuration
         from ..system.web import required_key
@@ -395,7 +393,7 @@ async def trainer(
     }
     if "store" in overrides:
         overrides |= {
-            "store": await share(overrides["store"], cfg.cluster.weight_deltas),
+            "store": await share(overrides["store"]),
             "publish_dtype": None if cfg.engine is None else cfg.engine.dtype,
         }
     options = cfg.placement(service)

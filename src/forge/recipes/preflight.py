@@ -56,11 +56,6 @@ RECIPE_RULES: list[ConfigRule[TrainingRecipe]] = [
         "set either model (a folder or hub id) or from_scratch (a small model made from the seed)",
     ),
     ConfigRule(
-        lambda cfg: cfg.cluster.store == "torchstore" and cfg.cluster.configured_hosts,
-        "cluster.store torchstore serves the processes of one machine",
-        "omit it, or cluster.hosts",
-    ),
-    ConfigRule(
         lambda cfg: unknown_profiles(cfg),
         lambda cfg: f"metrics.profile.services: {unknown_profiles(cfg)[0]!r} is none of {', '.join(cfg.configured())}",
     ),

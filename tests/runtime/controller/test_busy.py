@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.controller.patience import Patience
-from tests.runtime.cluster.machines import CPU, CPU_QUOTA, NO_CPU_LIMITS, wait_until
+from tests.forge_cluster.machines import CPU, CPU_QUOTA, NO_CPU_LIMITS, wait_until
 
 pytestmark = pytest.mark.processes
 

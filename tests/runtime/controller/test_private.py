@@ -10,8 +10,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
 from forge.system.interpose import imports
+
 from tests.runtime.controller.test_endings import start
 from tests.trees import descendants
 

@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from forge.runtime.controller.load_balancer import ISOLATION, QUEUE_PATIENCE, LoadBalancer
+from forge.runtime.controller.request import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.runtime.controller import ReplicaDied
-from forge.runtime.controller.load_balancer import ISOLATION, QUEUE_PATIENCE, LoadBalancer
 from forge.runtime.controller.replica import find_suspects
-from forge.runtime.controller.request import Request
 from forge.runtime.controller.routers import PrefixAffine, RoundRobin, least_loaded, resolve_router
 
 numbers = itertools.count()

@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from forge.runtime.controller.provisioner import init_provisioner
 
 from forge.runtime.controller import (
     CallTimeout,
@@ -15,7 +16,6 @@ from forge.runtime.controller import (
     drain_metrics,
     run,
 )
-from forge.runtime.controller.provisioner import init_provisioner
 from tests.runtime.controller.components import Counter, FromMonarch, Joined, Odd, Unprintable
 
 pytestmark = pytest.mark.processes

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from forge.runtime.controller.starting import Standbys
 
 from forge.runtime.controller import ForgeActor, endpoint, forked_processes, run
 from forge.runtime.controller.errors import ReplicaDied
 from forge.runtime.controller.home import private_folder
-from forge.runtime.controller.starting import Standbys
 from forge.runtime.forking.forkserver import ForkServer
 
 pytestmark = pytest.mark.processes

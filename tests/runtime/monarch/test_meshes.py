@@ -23,7 +23,6 @@ from tokenizers.models import BPE
 
 from forge.config import ConfigError
 from forge.observability.metrics import PROCESS_NAME
-from forge.runtime.cluster.process_groups import process_store
 from forge.runtime.controller import (
     ForgeActor,
     ForgeError,
@@ -37,6 +36,7 @@ from forge.runtime.controller import (
 from forge.runtime.controller.actor_host import ActorHost
 from forge.runtime.controller.user_meshes import UserPlacement, UserProcs
 from forge.runtime.monarch_names import reload_config_from_env
+from forge.runtime.process_groups import process_store
 from tests.runtime.controller.components import Counter, Joined
 from tests.runtime.controller.test_endings import alive, gone_within
 from tests.runtime.controller.test_recovery import states, until

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...observability.console import log
-from ...runtime.cluster.inventory import visible_gpus
+from ...runtime.inventory import visible_gpus
 from ..memory import readable
 from ..placement import gpus_needed
 

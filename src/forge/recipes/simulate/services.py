@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING, cast
 
-from ...runtime.controller.load_balancer import LoadBalancer
+from ...runtime.controller.balance import LoadBalancer
 from ...runtime.controller.options import Options
 from ...runtime.controller.request import Request
 from ...runtime.controller.routers import resolve_router

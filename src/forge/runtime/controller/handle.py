@@ -18,32 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
-from ...config.foreign_names import ENDPOINTS
 from ...config.plugin import nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
-from .ports import has_port, through_port
-from .request import Kwargs, Pending, Value, caller
-from .upstream import ENDPOINT_VERBS, VERBS
+from .types import Call, Kwargs, Pending, Value, caller
+
+FOREIGN = "forge.verbs"  # entry points: functions of a handle or endpoint by other libraries' names, and `hint`
 
 _session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
 _session_ids = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a service: an endpoint with its arguments, and how to send it."""
-
-    verb: str
-    endpoint: str
-    args: tuple
-    kwargs: Kwargs
-    caller: str
-    timeout: float | None = None
-    session: str | None = None
-    request_id: str | None = None
 
 
 class Handle(ABC):
@@ -66,10 +52,9 @@ class Handle(ABC):
         endpoints = self.__dict__.get("_endpoints", ())
         if name in endpoints:
             return Endpoint(self, name)
-        if name in VERBS:
-            return partial(VERBS[name], self)
-        here = ENDPOINTS.get(name)
-        hint = f": torchforge's {name} is {here} here" if here else nearest(name, sorted(endpoints))
+        if (verb := _foreign(self, name)) is not None:
+            return verb
+        hint = foreign_hint(name) or nearest(name, sorted(endpoints))
         raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
 
     @asynccontextmanager
@@ -108,11 +93,9 @@ class Endpoint:
         raise TypeError(f"{name} runs in another process: write `await {name}.route(...)`")
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Value]]:
-        if name in ENDPOINT_VERBS:
-            verb: Callable[..., Pending[Value]] = getattr(self, ENDPOINT_VERBS[name])
+        if (verb := _foreign(self, name)) is not None:
             return verb
-        here = ENDPOINTS.get(name)
-        hint = f": torchforge's {name} is {here} here" if here else "; the verbs are route, fanout, call and call_one"
+        hint = foreign_hint(name) or "; the verbs are route, fanout, call and call_one"
         raise AttributeError(f"an endpoint has no {name!r}{hint}")
 
     def options(
@@ -191,10 +174,7 @@ class Local(Handle):
         limit = call.timeout or self.CALL_TIMEOUT
         try:
             async with asyncio.timeout(limit) as expiry:
-                if has_port(method):
-                    value = await through_port(lambda port: self._call(method, port, *call.args, **call.kwargs))
-                else:
-                    value = await self._call(method, *call.args, **call.kwargs)
+                value = await self._call(method, *call.args, **call.kwargs)
         except TimeoutError:
             if not expiry.expired():  # the endpoint itself raised it
                 raise
@@ -221,3 +201,15 @@ def _without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -
         return method(*args, **kwargs)
     except StopIteration as error:
         raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
+
+
+def foreign_hint(name: str) -> str:
+    """Say what stands here for another library's name; empty if no package knows it."""
+    points = entry_points(group=FOREIGN, name="hint")
+    return next(iter(points)).load()(name) if points else ""
+
+
+def _foreign(owner: object, name: str) -> Callable[..., Pending[Value]] | None:
+    # None of these names is reserved: a component may have an endpoint `get_metrics`.
+    points = () if name.startswith("_") or name == "hint" else entry_points(group=FOREIGN, name=name)
+    return partial(next(iter(points)).load(), owner) if points else None

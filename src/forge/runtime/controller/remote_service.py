@@ -13,8 +13,8 @@ from typing import Any
 from ...observability.metrics import PROCESS_NAME
 from ._monarch import Actor, concurrent_endpoint, this_proc
 from .errors import CallTimeout, RemoteFailure, ServiceStopped
-from .handle import Call, Handle
-from .request import Value, new_id
+from .handle import Handle
+from .types import Call, Value, new_id
 
 # Seconds that a call may take beyond its own limit before the controller counts as unreachable.
 GRACE = 15.0

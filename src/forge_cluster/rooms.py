@@ -1,0 +1,141 @@
+"""Which hosts have room for a replica: demands, free resources, and the choice between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forge.runtime.inventory import Inventory
+
+
+class NoHostRoom(RuntimeError):
+    """No host, or no set of hosts, has room for a replica; the message lists the room of each host."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The resources that one replica, or one group of shared processes, needs.
+
+    Args:
+        owner: for errors.
+        procs: number of processes.
+        gpus: for each process.
+        hosts: number of hosts to divide the processes over; None: one if they fit, otherwise as few as possible.
+        memory: bytes for each process, 0 without a limit.
+        threads: of each process.
+        host: address of the only host that may be used.
+    """
+
+    owner: str
+    procs: int = 1
+    gpus: int = 0
+    hosts: int | None = None
+    memory: int = 0
+    threads: int = 1
+    host: str | None = None
+
+    def __str__(self) -> str:
+        gpus = f" with {self.gpus} GPUs each" if self.gpus else ""
+        memory = f" and {self.memory / 1e9:.1f} GB each" if self.memory else ""
+        hosts = f" on {self.hosts} hosts" if self.hosts is not None else ""
+        return f"{self.owner}: {self.procs} processes{gpus}{memory}{hosts}"
+
+
+@dataclass(eq=False)
+class HostRoom:
+    """Free resources of one host."""
+
+    inventory: Inventory
+    gpus: list[str] = field(default_factory=list)
+    memory: int = 0
+    threads: int = 0  # reserved
+
+    @classmethod
+    def of_host(cls, inventory: Inventory) -> HostRoom:
+        """Return the room of an idle host."""
+        return cls(inventory, list(inventory.gpus), inventory.memory)
+
+    def capacity(self, demand: Demand) -> int:
+        """Return how many processes of a demand still fit. Cores may be overcommitted."""
+        procs = demand.procs
+        if demand.gpus:
+            procs = min(procs, len(self.gpus) // demand.gpus)
+        if demand.memory:
+            procs = min(procs, self.memory // demand.memory)
+        return procs
+
+    def reserve(self, demand: Demand, procs: int) -> list[str]:
+        """Reserve the room of `procs` processes; return their GPUs."""
+        count = procs * demand.gpus
+        reserved = self.gpus[:count]
+        self.gpus = self.gpus[count:]
+        self.memory -= procs * demand.memory
+        self.threads += procs * demand.threads
+        return reserved
+
+    def release(self, demand: Demand, procs: int, gpus: Sequence[str]) -> None:
+        """Undo a `reserve`."""
+        self.gpus = sorted([*self.gpus, *gpus], key=self.inventory.gpus.index)
+        self.memory += procs * demand.memory
+        self.threads -= procs * demand.threads
+
+    @property
+    def load(self) -> float:
+        """Threads for each core."""
+        return self.threads / max(1, self.inventory.cores)
+
+
+def choose_rooms(
+    rooms: Sequence[HostRoom], demand: Demand, used: Sequence[HostRoom] = (), max_hosts: int | None = None
+) -> list[HostRoom]:
+    """Choose the rooms for a demand, each for the same number of processes, in the order of `rooms`.
+
+    A replica with GPUs is placed on the fullest host that has room for it, so that larger ones find whole hosts; one
+    without on the least loaded.
+
+    Args:
+        used: hosts that other replicas of its service are on.
+        max_hosts: number of hosts that its service may spread over.
+
+    Raises:
+        NoHostRoom: lists the room of each host.
+    """
+    if max_hosts is not None and len(used) >= max_hosts:
+        rooms = [room for room in rooms if room in used]
+
+    # False sorts first: hosts that the service does not use yet, then few free GPUs, then a low load.
+    def preference(room: HostRoom) -> tuple[bool, int, float]:
+        return max_hosts is not None and room in used, len(room.gpus) if demand.gpus else 0, room.load
+
+    for count in range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]:
+        if demand.procs % count:
+            continue
+        procs = demand.procs // count
+        fitting = [room for room in rooms if room.capacity(demand) >= procs]
+        if len(fitting) >= count:
+            preferred = sorted(fitting, key=preference)[:count]
+            return [room for room in rooms if room in preferred]
+    lines = [
+        f"{room.inventory.name} has {len(room.gpus)} of {len(room.inventory.gpus)} GPUs free, "
+        f"{room.memory / 1e9:.0f} GB: {room.capacity(demand)} of these processes fit"
+        for room in rooms
+    ]
+    raise NoHostRoom(f"no room for {demand}: {'; '.join(lines) or 'no host is up'}")
+
+
+def check_fit(inventories: Sequence[Inventory], demands: Sequence[Demand]) -> None:
+    """Check that all demands fit together, the largest first.
+
+    Raises:
+        NoHostRoom: names the first demand that does not fit, and the room that each host has left then.
+    """
+    rooms = [HostRoom.of_host(inventory) for inventory in inventories]
+    for demand in largest_first(demands):
+        rooms_of_demand = choose_rooms(rooms, demand)
+        for room in rooms_of_demand:
+            room.reserve(demand, demand.procs // len(rooms_of_demand))
+
+
+def largest_first(demands: Sequence[Demand]) -> list[Demand]:
+    """Return demands in the order in which they fit best: most GPUs first."""
+    return sorted(demands, key=lambda demand: -demand.gpus * demand.procs)
