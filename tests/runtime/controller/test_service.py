@@ -5,7 +5,6 @@ import os
 import time
 
 import pytest
-from forge.runtime.controller.provisioner import init_provisioner
 
 from forge.runtime.controller import (
     CallTimeout,
@@ -47,7 +46,6 @@ def test_the_verbs():
 
 def test_a_component_that_was_written_for_monarch():
     async def main():
-        await init_provisioner()
         service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
         assert await service.add.fanout(2) == [3, 3]
         assert len({*await service.where.fanout(), os.getpid()}) == 3

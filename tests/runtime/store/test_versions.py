@@ -346,9 +346,9 @@ def test_a_version_of_another_host_moves_with_those_who_put_it_again(store: Vers
     assert manifest.on_host("a:1").on_host("b:2").segments == {"x@a:1"}
     assert manifest.extent("x") == 8
     assert manifest.on_host("a:1").digest == manifest.digest
-    assert store.publish(manifest.on_host("a:1"), ts.Ranks(), 1.0) == 1
-    assert store.publish(manifest.on_host("b:2"), ts.Ranks(), 1.0) == 1
+    assert store.publish([manifest.on_host("a:1")]) == 1
+    assert store.publish([manifest.on_host("b:2")]) == 1
     assert store.manifest("policy", 1).segments == {"x@b:2"}
     other = Manifest("policy", 1, False, (Shard("a", "uint8", (8,), Box((0,), (8,)), "x@c:3", 0, "another"),))
     with pytest.raises(VersionConflict, match="with other values"):
-        store.publish(other, ts.Ranks(), 1.0)
+        store.publish([other])

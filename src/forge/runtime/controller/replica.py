@@ -21,7 +21,7 @@ from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, Re
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
-from .types import Kwargs, Request, Value
+from .types import Kwargs, Request, Value, find_suspects
 
 log = logging.getLogger(__name__)
 
@@ -172,8 +172,7 @@ class Replica:
         if not self.failed.done():
             self.blameless = blameless or self.group.stopped_by_signal
             self.in_flight_lost = len(self.requests)
-            # Those that an earlier death accuses, if any.
-            self.suspects = {request for request in self.requests if request.deaths} or {*self.requests}
+            self.suspects = find_suspects(self.requests)
             self.failed.set_result(ReplicaDied(f"{self} is dead (pid {self.location}): {reason}"))
             for reply in list(self._answers):
                 reply.cancel()

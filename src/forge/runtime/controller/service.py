@@ -221,9 +221,7 @@ class Service(Handle):
             raise self._was_stopped()
         request.avoid.add(replica.index)
         if not replica.blameless:
-            if request in replica.suspects:
-                request.deaths += 1
-                request.suspects = len(replica.suspects)
+            request.record_death(replica.suspects)
             if request.deaths >= self._options.quarantine_after and replica.suspects == {request}:
                 label = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
                 self._quarantined.append(label)

@@ -77,6 +77,17 @@ class Request:
         self.sent = time.monotonic()
         self.attempts += 1
 
+    def record_death(self, suspects: set[Request]) -> None:
+        """Record that its replica died, and which requests may be the cause."""
+        if self in suspects:
+            self.deaths += 1
+            self.suspects = len(suspects)
+
+
+def find_suspects(requests: set[Request]) -> set[Request]:
+    """Return the requests that may have killed their replica: those that an earlier death accuses, if any."""
+    return {request for request in requests if request.deaths} or {*requests}
+
 
 def new_id(service: str) -> str:
     """Return an id for a request, unique within the run."""
