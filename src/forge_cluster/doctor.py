@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge.runtime.inventory import OPEN_FILES, SHARED_MEMORY, Inventory
+from forge.runtime.inventory import OPEN_FILES, SHARED_MEMORY
 
 from .credentials import Credentials
+from .inventory import Inventory
 from .machine import first_answer
 from .pool import check_versions
 from .wire import HostError, Json, connect, send

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from forge.runtime.inventory import Inventory
 from forge.runtime.names import HOST, STORE
 from forge.runtime.process import Process, activity_of, stacks
 from forge.system.addresses import join_address
 from forge.system.scratch import Scratch, sweep
 
 from .credentials import SECRET, Credentials
+from .inventory import Inventory
 from .listener import Listener
 from .processes import descends
 from .wire import LEASE, HostError, Json, Message, receive, send

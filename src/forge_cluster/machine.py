@@ -14,11 +14,11 @@ from contextlib import suppress
 from functools import cache
 
 from forge.observability.console import log_failure
-from forge.runtime.inventory import Inventory
 from forge.runtime.process import Activity
 from forge.system.masking import without_secrets
 
 from .credentials import Credentials
+from .inventory import Inventory
 from .wire import BEAT, CONNECT_TIMEOUT, LEASE, HostError, Json, Message, connect, receive, send, with_remedy
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from forge.observability.console import log_failure
-from forge.runtime.inventory import Inventory
 from forge.system.addresses import join_address
 
 from .credentials import Credentials
+from .inventory import Inventory
 from .machine import Machine, describe
 from .rooms import Demand, HostRoom, NoHostRoom, choose_rooms
 from .wire import LEASE, HostError, split

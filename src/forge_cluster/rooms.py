@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forge.runtime.inventory import Inventory
+from .inventory import Inventory
 
 
 class NoHostRoom(RuntimeError):

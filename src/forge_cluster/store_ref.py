@@ -19,6 +19,7 @@ from forge.runtime.store.manifest import Manifest
 from forge.runtime.store.transfer import OpenVersion, RankPart, publish_together
 
 from .pool import Pool
+from .versions import HostVersions
 from .weight_cache import COPY, HOME, WeightCache, cache_name, host_of, local_store
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class HostStore(Store):
     """
 
     def __init__(
-        self, host: str, local: VersionStore, home: RemoteService, cache: RemoteService, timeout: float = 300.0
+        self, host: str, local: HostVersions, home: RemoteService, cache: RemoteService, timeout: float = 300.0
     ) -> None:
         self.host = host
         self.local = local

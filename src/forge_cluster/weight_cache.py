@@ -28,6 +28,7 @@ from forge.runtime.store import MissingVersion, VersionStore
 from forge.runtime.store.manifest import Manifest
 
 from .rdma import Window
+from .versions import HostVersions
 
 log = logging.getLogger(__name__)
 
@@ -302,11 +303,11 @@ class WeightCache(ForgeActor):
         source.resources.close()
 
 
-def local_store(store: VersionStore) -> tuple[str, VersionStore]:
-    """The host of this process, and the store in its memory; `store` is that of the home host."""
+def local_store(store: VersionStore) -> tuple[str, HostVersions]:
+    """Return the host of this process, and the store in its memory; `store` is that of the home host."""
     if store.is_local():
-        return HOME, store
-    local = VersionStore(os.environ[STORE], store.keep)
+        return HOME, HostVersions(store.root, store.keep)
+    local = HostVersions(os.environ[STORE], store.keep)
     local.prepare()
     return os.environ[HOST], local
 

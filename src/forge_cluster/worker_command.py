@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> None:
     import sys
     from pathlib import Path
 
-    from forge.runtime.inventory import count_gpus
     from forge.system.addresses import join_address, listening_error
     from forge.system.files import write_atomic
 
     from .credentials import SECRET, NoSecret, read_secret
     from .host import Daemon, routable_address
+    from .inventory import count_gpus
     from .wire import PORT, split
 
     try:

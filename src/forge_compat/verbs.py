@@ -1,7 +1,7 @@
 """Verbs of Meta's torchforge on services and their endpoints, by those of this package.
 
-`Handle` and `Endpoint` find them by the entry points `forge.verbs`, for a name that they do not have: a component may have
-an endpoint `get_metrics`.
+`Handle` and `Endpoint` find them by the entry points `forge.verbs`, for a name that they do not have: a component may
+have an endpoint `get_metrics`.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.runtime.inventory import Inventory
+from forge_cluster.inventory import Inventory
 from forge_cluster.pool import parse_addresses
 from forge_cluster.rooms import Demand, HostRoom, NoHostRoom, check_fit, choose_rooms, largest_first
 
 
 def host(name: str, gpus: int = 8, cores: int = 64, gigabytes: int = 1000) -> Inventory:
     numbers = tuple(str(number) for number in range(gpus))
-    return Inventory(name, numbers, cores, gigabytes * 10**9, 10**11, f"boot of {name}", 0.0)
+    return Inventory(name, numbers, cores, gigabytes * 10**9, 10**11, 0.0)
 
 
 def place(rooms: list[HostRoom], demands: list[Demand]) -> list[list[str]]:

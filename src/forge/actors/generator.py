@@ -27,7 +27,7 @@ from ..runtime.store import Store, VersionStore
 from ..system.devices import accelerator
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, differing
-from .publication import connect, controller_store, publish_before_updates, requested_version
+from .publication import connect, controller_store, publish_before_updates
 from .staleness import StaleWeights
 from .streams import Streams
 
@@ -200,7 +200,7 @@ class Generator(ForgeActor):
         self.streams.close(stream)
 
     @endpoint(catch_up=True)
-    async def update_weights(self, version: int | None = None, *, policy_version: int | None = None) -> int:
+    async def update_weights(self, version: int) -> int:
         """Load a published version while decoding continues, swap it in between two steps; returns the version in use.
         A fanout of a version that has the number of the trainer's step, and was not published, publishes it first.
 
@@ -208,17 +208,12 @@ class Generator(ForgeActor):
 
         A generator that was away during a fanout of this loads that version before it serves.
 
-        Args:
-            policy_version: torchforge's name of `version`.
-
         Raises:
-            TypeError: it has neither a version nor a policy_version.
             MissingVersion: the store does not hold the version.
             CorruptWeights: a tensor is not what was published; names it. The old weights stay in use.
             ValueError: its tensors do not fit this model. The old weights stay in use.
             StaleWeights: the engine decodes with another version.
         """
-        version = requested_version(version, policy_version)
         if self.store is None:
             raise ValueError(
                 "this generator has no weight store to update from: start it with store=VersionStore.create()"

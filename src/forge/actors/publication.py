@@ -40,23 +40,8 @@ def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
 def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
     """Publish a version of a policy that the store does not hold before generators are updated to it."""
 
-    async def publish(version: int | None = None, *, policy_version: int | None = None) -> None:
-        version = requested_version(version, policy_version)
+    async def publish(version: int) -> None:
         if key in store.publishers and not store.exists(key, version):
             await store.publishers[key](version)
 
     generators.before_fanout |= {"update_weights": publish, "update": publish}
-
-
-def requested_version(version: int | None, policy_version: int | None) -> int:
-    """The version that a caller asks for, by either name: torchforge's is `policy_version`.
-
-    Raises:
-        TypeError: it has neither or both.
-    """
-    # 0 is a version.
-    if (version is None) == (policy_version is None):
-        raise TypeError("update_weights needs a version, by one of its names: version or policy_version")
-    number = policy_version if version is None else version
-    assert number is not None
-    return number

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..config.upstream import trainer_settings
 from ..data.packing import pack, pack_tensors
 from ..models.flops import forward_flops
 from ..models.hub import check_model_name
@@ -383,28 +382,6 @@ class Trainer(ForgeActor):
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.outcome
         return pack(episodes, **shares)
-
-
-class TitanTrainer(Trainer):
-    """The trainer on TorchTitan's model, by torchforge's name and with its sections.
-
-    Args:
-        model: as of `Trainer`, or torchforge's mapping with `hf_assets_path`.
-        loss: as of `Trainer`.
-        optimizer: as of `Trainer`, or with torchforge's `name` (AdamW), `lr` and `eps`.
-        parallelism, **settings: as of `Trainer`. torchforge's sections `training`, `lr_scheduler`, `compile` and
-            `activation_checkpoint` are read as `forge convert upstream` reads them; `checkpoint` and `comm` do nothing,
-            but for a `checkpoint.load_step`, which is an error that names `load_checkpoint`.
-
-    Raises:
-        ValueError: a mapping without the path of a model, or an optimizer's name other than AdamW.
-        TypeError: a section has a key without an equivalent; names it.
-    """
-
-    constructor_checks = True
-
-    def __init__(self, model: str | Mapping[str, Any], *, loss: Callable[..., Any], **settings: Any) -> None:
-        super().__init__(**{"backend": "titan", **trainer_settings({"model": model, "loss": loss, **settings})})
 
 
 def _work(batch: Batch) -> tuple[float, float, float]:

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..runtime.inventory import OPEN_FILES, SHARED_MEMORY, VISIBLE, Inventory, visible_gpus
+from ..runtime.inventory import (
+    OPEN_FILES,
+    SHARED_MEMORY,
+    VISIBLE,
+    free_shared_memory,
+    memory_limit,
+    versions,
+    visible_gpus,
+)
 from ..system.files import cache_folder
 
 DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs
@@ -28,10 +36,9 @@ class Finding(NamedTuple):
 def findings() -> Iterator[Finding]:
     """Check everything about this machine that a run needs."""
     gpus = tuple(visible_gpus())
-    machine = Inventory.of_this_machine(gpus)
-    yield Finding("machine", f"{machine.cores} cores, {machine.memory / 1e9:.0f} GB")
-    yield Finding("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
-    yield shared_memory(machine.shared_memory)
+    yield Finding("machine", f"{len(os.sched_getaffinity(0))} cores, {memory_limit() / 1e9:.0f} GB")
+    yield Finding("versions", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    yield shared_memory(free_shared_memory())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     problem = f"raise the limit: ulimit -n {OPEN_FILES}" if soft < OPEN_FILES else ""
     yield Finding("open files of a process", f"{soft:,}", problem)

@@ -1,8 +1,8 @@
 """Masks for secrets in all that is shown or written: a run's folder, trackers, model cards, reports, log lines, errors.
 
-What is masked: values of names such as `api_key`, everything in environments and headers, what a variable of such a name
-holds in this process's environment, keys that begin as known services' do, and passwords in addresses. A secret that none
-of these tells, such as one in a sentence, stays.
+What is masked: values of names such as `api_key`, everything in environments and headers, what a variable of such a
+name holds in this process's environment, keys that begin as known services' do, and passwords in addresses. A secret
+that none of these tells, such as one in a sentence, stays.
 """
 
 from __future__ import annotations

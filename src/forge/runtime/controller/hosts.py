@@ -1,7 +1,8 @@
 """Hosts that processes are started on: this one, and worker processes on it that stand for further hosts.
 
-Monarch's connections are not authenticated and carry pickled code: their sockets are in a folder that only this user may
-enter. Other machines are a further kind of `Hosts`, which an extension provides (`forge.runtime.controller.placement`).
+Monarch's connections are not authenticated and carry pickled code: their sockets are in a folder that only this user
+may enter. Other machines are a further kind of `Hosts`, which an extension provides
+(`forge.runtime.controller.placement`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ T = TypeVar("T")
 CHECK_EVERY = 0.25  # seconds
 # A process that waits for a message still has threads that wake up now and then: Monarch's take 1 to 2 % of a core.
 IDLE_SHARE = 0.05
-# Seconds for a process of which nothing tells whether it gets a core, as on a host of a user's job that is lost: Monarch
-# gives it up after a minute.
+# Seconds for a process of which nothing tells whether it gets a core, as on a host of a user's job that is lost:
+# Monarch gives it up after a minute.
 UNSEEN_PATIENCE = 30.0
 
 

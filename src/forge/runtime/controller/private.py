@@ -2,8 +2,8 @@
 
 Monarch obeys all who connect to it, and each of its processes binds a UNIX socket of an abstract name, which has no
 permissions: every local user, and every container in the same network namespace, could run code through it. Monarch 0.7
-takes a path for some of its sockets, and for this one it has no setting. gloo, by which ranks on CPUs talk, listens at the
-loopback without authentication, and PyTorch's build has no transport of it with one. So two entries in tables of
+takes a path for some of its sockets, and for this one it has no setting. gloo, by which ranks on CPUs talk, listens at
+the loopback without authentication, and PyTorch's build has no transport of it with one. So two entries in tables of
 imports are replaced, in this process alone, and nothing else is:
 
 - `bind` of Monarch's library: an abstract name becomes a path in a private folder. Monarch tells its peers the address

@@ -1,8 +1,8 @@
 """What passes between callers, services and replicas: a call, and a request on its way to replicas.
 
 A dead process may have served many requests, and one of them may have killed it. All that it was working on are
-suspects: they are sent again in groups of an eighth, so that the next death has fewer of them, and a request that is the
-only suspect of its last death is not sent again.
+suspects: they are sent again in groups of an eighth, so that the next death has fewer of them, and a request that is
+the only suspect of its last death is not sent again.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class UserHosts(Hosts):
         start_client()
         if self._lost and self.borrowed:
             raise Unrecoverable(
-                f"{self._name} ran in a ProcMesh of yours, whose processes only you can start again; with a HostMesh as "
-                "hosts, lost processes are replaced"
+                f"{self._name} ran in a ProcMesh of yours, whose processes only you can start again; with a HostMesh "
+                "as hosts, lost processes are replaced"
             )
         return self._mesh
 

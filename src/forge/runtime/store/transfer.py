@@ -76,19 +76,15 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
 
 def check_storable(name: str, tensor: Tensor) -> None:
     """TypeError: a tensor has no plain memory whose bytes a store could hold."""
-    if is_lazy(tensor):
-        reason = "not initialised"
-    elif tensor.is_quantized:
-        reason = "quantised: dequantize() it"
-    elif tensor.is_nested:
-        reason = "nested: unbind() it"
-    elif tensor.layout is not torch.strided:
-        reason = "sparse: to_dense() it"
-    elif tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
-        reason = "on the meta device or a FakeTensor"
-    else:
-        return
-    raise TypeError(f"{name} cannot be stored: it is {reason}")
+    kinds = {
+        "not initialised": is_lazy(tensor),
+        "quantised: dequantize() it": tensor.is_quantized,
+        "nested: unbind() it": tensor.is_nested,
+        "sparse: to_dense() it": tensor.layout is not torch.strided,
+        "on the meta device or a FakeTensor": tensor.device.type == "meta" or isinstance(tensor, FakeTensor),
+    }
+    for reason in (reason for reason, applies in kinds.items() if applies):
+        raise TypeError(f"{name} cannot be stored: it is {reason}")
 
 
 def group_name() -> str:

@@ -1,8 +1,8 @@
 """Versioned tensors in shared memory. Publishing a version is atomic, and a published version never changes.
 
 A key is a folder. Each putting rank writes its blocks into its own segment, and sends its part of the manifest to the
-first rank, which checks that every tensor is complete and publishes the manifest under the version's number. Files are renamed into
-place, so that a process killed at any point leaves a version or none.
+first rank, which checks that every tensor is complete and publishes the manifest under the version's number. Files are
+renamed into place, so that a process killed at any point leaves a version or none.
 """
 
 from __future__ import annotations
@@ -243,25 +243,6 @@ class VersionStore(Store):
             self._folder(key).mkdir(exist_ok=True)
             pairs = [(version, digest) for version, digests in identities.items() for digest in sorted(digests)]
             self._record_identities(key, pairs)
-
-    def keep_part(self, part: Manifest, name: str) -> None:
-        """Keep segments of a version that is published on another host: a rank's part on this one, or a copy.
-
-        Args:
-            name: of the writer or the copy; the newest `keep` versions of each are kept.
-        """
-        with self._locked():
-            folder = self._folder(part.key) / "parts" / name
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / f"{part.version}.json", part.to_json())
-            for old in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))[: -self.keep]:
-                old.unlink()
-            self.segments.reclaim(self._referenced())
-
-    def part(self, key: str, version: int, name: str) -> Manifest | None:
-        """Return the manifest of `keep_part`, if it is still kept."""
-        contents = _read(self._folder(key) / "parts" / name / f"{version}.json")
-        return Manifest.from_json(contents) if contents else None
 
     def close(self) -> None:
         """Remove the store with all of its versions."""
