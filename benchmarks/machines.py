@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.forge_cluster.machines import Controller, Machine, Machines, environment, listens, trained, wait_until
 
-CONFIG = "tests/runtime/cluster/tiny.yaml"
+CONFIG = "tests/forge_cluster/tiny.yaml"
 PROCESSES = "[b]ootstrap_main|[f]orge.runtime.controller.child"  # in the command line of a component's
 
 

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from forge.actors.store_ref import connect, share
-from forge.actors.weight_cache import COPY
 
+from forge.actors.publication import connect, share
 from forge.runtime.controller import ForgeActor, endpoint, run, runtime
 from forge.runtime.store import VersionStore
 from forge_cluster.machine import Machine
@@ -35,7 +34,7 @@ class Rank(Place):
         from forge.runtime.process_groups import process_store
         from forge.training.distributed import join, leave
 
-        store = process_store(self.context.rendezvous, self.context.world_size)
+        store = process_store(self.context.rendezvous, self.context.world_size, self.context.rank)
         join(self.context.rank, self.context.world_size, store)
         try:
             values = torch.full((100_000,), float(self.context.rank + 1))
@@ -64,27 +63,6 @@ class Weights(ForgeActor):
         return self.store.put("policy", {"a": values, "b": torch.full((3, 3), float(version))}, version)
 
     @endpoint
-    def step(self, version: int, size: int, share: float) -> int:
-        """A version of which this share of the elements differs a little from the one before it."""
-        values = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        for number in range(2, version + 1):
-            random = torch.Generator().manual_seed(number)
-            values[torch.rand(size, generator=random) < share] *= 1.0001
-        return self.store.put("policy", {"a": values, "b": torch.full((3, 3), float(version))}, version)
-
-    @endpoint
-    def damage(self, version: int, host: str) -> int:
-        """Change a byte of the copy of a version, if this is the host."""
-        local = self.store.local
-        copy = local.part("policy", version, COPY)
-        if copy is None or socket.gethostname() != host:
-            return 0
-        with local.segments.reading(copy.segments) as memory:
-            for segment in memory.values():
-                segment[4000] ^= 1
-        return 1
-
-    @endpoint
     def get(self, version: int) -> tuple[str, float, str]:
         """Where it is, the sum of the values, and the version's identity."""
         with self.store.open("policy", version) as snapshot:
@@ -98,9 +76,8 @@ def say(event: str, **values: Any) -> None:
 
 def hosts_of() -> list[Machine]:
     """The hosts that are up."""
-    pool = runtime().placement.pool
-    assert pool is not None
-    return pool.machines
+    machines: Any = runtime().placement.machines
+    return machines.pool.machines
 
 
 async def lines() -> asyncio.StreamReader:
@@ -169,10 +146,10 @@ async def gpus() -> None:
     say("gpus", small=await service.gpus.fanout(), large=await actor.gpus.call(), where=await actor.where.call())
 
 
-async def weights(writer: str, deltas: Any = "auto") -> None:
+async def weights(writer: str) -> None:
     """A writer on one host, a reader on each, and one on the controller's."""
     store = VersionStore.create()
-    shared = await share(store, deltas)
+    shared = await share(store)
     count = len(hosts_of())
     placed = Weights.options(mesh_name="writer", host=None if writer == "home" else writer)
     one, all_, here = await asyncio.gather(
@@ -185,10 +162,6 @@ async def weights(writer: str, deltas: Any = "auto") -> None:
         match request["do"]:
             case "put":
                 return await one.put.call_one(request["version"], request["size"])
-            case "step":
-                return await one.step.call_one(request["version"], request["size"], request["share"])
-            case "damage":
-                return sum(await all_.damage.fanout(request["version"], request["host"]))
             case "metrics":
                 return (await runtime().drain_metrics({})).values()
             case "get":

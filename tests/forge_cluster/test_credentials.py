@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from forge.runtime.cluster.rendezvous import Boards
 
 from forge_cluster import credentials
 from forge_cluster.credentials import Credentials, NoSecret, read_secret
@@ -92,50 +91,3 @@ def test_a_secret_is_read_from_a_private_file(tmp_path, monkeypatch):
         read_secret()
     os.chmod(file, 0o600)
     assert read_secret() == SECRET
-
-
-def test_a_board_keeps_values_until_its_ranks_are_gone():
-    async def main() -> None:
-        boards = Boards()
-
-        async def answer(reader, writer):
-            await boards.serve(reader, writer)
-            writer.close()
-
-        async def opened():
-            listener = await asyncio.start_server(answer, "127.0.0.1", 0)
-            port = listener.sockets[0].getsockname()[1]
-            return listener, port
-
-        listener, port = await opened()
-
-        async def ask(connection, **request):
-            send(connection[1], request)
-            return await receive(connection[0])
-
-        async with listener:
-            one, two = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            for connection in (one, two):
-                send(connection[1], {"board": "group"})
-            waiting = asyncio.create_task(ask(two, do="wait", keys=["a", "b"], timeout=5))
-            assert await ask(one, do="set", key="a", value="1") == {"ok": "1"}
-            assert await ask(one, do="check", keys=["a", "b"]) == {"ok": False}
-            assert await ask(one, do="add", key="b", value=3) == {"ok": "3"}
-            assert await waiting == {"ok": ["1", "3"]}
-            assert await ask(two, do="add", key="b", value=4) == {"ok": "7"}
-            assert await ask(one, do="compare_set", key="c", expected="", value="new") == {"ok": "new"}
-            assert await ask(two, do="compare_set", key="c", expected="other", value="x") == {"ok": "new"}
-            assert await ask(two, do="compare_set", key="d", expected="there", value="x") == {"ok": "there"}
-            assert await ask(two, do="count") == {"ok": 3}
-            assert await ask(two, do="delete", key="c") == {"ok": True}
-            late = await ask(two, do="wait", keys=["a", "never"], timeout=0.05)
-            assert late == {"error": "no rank has written never within 0.05 s"}
-            for connection in (one, two):
-                connection[1].close()
-            for _ in range(100):
-                if not boards._boards:
-                    return
-                await asyncio.sleep(0.01)
-            raise AssertionError("the board outlived its ranks")
-
-    asyncio.run(main())

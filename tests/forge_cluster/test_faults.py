@@ -172,7 +172,7 @@ def test_the_last_host_is_waited_for_as_long_as_configured(lab, comes_back):
 @pytest.mark.parametrize("lab", [4], indirect=True)
 def test_a_training_run_survives_the_loss_of_any_host(lab, tmp_path):
     """In lock-step, every group trained once means the same weights, whatever was lost meanwhile."""
-    config = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml", "--training.steps", "40"]
+    config = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml", "--training.steps", "40"]
     calm = [*config, "--run.root", str(tmp_path / "calm")]
     subprocess.run(calm, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
     own = environment(FORGE_HOSTS="m2,m3,m4")

@@ -14,17 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
-from forge.runtime.cluster.skypilot import task
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge.cli import main
-from forge.cli.sweep import variants
 from forge_cluster.kubernetes import KubernetesJob
-from forge_cluster.pool import parse_addresses
 from forge_cluster.slurm import SlurmJob
 from forge_cluster.ssh import workers
-from forge_cluster.torchrun import RANKS, Meeting, command_of_run, environment_of_run
 from forge_cluster.words import check_host, documents
 from tests.forge_cluster.kube import VERSION, expanded
 from tests.forge_cluster.machines import environment
@@ -120,17 +116,6 @@ def test_bash_gives_the_programs_of_a_slurm_job_their_words(text: str, tmp_path:
     several = SlurmJob("run", [["forge", "no"], ["forge", "train", text]], place, tmp_path / "runs")
     found = recorded(several.script(), tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_TASK_ID="1")
     assert found == [["train", text, str(place)]]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_bash_gives_the_programs_of_a_task_of_skypilot_their_words(text: str, tmp_path: Path):
-    written = documents([task("name", ["forge", "train", text], 2, 0, "H100", "")])
-    [read] = yaml.safe_load_all(written)
-    assert {*read} == {"name", "num_nodes", "resources", "workdir", "secrets", "setup", "run"}
-    variables = {"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
-    found = recorded(read["run"], tmp_path, **variables)
-    assert ["train", text, str(tmp_path / "here")] in found
 
 
 @examples
@@ -232,22 +217,20 @@ def test_a_host_may_be_a_name_or_an_address(host: str):
         (["kubernetes", "--image=-x"], "--image"),
         (["kubernetes", "--image", "x", "--namespace", "A"], "--namespace"),
         (["kubernetes", "--image", "x", "--run.name", "../x"], "run.name"),
-        (["skypilot", "--run.name", "a;b"], "run.name"),
-        (["skypilot", "--gpus-per-node", "1", "--accelerator", "H100:8, x: y"], "--accelerator"),
         (["slurm", "--run.name", "x\ntouch PWNED\n#"], "line break"),
         (["slurm", "--partition", "x\n#SBATCH --wrap=id"], "line break"),
     ],
 )
 def test_a_launcher_says_in_one_line_what_it_does_not_take(words, named, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["launch", words[0], "tests/runtime/cluster/tiny.yaml", "--dry-run", *words[1:]])
+        main(["launch", words[0], "tests/forge_cluster/tiny.yaml", "--dry-run", *words[1:]])
     said = str(caught.value.code) if isinstance(caught.value.code, str) else capsys.readouterr().err.splitlines()[-1]
     assert named in said
     assert "\n" not in said
 
 
 def test_a_partition_is_one_option(capsys):
-    main(["launch", "slurm", "tests/runtime/cluster/tiny.yaml", "--dry-run", "--partition", "gpu --wrap=id"])
+    main(["launch", "slurm", "tests/forge_cluster/tiny.yaml", "--dry-run", "--partition", "gpu --wrap=id"])
     [line] = [line for line in capsys.readouterr().out.splitlines() if "partition" in line]
     assert shlex.split(line.removeprefix("#SBATCH ")) == ["--partition=gpu --wrap=id"]
 
@@ -273,87 +256,7 @@ def test_the_machine_that_ssh_reaches_gets_the_folder_and_the_python(text: str, 
     assert not any(tmp_path.rglob("PWNED"))
 
 
-@examples
-@given(st.text(min_size=1))
-def test_the_names_of_a_sweep_are_words(text: str):
-    assume(text and "," not in text and "=" not in text)
-    [(name, overrides)] = variants([f"services.x.env.{text}={text}"], None)
-    assert re.fullmatch(r"[A-Za-z0-9._+-]*", name)
-    assert overrides == [f"--services.x.env.{text}", text]
-
-
 GIVEN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29400", "HOME": "/nowhere"}
-
-
-@examples
-@given(st.text())
-def test_torchrun_hands_on_words_as_they_are(text: str):
-    words = ["train", "x.yaml", "--run.name", text, text]
-    command, fault = attempted(command_of_run, words)
-    if command is None:
-        assert re.search(ONE_LINE, fault)
-        assert "\0" in text or re.search("[\ud800-\udfff]", text)
-    else:
-        assert command == [sys.executable, "-m", "forge", *words]
-
-
-@examples
-@given(st.text())
-@example("node-1.example")
-@example("fe80::1%eth0")
-@example("7")
-@example("٣")
-def test_torchrun_meets_at_an_address_or_one_line_says_why_not(text: str):
-    for name in RANKS:
-        if name == "LOCAL_RANK":
-            continue
-        found, fault = attempted(Meeting.read, GIVEN | {name: text})
-        if found is None:
-            assert re.search(ONE_LINE, fault)
-            assert name in fault
-            continue
-        value = dict(zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), found, strict=True))[name]
-        assert str(value) == text or int(text) == value
-        assert not str(value).startswith("-")
-        assert re.fullmatch(r"[\w.:@%+/\[\]-]+", str(value), re.ASCII)
-
-
-@examples
-@given(st.text())
-@example("10.0.0.1:7070")
-@example("[fe80::1]:7070")
-@example("a:1,b:2")
-@example("/run/hosts")
-@example("~/hosts")
-def test_a_rank_of_torchrun_is_one_host_of_the_run(text: str):
-    assume(text != "node1:7070")
-    variables, fault = attempted(environment_of_run, ["node1:7070", text], GIVEN)
-    if variables is None:
-        assert re.search(ONE_LINE, fault)
-        assert "rank 1" in fault
-        return
-    assert variables == {"HOME": "/nowhere", "FORGE_HOSTS": f"node1:7070,{text}", "FORGE_EXPECT_HOSTS": "2"}
-    assert parse_addresses(variables["FORGE_HOSTS"]) == ["node1:7070", text]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("given_values", "named"),
-    [
-        ({"MASTER_PORT": "x\ny"}, "MASTER_PORT "),
-        ({"RANK": "-1"}, "RANK "),
-        ({"MASTER_ADDR": "-h\n"}, "MASTER_ADDR "),
-        ({"FORGE_SECRET": "a" * 40 + "\nsecond"}, "FORGE_SECRET "),
-        ({"FORGE_SECRET": "short", "WORLD_SIZE": "2"}, "FORGE_SECRET: the secret has 5 characters"),
-        ({"FORGE_SECRET": "/nowhere/secret"}, "FORGE_SECRET: FORGE_SECRET names a file that could not be read"),
-    ],
-)
-def test_torchrun_says_in_one_line_what_it_does_not_take(given_values: dict[str, str], named: str):
-    command = [sys.executable, "-m", "forge_cluster.torchrun", "train", "x.yaml"]
-    done = subprocess.run(command, env=environment(**GIVEN | given_values), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: {named}")
 
 
 @pytest.mark.processes

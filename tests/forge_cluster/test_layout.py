@@ -8,7 +8,7 @@ from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import Options
 from tests.forge_cluster.machines import ROOT
 
-CONFIG = ROOT / "tests/runtime/cluster/tiny.yaml"
+CONFIG = ROOT / "tests/forge_cluster/tiny.yaml"
 
 
 def layout(*overrides: tuple[str, str]):

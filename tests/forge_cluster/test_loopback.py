@@ -94,7 +94,7 @@ def test_a_worker_without_a_secret_is_one_line():
 
 
 def test_what_does_not_fit_is_one_line_before_any_process(workers, tmp_path):
-    command = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml", "--run.root", str(tmp_path)]
+    command = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml", "--run.root", str(tmp_path)]
     command += ["--services.trainer.hosts", "3", "--services.trainer.procs", "3"]
     own = environment(FORGE_HOSTS=str(tmp_path / "list"))
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)

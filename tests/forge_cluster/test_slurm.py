@@ -13,7 +13,7 @@ from tests.forge_cluster.machines import ROOT, environment, trained
 from tests.forge_cluster.slurm import Slurm, missing, requeue_now
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=str(missing()))]
-CONFIG = "tests/runtime/cluster/tiny.yaml"
+CONFIG = "tests/forge_cluster/tiny.yaml"
 
 
 @pytest.fixture

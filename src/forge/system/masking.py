@@ -21,7 +21,7 @@ MIN_VALUE = 8  # characters of a variable's value that is looked for in texts
 # A name is read in words: api-key, apiKey and API_KEY are two, apikey is one.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Mappings and lists whose values are all hidden.
-_PLACES = re.compile(r"(.*_)?(env|environ|environment|headers?|cookies?|env_vars|environment_variables)")
+_PLACES = re.compile(r"(.*_)?(headers?|cookies?|env(ironment)?_var(iable)?s)|env(iron(ment)?)?")
 _OWNERS = (
     "access|account|admin|anthropic|api|app|auth|azure|bearer|bot|client|encryption|github|gitlab|google|hf|hub|id|login"
     "|master|oauth|openai|personal|private|refresh|sas|secret|service|session|signing|ssh|subscription|user|wandb"
@@ -59,8 +59,9 @@ def without_secrets(value: Json, name: str = "") -> Json:
         name: the key of the value, if it has one; dotted names are read part by part.
     """
     *sections, last = name.split(".")
-    is_place = any(map(_is_place, sections)) or (_is_place(last) and not isinstance(value, str))
-    if isinstance(value, bool) or value in (None, "") or (isinstance(value, int | float) and last.endswith("s")):
+    # An environment may also be a simulated world, which is a name and not a mapping.
+    is_place = any(map(_is_place, sections)) or (_is_place(last) and (last == "env" or not isinstance(value, str)))
+    if value is None or value == "":
         return value
     if isinstance(value, dict):
         path = name if is_place or is_secret(last) else ""
@@ -69,11 +70,13 @@ def without_secrets(value: Json, name: str = "") -> Json:
         # In a command line the word after --api-key is its value.
         words = ["", *(item if isinstance(item, str) else "" for item in value)]
         return [
-            MASK if word.startswith("--") and is_secret(word) else without_secrets(item, name)
+            MASK if word.startswith("--") and is_secret(word) else without_secrets(item, name + "." * is_place)
             for word, item in zip(words, value, strict=False)
         ]
-    if is_place or any(map(is_secret, [*sections, last])):
-        return value if isinstance(value, str) and re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", value) else MASK
+    if is_place or any(map(is_secret, sections)):
+        return MASK
+    if is_secret(last) and not isinstance(value, bool):
+        return value if re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", str(value)) else MASK
     return masked(value) if isinstance(value, str) else value
 
 

@@ -1,6 +1,6 @@
-"""The table of upstream's tests that pass here: `python -m tests.upstream [FILE ...]`.
+"""The table of upstream's tests that pass here: `python -m tests.forge_compat.upstream [FILE ...]`.
 
-FORGE_TORCHSTORE_SOURCE and FORGE_TORCHFORGE_SOURCE name checkouts of the repositories.
+FORGE_TORCHFORGE_SOURCE names a checkout of the repository.
 """
 
 from __future__ import annotations

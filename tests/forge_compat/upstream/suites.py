@@ -62,49 +62,6 @@ class Suite:
 
 
 INTERNAL = "tests private parts of the package: "
-TORCHSTORE = Suite(
-    name="torchstore",
-    variable="FORGE_TORCHSTORE_SOURCE",
-    files=tuple(
-        f"tests/test_{name}.py"
-        for name in (
-            "store",
-            "keys",
-            "state_dict",
-            "tensor_slice",
-            "resharding_basic",
-            "resharding_ext",
-            "spmd",
-            "large_tensors",
-        )
-    ),
-    helpers=("tests/__init__.py", "tests/utils.py"),
-    imports={
-        r"^from torchstore\.transport\.(torchcomms\.cache|shared_memory|monarch_rdma) import": (
-            "from tests.upstream.private_names import"
-        ),
-        r"^from torchstore\.transport\.types import Request": "from tests.upstream.private_names import Request",
-        r"^(import|from) torchstore\b": r"\1 forge.store",
-    },
-    differences={
-        r"test_shm_cache_reuse_on_same_key_puts": INTERNAL + "counts the entries of its client's cache of segments",
-    },
-    outside={
-        "test_models.py": "needs HF_TOKEN and Qwen3-1.7B from the hub; skips itself without",
-        "test_shared_memory.py": INTERNAL + "the shared-memory transport",
-        "test_monarch_rdma.py": INTERNAL + "the RDMA transport",
-        "test_rdma_memory_cache.py": INTERNAL + "the RDMA transport's cache",
-        "test_torchcomms_transport.py": INTERNAL + "the torchcomms transport",
-        "test_direct_weight_sync.py": INTERNAL + "handles and plans of direct RDMA, with an emulated buffer",
-        "test_utils.py": INTERNAL + "how a client assembles a tensor",
-    },
-    # Its transports in turn are one here.
-    environment={
-        "TORCHSTORE_RDMA_ENABLED": "0",
-        "TORCHSTORE_GLOO_ENABLED": "0",
-        "TORCHSTORE_SHARED_MEMORY_ENABLED": "0",
-    },
-)
 STATE = INTERNAL + "the tables of replicas and sessions in a service"
 TORCHFORGE = Suite(
     name="torchforge",
@@ -124,12 +81,12 @@ TORCHFORGE = Suite(
     ),
     helpers=("tests/__init__.py", "tests/conftest.py", "tests/unit_tests/__init__.py"),
     imports={
-        r"^from forge\.controller\.service import": "from tests.upstream.private_names import",
-        r"^from forge\.data\.rewards import": "from forge.actors.upstream.rewards import",
-        r"^from forge\.types import ProcessConfig": "from tests.upstream.private_names import ProcessConfig",
+        r"^from forge\.controller\.service import": "from tests.forge_compat.upstream.private_names import",
+        r"^from forge\.data\.rewards import": "from forge_compat.upstream.rewards import",
+        r"^from forge\.types import ProcessConfig": "from tests.forge_compat.upstream.private_names import ProcessConfig",
         r"^from forge\.observability\.perf_tracker import _TimerCPU, _TimerCUDA, trace, Tracer": (
             "from forge.observability.perf_tracker import trace, Tracer\n"
-            "from tests.upstream.private_names import _TimerCPU, _TimerCUDA"
+            "from tests.forge_compat.upstream.private_names import _TimerCPU, _TimerCUDA"
         ),
     },
     differences={
@@ -158,4 +115,4 @@ TORCHFORGE = Suite(
     },
 )
 
-SUITES = (TORCHSTORE, TORCHFORGE)
+SUITES = (TORCHFORGE,)

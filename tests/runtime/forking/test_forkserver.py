@@ -127,6 +127,7 @@ def test_a_server_that_was_killed_is_replaced_and_at_last_given_up(tmp_path: Pat
     for _ in range(2):
         lost = server.pid
         os.kill(lost, signal.SIGKILL)
+        assert ends(lost)
         assert server.wait()
         assert server.pid != lost
     process, _, seen = launch(server)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 from ...runtime.controller.balance import LoadBalancer
 from ...runtime.controller.options import Options
-from ...runtime.controller.request import Request
 from ...runtime.controller.routers import resolve_router
 from ...runtime.controller.service import RETRY_DELAY
+from ...runtime.controller.types import Request
 from .engine import EngineLost, SimulatedEngine
 from .settings import Faults, Generators
 

@@ -29,7 +29,7 @@ from .types import Kwargs
 
 # A rank and its value. The values differ by endpoint: callers know which to expect.
 Answer = tuple[int, Any]
-Function = Callable[[], Any]
+Function = Callable[..., Any]
 
 # The newest `ActorHost` of each name, in a process that forge did not start.
 _named: dict[str, ActorHost] = {}
@@ -70,19 +70,20 @@ class ActorHost(Actor):
         `on_respawn` too."""
         context = replace(context, rank=current_rank().rank if context.world_size > 1 else 0)
         hosted = Hosted(context)
-
-        async def start() -> None:
-            async with self._setting_up:
-                if self._predecessor is not None:
-                    await self._predecessor.clear()
-                    self._predecessor = None
-                await hosted.in_thread(lambda: hosted.build(definition))
-                await hosted.run("setup")
-            if context.incarnation:
-                await hosted.run("on_respawn")
+        steps: list[str | Function] = [lambda: hosted.build(definition), "setup"]
+        async with self._setting_up:
+            if self._predecessor is not None:
+                await self._predecessor.clear()
+                self._predecessor = None
+            for step in steps:
+                answer = await hosted.run(step)
+                if isinstance(answer[1], RemoteFailure):
+                    return answer
+        if context.incarnation:
+            answer = await hosted.run("on_respawn")
+        if not isinstance(answer[1], RemoteFailure):
             self._hosted[number] = hosted
-
-        return await hosted.guarded("setup", start)
+        return answer
 
     @concurrent_endpoint
     async def invoke(
@@ -101,7 +102,7 @@ class ActorHost(Actor):
         _token.set(token)
         _request.set(request_id)
         try:
-            return await hosted.guarded(method, lambda: hosted.run(method, *args, **kwargs))
+            return await hosted.run(method, *args, **kwargs)
         finally:
             del self._serving[token]
 
@@ -130,7 +131,7 @@ class ActorHost(Actor):
 
     async def _close(self, number: int) -> Answer:
         hosted = self._hosted.pop(number)
-        reply = await hosted.guarded("teardown", lambda: hosted.run("teardown"))
+        reply = await hosted.run("teardown")
         hosted.thread.shutdown(wait=False)
         return reply
 
@@ -166,12 +167,18 @@ class Hosted:
         self.instance.context = self.context
         self.instance.__init__(*args, **kwargs)
 
-    async def run(self, method: str, *args: object, **kwargs: object) -> object:
-        """Run a method: async ones in the event loop, plain ones in the component's thread."""
-        function = getattr(self.instance, method)
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        return await self.in_thread(lambda: function(*args, **kwargs))
+    async def run(self, method: str | Function, *args: object, **kwargs: object) -> Answer:
+        """Run a method, async ones in the event loop and plain ones in the component's thread; return the rank and the
+        value, or an exception as `RemoteFailure`."""
+        try:
+            function = getattr(self.instance, method) if isinstance(method, str) else method
+            if inspect.iscoroutinefunction(function):
+                return self.context.rank, await function(*args, **kwargs)
+            return self.context.rank, await self.in_thread(lambda: function(*args, **kwargs))
+        # The caller decides what an error means, even one that asks this process to exit.
+        except BaseException as error:
+            name = method if isinstance(method, str) else "setup"
+            return self.context.rank, RemoteFailure.capture(f"{self.context}.{name} (pid {os.getpid()})", error)
 
     async def in_thread(self, function: Function) -> object:
         """Run a function in the component's thread, with the caller's context."""
@@ -188,11 +195,3 @@ class Hosted:
                 self.in_thread_now = None
 
         return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, work)
-
-    async def guarded(self, call: str, make: Function) -> Answer:
-        """Return the rank and the value; an exception is returned as `RemoteFailure`."""
-        try:
-            return self.context.rank, await make()
-        # The caller decides what an error means, even one that asks this process to exit.
-        except BaseException as error:
-            return self.context.rank, RemoteFailure.capture(f"{self.context}.{call} (pid {os.getpid()})", error)

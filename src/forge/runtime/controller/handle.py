@@ -106,7 +106,7 @@ class Endpoint:
         Args:
             timeout: seconds until the call is an error, waiting for a replica included; None is `call_timeout`.
             session: id of a session, instead of a `session()` block.
-            request_id: what `forge.runtime.controller.request_id()` gives in the endpoint; None makes one.
+            request_id: what `forge.runtime.controller.types_id()` gives in the endpoint; None makes one.
         """
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")
@@ -124,7 +124,7 @@ class Endpoint:
         sess_id = kwargs.pop("sess_id", None)
         if sess_id is not None:
             return replace(self, session=str(sess_id)).route(*args, **kwargs)
-        return self._send("route", args, kwargs)
+        return self.service._dispatch(self._call("route", args, kwargs))
 
     def fanout(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
         """Send to every replica, those being replaced included, and return one value for each, in replica order.
@@ -132,26 +132,20 @@ class Endpoint:
         Raises:
             the first failure, once every replica has answered or failed.
         """
-        return self._send("fanout", args, kwargs)
+        return self.service._dispatch(self._call("fanout", args, kwargs))
 
     def call(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
         """Send to every rank of a component with one replica, and return one value for each, in rank order."""
-        return self._send("call", args, kwargs)
+        return self.service._dispatch(self._call("call", args, kwargs))
 
     def call_one(self, *args: object, **kwargs: object) -> Pending[Value]:
         """Send to a component of one process, and return its value."""
-        return self._send("call_one", args, kwargs)
+        return self.service._dispatch(self._call("call_one", args, kwargs))
 
-    def _send(self, verb: str, args: tuple, kwargs: Kwargs) -> Pending[Value]:
-        # Not a coroutine itself: the call, its caller and its session are those of the moment when it is written.
+    def _call(self, verb: str, args: tuple, kwargs: Kwargs) -> Call:
+        # The caller and its session are those of the moment when the call is written, not awaited.
         session = self.session or _session.get({}).get(self.service._name)
-        call = Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
-
-        async def timed() -> Value:
-            with on_the_clock(f"{self.service._name}.{self.name}"):
-                return await self.service._dispatch(call)
-
-        return timed()
+        return Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
 
 
 class Local(Handle):
@@ -173,8 +167,9 @@ class Local(Handle):
         method = getattr(self._component, call.endpoint)
         limit = call.timeout or self.CALL_TIMEOUT
         try:
-            async with asyncio.timeout(limit) as expiry:
-                value = await self._call(method, *call.args, **call.kwargs)
+            with on_the_clock(f"{self._name}.{call.endpoint}"):
+                async with asyncio.timeout(limit) as expiry:
+                    value = await self._call(method, *call.args, **call.kwargs)
         except TimeoutError:
             if not expiry.expired():  # the endpoint itself raised it
                 raise

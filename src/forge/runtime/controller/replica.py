@@ -107,14 +107,14 @@ class Replica:
         try:
             # The first message returns once every process is up, and says which processes to watch.
             try:
-                self.group.watch(_unwrap(await self._all_ranks("start", limit, "ping")))
+                self.group.watch(await self._ask("start", limit, "ping"))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
             # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
             # ranks.
             if self.options.procs > 1:
                 self.context = replace(self.context, rendezvous=await self.group.hosts.rendezvous())
-            _unwrap(await self._all_ranks("setup", limit, "start", self.number, self.context, definition))
+            await self._ask("setup", limit, "start", self.number, self.context, definition)
         finally:
             self.group.starting -= 1
 
@@ -136,7 +136,7 @@ class Replica:
         message = (self.number, request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
             timeout = request.time_left if limit is None else limit
-            values = await self._all_ranks(request.endpoint, timeout, "invoke", *message)
+            values = await self._ask(request.endpoint, timeout, "invoke", *message)
         except CallTimeout as error:
             # The caller has waited long enough, but must not leave the work running behind it.
             await self._abandon(request)
@@ -152,16 +152,16 @@ class Replica:
         if limit is None:
             self.served += 1
             self.latencies.append(self.last_answer - request.sent)
-        return _unwrap(values)
+        return values
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Value]:
         """Return the metrics of all ranks since the last call."""
-        return _unwrap(await self._all_ranks("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles))
+        return await self._ask("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles)
 
     async def ping(self) -> None:
         """Return once every rank has answered, or the replica is lost."""
         with suppress(ReplicaDied):
-            await self._all_ranks("ping", None, "ping")
+            await self._ask("ping", None, "ping")
 
     def fail(self, reason: str, *, blameless: bool = False) -> ReplicaDied:
         """Declare this replica dead, and end every call in flight on it.
@@ -182,8 +182,8 @@ class Replica:
         """Run `teardown`, and end the processes unless they host other components."""
         if self.alive:
             try:
-                closing = self._all_ranks("teardown", None, "close", self.number)
-                _unwrap(await wait_for(closing, self.group.processes, TEARDOWN_PATIENCE))
+                closing = self._ask("teardown", None, "close", self.number)
+                await wait_for(closing, self.group.processes, TEARDOWN_PATIENCE)
             except TimeoutError:
                 log.warning("%s: teardown gave no answer within %g s (pid %s)", self, TEARDOWN_PATIENCE, self.location)
             except Exception as error:
@@ -202,7 +202,7 @@ class Replica:
         async def cancel() -> bool:
             label = f"cancel of {request.endpoint}"
             try:
-                return all(await self._all_ranks(label, CANCEL_TIMEOUT, "cancel", request.token))
+                return all(await self._ask(label, CANCEL_TIMEOUT, "cancel", request.token))
             except (ReplicaDied, CallTimeout):
                 return True  # the ping notices a replica that does not even answer this
 
@@ -214,42 +214,23 @@ class Replica:
             remaining = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
             asyncio.get_running_loop().call_later(remaining, lambda: asyncio.ensure_future(give_up()))
 
-    async def _all_ranks(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
-        """Send one message to every rank; return the values in rank order, or one RemoteFailure. The first failure ends
-        the wait for the other ranks, which may be stuck in a collective with the rank that failed."""
+    async def _ask(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
+        """Send one message to every rank and return the values in rank order, unless the replica fails or the time limit
+        is reached first. The first failure of a rank is raised: others may be stuck in a collective with it."""
+        if self.failed.done():
+            raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
         send = getattr(self.actor_host, endpoint)
         if self.options.procs == 1:
-            return [(await self._wait(label, send.call_one(*args).as_asyncio(), limit))[1]]
-        answers: list[asyncio.Future[Answer]] = [reply.as_asyncio() for reply in send.stream(*args)]
-
-        # A rank whose peer dies raises as well, often before the death is known here: it is a death then, not an error.
-        async def in_rank_order() -> list[Value]:
-            by_rank = {}
-            try:
-                for reply in asyncio.as_completed(answers):
-                    rank, by_rank[rank] = await reply
-                    if isinstance(by_rank[rank], RemoteFailure):
-                        await asyncio.wait(answers, timeout=self.group.hosts.notice_after)
-                        return [by_rank[rank]]
-            finally:
-                for reply in answers:
-                    reply.cancel()
-            return [by_rank[rank] for rank in sorted(by_rank)]
-
-        return await self._wait(label, asyncio.ensure_future(in_rank_order()), limit)
-
-    async def _wait(self, label: str, reply: asyncio.Future[Value], limit: float | None) -> Value:
-        """Wait for `answer`, the replica's failure, or the time limit, whichever comes first."""
-        if self.failed.done():
-            reply.cancel()
-            raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
+            reply = send.call_one(*args).as_asyncio()
+        else:
+            reply = asyncio.ensure_future(self._gather([reply.as_asyncio() for reply in send.stream(*args)]))
         # `fail` cancels answers, and a caller may cancel this task: the count of cancellations tells the two apart.
         task = asyncio.current_task()
         cancelling = task.cancelling() if task else 0
         self._answers.add(reply)
         try:
             async with asyncio.timeout(limit):
-                return await reply
+                answers: list[Answer] = [await reply] if self.options.procs == 1 else await reply
         except TimeoutError:
             raise CallTimeout(
                 f"{self}.{label} gave no answer within {round(limit or 0.0, 1):g} s (pid {self.location})"
@@ -264,10 +245,11 @@ class Replica:
             self.group.fail(reason, by_clock="timeout waiting for message" in account)
             raise self.fail(reason) from error
         except ValueError as error:
-            if "error spawning proc mesh" not in str(error):
+            if "error spawning proc mesh" not in str(error) and "error creating proc" not in str(error):
                 raise
             # Monarch waits for no process that has not called back 30 s after its start.
-            raise self.fail("Monarch gave up its start", blameless=True) from None
+            reason = f"Monarch gave up its start, after at most 30 s; its output may say why ({str(error)[:80]})"
+            raise self.fail(reason, blameless=True) from None
         except ActorError as error:
             # The message could not be unpickled, or its answer not pickled. The actor lives.
             text = str(error).strip()
@@ -279,17 +261,28 @@ class Replica:
             # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
             reply.add_done_callback(lambda late: late.cancelled() or late.exception())
             reply.cancel()
+        for _, value in answers:
+            if isinstance(value, RemoteFailure):
+                raise value.to_exception()
+        return [value for _, value in answers]
+
+    async def _gather(self, replies: list[asyncio.Future[Answer]]) -> list[Answer]:
+        """Return the answers of all ranks in their order, or the first failure."""
+        answers = []
+        try:
+            for reply in asyncio.as_completed(replies):
+                answers.append(await reply)
+                # A rank whose peer dies raises as well, often before the death is known here: it is a death then.
+                if isinstance(answers[-1][1], RemoteFailure):
+                    await asyncio.wait(replies, timeout=self.group.hosts.notice_after)
+                    return answers[-1:]
+        finally:
+            for reply in replies:
+                reply.cancel()
+        return sorted(answers, key=lambda answer: answer[0])
 
 
 def _last_line(error: Exception) -> str:
     """What an error of Monarch says after its traceback, or its class."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__
-
-
-def _unwrap(values: list[Value] | None) -> list[Value]:
-    """Return the values, or raise what the component raised."""
-    for value in values or []:
-        if isinstance(value, RemoteFailure):
-            raise value.to_exception()
-    return values or []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ...observability.metrics import Reduce, record_metric
+from ...observability.metrics import Reduce, on_the_clock, record_metric
 from .balance import LoadBalancer
 from .errors import CallTimeout, ForgeError, PoisonRequest, ReplicaDied, ServiceStopped
 from .handle import Handle
@@ -166,9 +166,6 @@ class Service(Handle):
     async def _dispatch(self, call: Call) -> Value:
         self._check_runs()
         if call.verb == "fanout":
-            # The trainer publishes its weights before generators are asked to load them.
-            if call.endpoint in self.before_fanout:
-                await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
             return await self._fanout(call)
         if call.verb != "route" and len(self._supervisors) != 1:
             raise ForgeError(
@@ -178,7 +175,8 @@ class Service(Handle):
         if call.verb == "call_one" and self._options.procs != 1:
             raise ForgeError(f"call_one needs one process and {self._name} has {self._options.procs}: use call")
         request = self._request(call)
-        values = await self._serve(request, self._balancer.acquire)
+        with on_the_clock(f"{self._name}.{call.endpoint}"):
+            values = await self._serve(request, self._balancer.acquire)
         assert values is not None
         return values if call.verb == "call" else values[0]
 
@@ -235,6 +233,9 @@ class Service(Handle):
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
     async def _fanout(self, call: Call) -> list[Value]:
+        # The trainer publishes its weights before generators are asked to load them.
+        if call.endpoint in self.before_fanout:
+            await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
         catch_up = call.endpoint in self._catch_up
         previous = self._latest.get(call.endpoint)
         if catch_up:
@@ -262,7 +263,8 @@ class Service(Handle):
         up = [supervisor for supervisor in self._supervisors if supervisor.state == "up"]
         expected = [supervisor for supervisor in self._supervisors if not (up and supervisor.waits_for_host)]
         calls = [call_replica(supervisor, self._request(call)) for supervisor in (up if catch_up else expected)]
-        replies = await asyncio.gather(*calls, return_exceptions=True)
+        with on_the_clock(f"{self._name}.{call.endpoint}"):
+            replies = await asyncio.gather(*calls, return_exceptions=True)
         self._check_runs()
         for reply in replies:
             if isinstance(reply, BaseException):
