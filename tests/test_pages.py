@@ -24,7 +24,6 @@ from forge.cli import (
     convert,
     doctor,
     evaluate,
-    launch,
     mismatch,
     plan,
     recipes,
@@ -34,11 +33,12 @@ from forge.cli import (
     simulate,
     table,
     watch,
-    worker,
 )
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge.rewards.config import VerifiersConfig
+from forge_cluster import launch_command as launch
+from forge_cluster import worker_command as worker
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,12 +10,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from forge.cli.launch import LAUNCHERS
 
 import forge
 from forge.cli import main, make_parser
 from forge.recipes.launch import launch
 from forge.recipes.rl_config import RLConfig
+from forge_cluster.launch_command import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
 

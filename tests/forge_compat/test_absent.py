@@ -6,10 +6,10 @@ import importlib
 from importlib.util import find_spec
 
 import pytest
-from forge.system.aliases import ABSENT
 
 from forge.config.foreign_names import ENDPOINTS
 from forge.runtime.controller.handle import Endpoint, Handle
+from forge_compat.aliases import ABSENT
 
 
 class Service(Handle):

@@ -83,7 +83,9 @@ TORCHFORGE = Suite(
     imports={
         r"^from forge\.controller\.service import": "from tests.forge_compat.upstream.private_names import",
         r"^from forge\.data\.rewards import": "from forge_compat.upstream.rewards import",
-        r"^from forge\.types import ProcessConfig": "from tests.forge_compat.upstream.private_names import ProcessConfig",
+        r"^from forge\.types import ProcessConfig": (
+            "from tests.forge_compat.upstream.private_names import ProcessConfig"
+        ),
         r"^from forge\.observability\.perf_tracker import _TimerCPU, _TimerCUDA, trace, Tracer": (
             "from forge.observability.perf_tracker import trace, Tracer\n"
             "from tests.forge_compat.upstream.private_names import _TimerCPU, _TimerCUDA"

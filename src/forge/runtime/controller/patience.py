@@ -24,9 +24,15 @@ UNSEEN_PATIENCE = 30.0
 
 class Patience:
     """A limit of `seconds` for one process: it is reached once that has used as much CPU time, or has neither used nor
-    wanted any for that long. Of a process that nothing is known of, the limit is plain time."""
+    wanted any for that long. Of a process that nothing is known of, the limit is plain time.
 
-    def __init__(self, first: Activity | None, seconds: float) -> None:
+    Args:
+        first: what the process does now.
+        idle_only: CPU time does not count, as where a process also does what others ask for.
+    """
+
+    def __init__(self, first: Activity | None, seconds: float, idle_only: bool = False) -> None:
+        self._idle_only = idle_only
         self.seconds = seconds if first is not None else max(seconds, UNSEEN_PATIENCE)
         self._first = self._latest = first
         self._checked = time.monotonic()
@@ -46,11 +52,15 @@ class Patience:
             self._latest = latest
         # This process may have been without a core itself: what it did not see is not silence.
         self._idle = 0.0 if is_active else self._idle + min(elapsed, 4 * CHECK_EVERY)
-        return self._idle < self.seconds and used < self.seconds
+        return self._idle < self.seconds and (self._idle_only or used < self.seconds)
 
 
 async def wait_for(
-    awaitable: Awaitable[T], processes: Sequence[Watched], seconds: float, is_answered: Callable[[], Any] = bool
+    awaitable: Awaitable[T],
+    processes: Sequence[Watched],
+    seconds: float,
+    is_answered: Callable[[], Any] = bool,
+    idle_only: bool = False,
 ) -> T | None:
     """Await something that processes do, with a `Patience` for each; None once `is_answered` in another way.
 
@@ -68,7 +78,7 @@ async def wait_for(
                 break
             activities = await asyncio.gather(*(process.activity() for process in processes))
             if not limits:
-                limits = [Patience(activity, seconds) for activity in activities]
+                limits = [Patience(activity, seconds, idle_only) for activity in activities]
             left = [limit.is_left(activity) for limit, activity in zip(limits, activities, strict=True)]
             if not all(left) or (not left and time.monotonic() > deadline):
                 raise TimeoutError

@@ -175,7 +175,9 @@ class ProcessGroup:
 
             pings = asyncio.gather(*(member.ping() for member in pinged))
             try:
-                await wait_for(pings, self.processes, self.options.ping_timeout, is_answered)
+                # Other actors run in a user's processes: while one is made, which imports its modules, no other is served.
+                idle_only = self.hosts.borrowed
+                await wait_for(pings, self.processes, self.options.ping_timeout, is_answered, idle_only)
             except TimeoutError:
                 self.fail(f"it answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
 

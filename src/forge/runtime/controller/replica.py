@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 TEARDOWN_PATIENCE = 5.0
 DRAIN_TIMEOUT = 120.0
 CANCEL_TIMEOUT = 5.0
+BORROWED_TIMEOUT = 60.0
 
 _numbers = itertools.count()
 
@@ -107,7 +108,9 @@ class Replica:
         try:
             # The first message returns once every process is up, and says which processes to watch.
             try:
-                self.group.watch(await self._ask("start", limit, "ping"))
+                # Monarch says nothing of a user's process that ended earlier.
+                first = min(limit, BORROWED_TIMEOUT) if self.group.hosts.borrowed else limit
+                self.group.watch(await self._ask("start", first, "ping"))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
             # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
@@ -215,8 +218,8 @@ class Replica:
             asyncio.get_running_loop().call_later(remaining, lambda: asyncio.ensure_future(give_up()))
 
     async def _ask(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
-        """Send one message to every rank and return the values in rank order, unless the replica fails or the time limit
-        is reached first. The first failure of a rank is raised: others may be stuck in a collective with it."""
+        """Send one message to every rank and return the values in rank order, unless the replica fails or the time
+        limit is reached first. The first failure of a rank is raised: others may be stuck in a collective with it."""
         if self.failed.done():
             raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
         send = getattr(self.actor_host, endpoint)
