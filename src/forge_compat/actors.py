@@ -17,6 +17,8 @@ from forge.data.packing import pack
 from forge.runtime.controller import endpoint
 from forge.types import Episode
 
+from .verbs import hint
+
 
 class ReplayBuffer(Buffer):
     """A buffer that a program polls, with batches in a part for each rank.
@@ -39,7 +41,10 @@ class ReplayBuffer(Buffer):
         capacity: int = 4096,
         **settings: Any,
     ) -> None:
-        super().__init__(capacity, **settings)
+        try:
+            super().__init__(capacity, **settings)
+        except TypeError as error:
+            raise TypeError(f"{error}{''.join(map(hint, settings))}") from None
         self.part_size = whole(batch_size, "batch_size")
         self.parts = whole(dp_size, "dp_size")
         self.collate = collate

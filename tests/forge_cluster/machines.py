@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CPU = Path("/sys/fs/cgroup/cpu")
 CPU_QUOTA = "cpu.cfs_quota_us"  # microseconds in a period, by default a tenth of a second; of cgroups of version 1
 CPU_PERIOD = "cpu.cfs_period_us"

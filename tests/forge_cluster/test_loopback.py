@@ -74,7 +74,6 @@ def test_the_doctor_examines_them(workers, tmp_path):
     done = subprocess.run(
         [*command, "--folder", str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=120
     )
-    assert "MB/s over TLS" in done.stdout
     assert done.stdout.count("free") >= 2
     assert "does not see" not in done.stdout
     nowhere = subprocess.run(

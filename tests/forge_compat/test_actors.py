@@ -56,7 +56,7 @@ def test_the_buffer_gives_each_rank_its_part_or_none():
         await shutdown()
 
     asyncio.run(main())
-    with pytest.raises(TypeError, match="'max_buffer_size'; torchforge's max_buffer_size is capacity"):
+    with pytest.raises(TypeError, match="'max_buffer_size': torchforge's max_buffer_size is capacity"):
         ReplayBuffer.as_actor(batch_size=2, max_buffer_size=8)
 
 
@@ -288,7 +288,7 @@ def test_the_metric_logger_merges_all_processes(caplog):
         logger = await get_or_create_metric_logger(process_name="Controller")
         assert await get_or_create_metric_logger() is logger
         await logger.init_backends.call_one({"console": {"logging_mode": "global_reduce"}})
-        recorder = await Recorder.as_actor()
+        recorder = await Recorder.as_actor(batch_size=1)
         await recorder.record.route()
         record_metric("seen", 4.0, Reduce.SUM)
         with caplog.at_level(logging.INFO, logger="forge.metrics"):

@@ -85,7 +85,7 @@ def test_an_endpoint_has_a_name_of_torchforges_first():
 
 
 def test_arguments_of_torchforges_are_answered():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'engine_args'; tor"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'engine_args': tor"):
         Counter.as_service(engine_args={})
 
 

@@ -31,6 +31,7 @@ METRIC_TIMER_USES_GPU = EnvVar(
     "METRIC_TIMER_USES_GPU", None, "The timer of Tracer and trace: true is gpu, false is cpu; unset: their argument."
 )
 
+
 def all_env_vars() -> list[EnvVar]:
     """All of these variables."""
     return [value for value in globals().values() if isinstance(value, EnvVar)]

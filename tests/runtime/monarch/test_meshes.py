@@ -347,7 +347,7 @@ def test_sizes_that_do_not_divide_are_errors_of_one_line():
             ({"hosts": procs, "procs": 4}, "num_replicas = 1 of procs = 4 need 4"),
             (
                 {"hosts": procs, "env": {"A": "b"}},
-                "env does nothing: hosts is a ProcMesh of 6 processes, which run alr",
+                "env does nothing: hosts is a ProcMesh of 6 processes",
             ),
             ({"hosts": hosts, "num_replicas": 3}, "a HostMesh of 4 hosts, over which num_replicas = 3"),
             (

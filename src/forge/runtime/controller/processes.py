@@ -175,7 +175,7 @@ class ProcessGroup:
 
             pings = asyncio.gather(*(member.ping() for member in pinged))
             try:
-                # Other actors run in a user's processes: while one is made, which imports its modules, no other is served.
+                # Other actors run in a user's processes: while one of them is made, no other is served.
                 idle_only = self.hosts.borrowed
                 await wait_for(pings, self.processes, self.options.ping_timeout, is_answered, idle_only)
             except TimeoutError:
