@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..system.files import printable
 
@@ -64,7 +65,7 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
 def _values(path: Path, metric: str) -> tuple[list[float], int]:
     if not path.exists():
         return [], 0
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for line in path.read_text().splitlines():
         try:
             rows.append(json.loads(line))

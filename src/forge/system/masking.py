@@ -61,7 +61,7 @@ def without_secrets(value: Json, name: str = "") -> Json:
     *sections, last = name.split(".")
     # An environment may also be a simulated world, which is a name and not a mapping.
     is_place = any(map(_is_place, sections)) or (_is_place(last) and (last == "env" or not isinstance(value, str)))
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and not value):
         return value
     if isinstance(value, dict):
         path = name if is_place or is_secret(last) else ""

@@ -106,7 +106,7 @@ class Endpoint:
         Args:
             timeout: seconds until the call is an error, waiting for a replica included; None is `call_timeout`.
             session: id of a session, instead of a `session()` block.
-            request_id: what `forge.runtime.controller.types_id()` gives in the endpoint; None makes one.
+            request_id: what `forge.runtime.controller.request_id()` gives in the endpoint; None makes one.
         """
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be positive (seconds), got {timeout}")

@@ -22,10 +22,11 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...system.scratch import Scratch
 from ..monarch_names import LIBRARY
@@ -123,7 +124,7 @@ class _Loaded(ctypes.Structure):
     _fields_ = (("base", ctypes.c_size_t), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_size_t))
 
 
-def _replace(library: str, name: str, function: Callable[..., int], lost: str) -> None:
+def _replace(library: str, name: str, function: Any, lost: str) -> None:
     """Let a library call another function in place of one that it imports; `lost` is the protection without that."""
     loaded = _Loaded.from_address(ctypes.CDLL(library)._handle)
     tags: dict[int, int] = {}

@@ -97,7 +97,7 @@ class Service(Handle):
         if num_replicas < 1:
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
         async with self._scaling:
-            self._check_runs()
+            self._balancer.check_open()
             # Failed replicas make room first, also on their devices.
             failed = [supervisor for supervisor in self._supervisors if supervisor.state == "failed"]
             await asyncio.gather(*map(self._retire, failed))
@@ -158,13 +158,7 @@ class Service(Handle):
     def _was_stopped(self) -> ServiceStopped:
         return ServiceStopped(f"{self._name} was stopped")
 
-    def _check_runs(self) -> None:
-        if self._stopped:
-            raise self._was_stopped()
-        self._balancer.check_open()
-
     async def _dispatch(self, call: Call) -> Value:
-        self._check_runs()
         if call.verb == "fanout":
             return await self._fanout(call)
         if call.verb != "route" and len(self._supervisors) != 1:
@@ -233,6 +227,7 @@ class Service(Handle):
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
     async def _fanout(self, call: Call) -> list[Value]:
+        self._balancer.check_open()
         # The trainer publishes its weights before generators are asked to load them.
         if call.endpoint in self.before_fanout:
             await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
@@ -265,7 +260,7 @@ class Service(Handle):
         calls = [call_replica(supervisor, self._request(call)) for supervisor in (up if catch_up else expected)]
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             replies = await asyncio.gather(*calls, return_exceptions=True)
-        self._check_runs()
+        self._balancer.check_open()
         for reply in replies:
             if isinstance(reply, BaseException):
                 if catch_up and self._latest[call.endpoint] is call:

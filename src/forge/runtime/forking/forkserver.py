@@ -76,6 +76,8 @@ class ForkServer:
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self.address = folder / f"fork{next(_numbers)}"
         self._settings = settings
+        self._process: subprocess.Popen[bytes]
+        self._is_up: bool
         self._lives = LIVES
         self._waiting = threading.Lock()  # of threads
         self._start()

@@ -198,12 +198,13 @@ def publish_together(
     name = f"{name}/{_attempts[name]}"
 
     def send(label: object, work: Callable[[], Any]) -> None:
+        message: tuple[str | None, Any]
         try:
             message = None, work()
         except Exception as error:  # any error must reach every rank
             message = type(error).__name__, str(error)
         # The store may be a file that only grows.
-        meeting.set(f"{name}/{label}", zlib.compress(json.dumps(message).encode()))
+        meeting.set(f"{name}/{label}", zlib.compress(json.dumps(message).encode()))  # type: ignore[arg-type]  # bytes are taken
 
     def receive(label: object) -> Any:
         try:
