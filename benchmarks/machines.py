@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.runtime.cluster.machines import Controller, Machine, Machines, environment, listens, trained, wait_until
+from tests.forge_cluster.machines import Controller, Machine, Machines, environment, listens, trained, wait_until
 
-CONFIG = "tests/runtime/cluster/tiny.yaml"
+CONFIG = "tests/forge_cluster/tiny.yaml"
 PROCESSES = "[b]ootstrap_main|[f]orge.runtime.controller.child"  # in the command line of a component's
 
 
@@ -140,7 +140,7 @@ def full_disk(machine: Machine) -> None:
 
 
 def worker(machine: Machine) -> None:
-    machine.run(["pkill", "-9", "-f", "[f]orge.runtime.cluster.worker"])
+    machine.run(["pkill", "-9", "-f", "[f]orge.@@CL@@.worker"])
 
 
 def daemon(machine: Machine) -> None:

@@ -18,10 +18,13 @@ from typing import NamedTuple, get_origin
 import pytest
 import yaml
 
-from forge.cli import clean, doctor, evaluate, launch, recipes, serve, table, worker
+from forge.cli import clean, doctor, evaluate, recipes, table
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge.rewards.config import VerifiersConfig
+from forge_agents import serving as serve
+from forge_cluster import launch_command as launch
+from forge_cluster import worker_command as worker
 from forge_compat import convert
 from forge_inspect.cli import audit, mismatch, plan, replay, runs, watch
 

@@ -10,12 +10,12 @@ Importing this package imports nothing heavy; each part is imported where it is 
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from types import ModuleType
 from typing import Any
-
-from .system import aliases
-
-aliases.install()
 
 # Imported on first use, from these modules.
 _HOMES = {
@@ -36,3 +36,25 @@ def __getattr__(name: str) -> Any:
         except PackageNotFoundError:  # a checkout on Python's path that was never installed
             return "0+unknown"
     raise AttributeError(f"module 'forge' has no attribute {name!r}")
+
+
+class _Finder:
+    """Asks other packages for a module of this one that does not exist, such as torchforge's `forge.controller`."""
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the specification of the module here, or of the first package that has one."""
+        parent = fullname.rpartition(".")[0]
+        if parent.partition(".")[0] != __name__:
+            return None
+        # Modules within an alias are aliases as well: they must not be loaded a second time by their files.
+        if sys.modules[parent].__name__ == parent and (spec := PathFinder.find_spec(fullname, path)) is not None:
+            return spec
+        points = entry_points(group="forge.modules")
+        return next((spec for point in points if (spec := point.load()(fullname)) is not None), None)
+
+
+if not any(getattr(finder, "__qualname__", "") == _Finder.__qualname__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]

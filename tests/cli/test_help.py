@@ -13,9 +13,9 @@ import pytest
 
 import forge
 from forge.cli import main, make_parser
-from forge.cli.launch import LAUNCHERS
 from forge.recipes.launch import launch
 from forge.recipes.rl_config import RLConfig
+from forge_cluster.launch_command import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,7 +118,7 @@ def test_completion_of_a_shell(tmp_path, capsys):
     ],
 )
 def test_what_would_fail_in_the_queue_is_an_error_at_submission(words: list[str], message: str, monkeypatch):
-    monkeypatch.setattr("forge.runtime.cluster.credentials.find_spec", lambda name: None)
+    monkeypatch.setattr("forge_cluster.credentials.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=f"error: {message}"):
         main(["launch", "slurm", *words])
 

@@ -237,7 +237,7 @@ def test_a_gguf_header_that_lies_is_one_line(start: bytes, tmp_path: Path):
 @pytest.mark.parametrize("content", ["[1]", "[" * 100_000], ids=["list", "deep"])
 def test_serve_and_train_say_it_in_one_line(content: str, model: Path, tmp_path: Path):
     (model / "config.json").write_text(content)
-    words = ["train", "tests/runtime/cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]
+    words = ["train", "tests/forge_cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]
     words += ["--run.root", str(tmp_path / "runs")]
     for command in (["serve", str(model)], words):
         done = subprocess.run(
@@ -290,7 +290,7 @@ def test_launch_reads_no_model(model: Path, capsys: pytest.CaptureFixture[str]):
         [
             "launch",
             "slurm",
-            "tests/runtime/cluster/tiny.yaml",
+            "tests/forge_cluster/tiny.yaml",
             "--dry-run",
             "--from_scratch",
             "null",

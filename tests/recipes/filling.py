@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from tests.runtime.cluster.reward import SharedLetters
+from tests.forge_cluster.reward import SharedLetters
 
 
 class Filling(SharedLetters):

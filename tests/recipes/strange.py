@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.runtime.cluster.reward import SharedLetters
+from tests.forge_cluster.reward import SharedLetters
 
 
 def ends() -> None:

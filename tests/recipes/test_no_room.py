@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from forge.training.checkpoint import checkpoints
-from tests.runtime.cluster.machines import ROOT, environment, trained
+from tests.forge_cluster.machines import ROOT, environment, trained
 from tests.system.disks import SmallDisk, small_disk
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
-COMMAND = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml"]
+COMMAND = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml"]
 COMMAND += ["--services.trainer.procs", "1", "--services.trainer.hosts", "null", "--services.generator.hosts", "null"]
 COMMAND += ["--services.generator.num_replicas", "1", "--reward.functions", "[tests.recipes.filling:Filling]"]
 COMMAND += ["--metrics.rollouts", "all"]

@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 import pytest
 
 from forge.recipes.preemption import Preemption, deadline_of
-from tests.runtime.cluster.machines import ROOT, environment, trained, wait_until
+from tests.forge_cluster.machines import ROOT, environment, trained, wait_until
 from tests.trees import descendants
 
-COMMAND = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml"]
+COMMAND = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml"]
 LOCAL = ["--services.trainer.procs", "1", "--services.trainer.hosts", "1", "--services.generator.num_replicas", "1"]
 LOCAL += ["--services.generator.hosts", "1", "--training.steps", "6"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cluster.machines import ROOT, environment, trained, wait_until
+from tests.forge_cluster.machines import ROOT, environment, trained, wait_until
 from tests.trees import descendants
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
-COMMAND = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml"]
+COMMAND = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml"]
 LOCAL = ["--services.trainer.procs", "1", "--services.trainer.hosts", "null", "--services.generator.num_replicas", "1"]
 LOCAL += ["--services.generator.hosts", "null", "--training.steps", "3"]
 HELD = Path(__file__).parent / "held"

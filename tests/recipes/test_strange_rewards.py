@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.forge_cluster.machines import trained
 from tests.recipes.strange import KINDS
 from tests.recipes.test_no_room import ended
-from tests.runtime.cluster.machines import trained
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
-COMMAND = [sys.executable, "-m", "forge", "train", "tests/runtime/cluster/tiny.yaml", "--training.steps", "5"]
+COMMAND = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml", "--training.steps", "5"]
 COMMAND += ["--services.trainer.procs", "1", "--services.trainer.hosts", "null", "--services.generator.hosts", "null"]
 COMMAND += ["--services.generator.num_replicas", "1", "--services.reward", "{}"]
 COMMAND += ["--reward.functions", "[tests.recipes.strange:Strange]"]

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from forge.runtime.cluster.inventory import visible_gpus
+from forge.runtime.inventory import visible_gpus
 from forge.system.devices import GRANTED, accelerator
 
 

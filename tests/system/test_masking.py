@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import stat
@@ -27,178 +26,41 @@ from forge.recipes.rl_config import RLConfig
 from forge.system.masking import MASK, MaskedStream, masked, masked_names, without_secrets
 from forge_inspect.watch.report import write_report
 
-# fmt: off
 SECRET_NAMES = [
-    "github_pat", "GITHUB_PAT", "slack_webhook", "webhook_url", "otp", "totp", "pgpass", "openaikey", "conn_str",
-    "seed_phrase", "mnemonic", "sas", "sas_url", "service_account_json",
-    "apikey", "apiKey", "api_key", "api_keys", "API-KEY", "ApiKey", "accessToken", "access_token", "passwd",
-    "passphrase", "keys", "tokens", "token", "key", "auth", "bearer", "credentials", "Cookie", "Set-Cookie",
-    "X-Auth", "X-Auth-Token", "private_key_pem", "secret", "client_secret", "clientSecret", "aws_secret_access_key",
-    "AWS_ACCESS_KEY_ID", "hf_token", "HF_TOKEN", "password", "db_password", "dbPassword", "Authorization",
-    "Proxy-Authorization", "X-Api-Key", "OPENAI_API_KEY", "WANDB_API_KEY", "openai_key", "github_token",
-    "GITHUB_PAT_TOKEN", "refresh_token", "refreshToken", "id_token", "session_token", "sessionToken", "csrfToken",
-    "secret_key", "secretKey", "secretkey", "privateKey", "ssh_key", "encryption_key", "signing_key", "pwd", "pass",
-    "user_pass", "authToken", "auth_token", "oauth_token", "oauth", "webhook_secret", "passwords", "secrets",
-    "api_tokens", "auth_tokens", "access_tokens", "bot_token", "SLACK_BOT_TOKEN", "jwt", "cred", "creds",
-    "credential", "connectionString", "passwort", "account_key", "subscription_key", "Ocp-Apim-Subscription-Key",
-    "master_key", "service_account_key", "access_key", "hub_token", "APIKEY", "ACCESSTOKEN", "rootPassword",
-    "MYSQL_PWD", "PGPASSWORD", "x-goog-api-key", "bearer_token", "basic_auth", "http_auth", "secret_token",
-    "private_key", "login_password", "mysecret", "SecretAccessKey", "sas_token",
+    *(
+        "api_key",
+        "apiKey",
+        "API-KEY",
+        "apikey",
+        "accessToken",
+        "hf_token",
+        "HF_TOKEN",
+        "token",
+        "passwd",
+        "db_password",
+    ),
+    *("client_secret", "aws_secret_access_key", "AWS_ACCESS_KEY_ID", "Authorization", "X-Api-Key", "WANDB_API_KEY"),
+    *("github_pat", "ssh_key", "private_key", "credentials", "Cookie", "auth", "connectionString", "webhook_url"),
 ]
-# fmt: on
-# fmt: off
 PLAIN_NAMES = [
-    "max_tokens", "tokens_per_second", "tokenizer", "num_tokens", "eos_token_id", "pad_token", "keyframes",
-    "monkey", "author", "key_value_heads", "num_key_value_heads", "special_tokens", "stop_tokens", "kv_heads",
-    "authors", "authority", "authored", "keyboard", "keynote", "turkey", "tokenize", "tokenization",
-    "tokenizer_path", "token_budget", "token_count", "token_ids", "stop_token_ids", "bos_token", "unk_token",
-    "cls_token", "sep_token", "mask_token", "max_new_tokens", "batch_tokens", "max_prompt_tokens", "prompt_tokens",
-    "completion_tokens", "total_tokens", "added_tokens", "additional_special_tokens", "image_token_id",
-    "token_level", "token_type_ids", "primary_key", "sort_key", "foreign_key", "cache_key", "label_key",
-    "reward_fn_key", "prompt_key", "answer_key", "api_key_env", "compass", "passage", "bypass", "passes", "passed",
-    "key_size", "secretary", "cookiecutter", "pad_token_id", "hidden_size", "keys_per_second", "output_tokens",
-    "tokens_per_step", "n_tokens", "keyword", "keywords", "key_dim", "num_keys", "public_key", "secretion",
-    "tokenizer_name", "token_weights", "author_email", "authentic", "bearing", "min_tokens", "start_token",
-    "end_token", "think_token", "thinking_tokens", "keypoints", "pass_at_k", "pass_rate", "first_pass", "hockey",
-    "donkey", "whiskey", "loss_per_token", "per_token",
+    *("max_tokens", "tokens_per_second", "tokenizer", "eos_token_id", "pad_token", "stop_token", "num_key_value_heads"),
+    *("author", "keyboard", "monkey", "primary_key", "sort_key", "prompt_key", "api_key_env", "passage", "pass_at_k"),
+    *("public_key", "secretary", "thinking_tokens", "loss_per_token", "cookiecutter", "token_ids", "special_tokens"),
 ]
-# fmt: on
 SECRET_TEXTS = [
-    "postgresql://u:S3K/w@h",
-    "postgresql://u:p@S3K@h/db",
-    "https://u:S3K@host/x?a=1",
-    "https://h/x?sig=S3K",
-    "https://h?password=S3K",
-    "https://h/x?X-Amz-Signature=S3K&b=2",
-    "https://h/x?token=S3K",
-    "Bearer S3K",
-    "sk-S3Kabcdefgh12",
-    "sk-proj-S3Kabcdefgh12",
-    "hf_S3KabcdefghijK",
-    "ghp_S3Kabcdefghi",
-    "AKIAS3KABCDEFGHIJKLM",
-    "xoxb-1234-S3Kabc12",
-    "-----BEGIN RSA PRIVATE KEY-----\nS3K\n-----END RSA PRIVATE KEY-----",
-    "-----BEGIN PRIVATE KEY-----\\nS3K",
-    "eyJhbGciOi.eyJzdS3Kb.S3K",
-    "redis://:S3K@h:6379/0",
-    "mongodb+srv://u:S3K@c.x/d",
-    "Authorization: Basic S3K=",
-    "Cookie: a=S3K; b=S3K",
-    "--api-key=S3K",
-    '{"api_key": "S3K"}',
-    "AccountName=x;AccountKey=S3K==;E=y",
-    "Server=h;Password=S3K;",
-    "https://h/x?%70assword=S3K",
-    "https://h#access_token=S3K",
-    "password=S3K",
-    "PASSWORD='S 3K S3K'",
-    "https://S3K@github.com/x",
-    "git+https://ghp_x:S3K@github.com/o/r",
-    "https://h/?X-Goog-Signature=S3K",
-    "https://h/?api_key=S3K&x=1",
-    "wss://h/?auth=S3K",
-    "export HF_TOKEN=S3K",
-    "curl -H 'X-Api-Key: S3K'",
-    "{'Authorization': 'Token S3K'}",
-    "https://h/x?AWSAccessKeyId=S3K",
-    "https://user:S3K#x@host/p",
-    "basic c2VjcmV0OlMzSzEyMw==S3K",
-    "amqp://g:S3K?@h/v",
-    "jdbc:postgresql://h/db?user=x&password=S3K",
-    "-----BEGIN OPENSSH PRIVATE KEY-----\nS3K",
-    "-----BEGIN PGP PRIVATE KEY BLOCK-----\nS3K\n-----END PGP PRIVATE KEY BLOCK-----",
-    "github_pat_S3K11ABCDEFG",
-    "glpat-S3Kabcdefgh1",
-    "AIzaS3KabcdefghIJK",
-]
-SECRET_TEXTS += [  # of others' reports
-    "Client error '403 Forbidden' for url 'https://mcp.example/mcp?api_key='S3K-abc123''",
-    "403, message='Forbidden', url='https://api.example/v3?api_key=S3KAbCd&format=json'",
-    "https://h/it'works/x?token=S3K",
-    "https://user:p'S3K@h/x",
-    'https://user:S3K"x@h/',
-    "url=https://h/x?token=S3K",
-    "--env MY_TOKEN=S3K --secret OTHER_KEY=S3K",
-    "Updating database tables at postgres://postgres:S3K@example.com:5432/postgres",
-    "https://hooks.slack.com/services/T000/B000/S3KabcdefS3K",
-    "https://discord.com/api/webhooks/123/S3KabcdefS3K",
-    "callback=https://a.b/c?next=https://u:S3K@d.e/f",
-]
-SECRET_TEXTS += [  # given to programs, and in forms that several providers have
-    "sshpass -p S3Kabc123 ssh host",
-    "mysql -uroot -pS3Kabc123 db",
-    "curl -u user:S3Kabc123 https://h/x",
-    "curl --user user:S3Kabc123 https://h/x",
-    "machine github.com login me password S3Kabc123",
-    "https://h/x;jsessionid=S3K123abc",
-    "xai-S3Kabcdefgh1234567890",
-    "fw_S3Kabcdefgh12345678",
-    "tgp_v1_S3Kabcdefgh12345678",
-    "csk-S3Kabcdefgh12345678",
-    "sk_S3Kabcdefgh12345678abcdef0123",
-    "key-S3Kabcdef0123456789abcdef01234567",
-    "AGE-SECRET-KEY-1S3KQQQQQQQQQQQQQQ",
-    "token='S3Kabc123'",
-    "WANDB_API_KEY: S3Kabcdef0123",
-    "secret: S3Kabcdef0123",
-    "client_secret: S3Kabcdef0123",
-    "Token: S3Kabcdef0123",
-    "X-Goog-Api-Key: S3Kabcdef0123",
-    "Ocp-Apim-Subscription-Key: S3Kabcdef0123",
+    *("postgresql://u:S3K@h/db", "https://u:S3K@host/x?a=1", "https://S3K@github.com/x", "redis://:S3K@h:6379/0"),
+    *("https://h?password=S3K", "https://h/x?token=S3K", "https://h/x?X-Amz-Signature=S3K&b=2", "https://h/x?sig=S3K"),
+    *("Bearer S3K", "Authorization: Basic S3K=", "Cookie: a=S3K; b=S3K", "curl -H 'X-Api-Key: S3K'"),
+    *("sk-proj-S3Kabcdefgh12", "hf_S3KabcdefghijK", "ghp_S3Kabcdefghi", "AKIAS3KABCDEFGHIJKLM", "xoxb-1234-S3Kabc12"),
+    *("-----BEGIN RSA PRIVATE KEY-----\nS3K\n-----END RSA PRIVATE KEY-----", "eyJhbGciOi.eyJzdS3Kb.S3K"),
+    *("--api-key=S3K", '{"api_key": "S3K"}', "password=S3K", "PASSWORD='S 3K S3K'", "export HF_TOKEN=S3K"),
+    *("url=https://h/x?token=S3K", "--env MY_TOKEN=S3K --secret OTHER_KEY=S3K", "WANDB_API_KEY: S3Kabcdef0123"),
 ]
 PLAIN_TEXTS = [
-    "docker run -u 1000:1000 --user 0:0 x",
-    "the secret: practise every day",
-    "judges[0].api_token: must be text",
-    "client_secret: must be set",
-    "key: step_000012",
-    "sort(key='length')",
-    "sk_learn_2",
-    "fw_layer_norm1",
-    "xai-grok-4",
-    "key-value",
-    "please login as me",
-    "['http://h1:80/v1', 'http://h2:80/v1']",
-    "x = {'a': 'b@c'}",
-    "https://host/x",
-    "https://host:8080/v1/models",
-    "https://huggingface.co/org/m@main",
-    "task-based-learning-method-12345678",
-    "registry/forge:0.1@sha256:abcd",
-    "forge:0.1@sha256:abcd",
-    "max_tokens=512",
-    "tokens=5",
-    "apps.toys.words:Reverse",
-    "Answer key: 42",
-    "sort(key=len)",
-    "the bearer of bad news",
-    "a@b.c",
-    "mail a@b.c or b@c.d",
-    "<|im_end|>",
-    "risk-adjusted-return-of-2024",
-    "file:///a/b",
-    "key: value",
-    "token: 5",
-    "https://h/x?page=2&sort=key",
-    "?max_tokens=5",
-    "{question}\n\nAnswer:",
-    "lr=1e-6, eos_token_id=2",
-    "sklearn",
-    "hf_hub_download",
-    "hf_transfer_enabled",
-    "sk-learn",
-    "s3://bucket/key=1/x",
-    "org/model@refs/pr/1",
-    "--training.steps 3 --run.name tiny",
-    "--max-tokens 5",
-    "author=me",
-    "You keep secrets: never tell.",
-    "[SEP]",
-    "passage: 1=2",
-    "basic arithmetic",
-    "Basic arithmetic",
-    "https://h:80/a b@c",
+    *("the secret: practise every day", "client_secret: must be set", "key: step_000012", "sort(key='length')"),
+    *("https://host:8080/v1/models", "https://huggingface.co/org/m@main", "registry/forge:0.1@sha256:abcd", "a@b.c"),
+    *("max_tokens=512", "apps.toys.words:Reverse", "the bearer of bad news", "<|im_end|>", "key: value", "token: 5"),
+    *("hf_hub_download", "sk-learn", "org/model@refs/pr/1", "--training.steps 3 --run.name tiny", "Basic arithmetic"),
 ]
 
 
@@ -221,34 +83,6 @@ def test_a_secret_within_a_text_is_masked(text: str):
     for shown in (text, f"could not reach {text}", f"{text}\nafter it", f"({text})"):
         assert "S3K" not in masked(shown)
     assert masked(masked(text)) == masked(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "--api-key S3K",
-        "forge train x --services.reward.env '{A: S3K}'",
-        "--services.reward.env.MY S3K",
-        "--password S3K",
-    ],
-)
-def test_the_value_of_an_option_in_a_command_is_masked(text: str):
-    assert "S3K" not in str(without_secrets({"command": text}))
-
-
-@pytest.mark.parametrize("text", ["u:S3K@h", "user:S3K@proxy.example:3128", "user:p@S3K@h"])
-def test_a_value_that_is_user_and_password_is_masked(text: str):
-    assert "S3K" not in str(without_secrets({"proxy": text}))
-
-
-@pytest.mark.parametrize(
-    "text", ['{"headers": {"X-Thing": "S3K"}}', '[{"api_key": "S3K"}]', '{"env": {"A": ["S3K"]}, "n": 1}'], ids=range(3)
-)
-def test_a_text_that_is_json_is_masked_as_its_data(text: str):
-    shown = without_secrets({"body": text, "plain": '{"a": 1.50}'})
-    assert "S3K" not in shown["body"]
-    assert json.loads(shown["body"]).keys() if text[0] == "{" else json.loads(shown["body"])
-    assert shown["plain"] == '{"a": 1.50}'
 
 
 REPEATED = """
@@ -281,16 +115,6 @@ def test_all_values_of_an_environment_or_of_headers_are_masked(place: str):
     assert without_secrets({"x": [{place: values}]}) == {"x": [{place: hidden}]}
     assert "S3K" not in str(without_secrets({place: [["X-Thing", "S3K"], "A=S3K"]}))
     assert without_secrets("S3K", f"services.x.{place}.A") == MASK
-
-
-def test_what_is_near_a_secret_stays():
-    config = {
-        "environment": "apps.x:Make", "eval_env": {"size": 3}, "token": True, "tokens": 3, "eos": {"token": "<|end|>"},
-        "argv": ["run", "--api-key", "S3K", "--steps", "3"], "header": [{"name": "X-Api-Key", "value": "S3K"}],
-    }  # fmt: skip
-    assert without_secrets(config) == config | {
-        "argv": ["run", "--api-key", MASK, "--steps", "3"], "header": [{"name": MASK, "value": MASK}],
-    }  # fmt: skip
 
 
 @given(st.text(), st.text(min_size=4, alphabet="S3K"))
@@ -409,11 +233,9 @@ def test_a_log_line_has_no_secret(capsys: pytest.CaptureFixture[str]):
 )
 def test_a_launcher_takes_no_secret_among_its_words(words: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"\Aerror: --[^\n]* holds a secret[^\n]*\Z") as caught:
-        main(["launch", "slurm", "tests/runtime/cluster/tiny.yaml", "--dry-run", *words])
+        main(["launch", "slurm", "tests/forge_cluster/tiny.yaml", "--dry-run", *words])
     assert "SEKRET" not in str(caught.value) + capsys.readouterr().out
-    main(
-        ["launch", "slurm", "tests/runtime/cluster/tiny.yaml", "--dry-run", "--setup", "export HF_TOKEN=$(cat ~/token)"]
-    )
+    main(["launch", "slurm", "tests/forge_cluster/tiny.yaml", "--dry-run", "--setup", "export HF_TOKEN=$(cat ~/token)"])
     assert "export HF_TOKEN=$(cat ~/token)\n" in capsys.readouterr().out
 
 
@@ -440,3 +262,14 @@ launch.launch(None, None, [])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "RuntimeError: no answer of https://***@host" in done.stderr
     assert "SEKRET@" not in done.stderr.replace('"no answer of https://user:SEKRET@host"', "")
+
+
+def test_what_a_variable_of_the_environment_holds_is_masked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", "quite-ordinary")
+    assert masked("no answer with quite-ordinary") == f"no answer with {MASK}"
+
+
+def test_what_is_near_a_secret_stays():
+    config = {"environment": "apps.x:Make", "eval_env": "a", "token": True, "tokens": 3, "eos": {"token": "<|end|>"}}
+    config["argv"] = ["run", "--api-key", "S3K", "--steps", "3"]
+    assert without_secrets(config) == config | {"argv": ["run", "--api-key", MASK, "--steps", "3"]}

@@ -27,9 +27,8 @@ from ..runtime.store import Store, VersionStore
 from ..system.devices import accelerator
 from ..types import Completion, Prompt, Sampling
 from .identity import POLICY, check_current, differing
-from .publication import publish_before_updates, requested_version
+from .publication import connect, controller_store, publish_before_updates
 from .staleness import StaleWeights
-from .store_ref import StoreRef, connect, controller_store
 from .streams import Streams
 
 SPAN = 0.25  # seconds of a span in the trace, at least
@@ -53,7 +52,7 @@ class Generator(ForgeActor):
         self,
         model: str,
         *,
-        store: Store | StoreRef | None = None,
+        store: Store | None = None,
         weights_key: str = POLICY,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -201,7 +200,7 @@ class Generator(ForgeActor):
         self.streams.close(stream)
 
     @endpoint(catch_up=True)
-    async def update_weights(self, version: int | None = None, *, policy_version: int | None = None) -> int:
+    async def update_weights(self, version: int) -> int:
         """Load a published version while decoding continues, swap it in between two steps; returns the version in use.
         A fanout of a version that has the number of the trainer's step, and was not published, publishes it first.
 
@@ -209,17 +208,12 @@ class Generator(ForgeActor):
 
         A generator that was away during a fanout of this loads that version before it serves.
 
-        Args:
-            policy_version: torchforge's name of `version`.
-
         Raises:
-            TypeError: it has neither a version nor a policy_version.
             MissingVersion: the store does not hold the version.
             CorruptWeights: a tensor is not what was published; names it. The old weights stay in use.
             ValueError: its tensors do not fit this model. The old weights stay in use.
             StaleWeights: the engine decodes with another version.
         """
-        version = requested_version(version, policy_version)
         if self.store is None:
             raise ValueError(
                 "this generator has no weight store to update from: start it with store=VersionStore.create()"

@@ -9,9 +9,27 @@ was lost with its host.
 
 from __future__ import annotations
 
-from ..runtime.controller import Service
-from ..runtime.store import Store
+from typing import Any
+
+from ..runtime.controller import Service, runtime
+from ..runtime.store import Store, VersionStore
 from .identity import POLICY
+
+
+async def share(store: Store) -> Any:
+    """Return a store that the processes on all machines of this run can use; without other machines the same."""
+    machines = runtime().placement.machines
+    return store if machines is None or not isinstance(store, VersionStore) else await machines.share(store)
+
+
+def connect(store: Any) -> Store | None:
+    """Resolve a component's store in its process: the store itself, or what was shared."""
+    return store.connect() if hasattr(store, "connect") else store
+
+
+def controller_store(store: Any) -> Store | None:
+    """Resolve a component's store in the controller."""
+    return store.store if hasattr(store, "connect") else store
 
 
 def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
@@ -22,23 +40,8 @@ def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
 def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
     """Publish a version of a policy that the store does not hold before generators are updated to it."""
 
-    async def publish(version: int | None = None, *, policy_version: int | None = None) -> None:
-        version = requested_version(version, policy_version)
+    async def publish(version: int) -> None:
         if key in store.publishers and not store.exists(key, version):
             await store.publishers[key](version)
 
     generators.before_fanout |= {"update_weights": publish, "update": publish}
-
-
-def requested_version(version: int | None, policy_version: int | None) -> int:
-    """The version that a caller asks for, by either name: torchforge's is `policy_version`.
-
-    Raises:
-        TypeError: it has neither or both.
-    """
-    # 0 is a version.
-    if (version is None) == (policy_version is None):
-        raise TypeError("update_weights needs a version, by one of its names: version or policy_version")
-    number = policy_version if version is None else version
-    assert number is not None
-    return number

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..data.packing import pack
 from ..models.hub import check_model_name
 from ..observability import phase
 from ..runtime.controller import ForgeActor, Options, endpoint
 from ..training.settings import Parallelism, PassSettings
-from ..types import Batch, Episode
-
-if TYPE_CHECKING:
-    import torch
+from ..types import Batch
 
 
 class ReferenceModel(ForgeActor):
@@ -61,7 +57,7 @@ class ReferenceModel(ForgeActor):
         """Load the frozen model; ranks of a replica join one process group."""
         import torch
 
-        from ..runtime.cluster.process_groups import process_store
+        from ..runtime.process_groups import process_store
         from ..training.build import build, resolve_dtype, round_products
         from ..training.distributed import join
 
@@ -69,7 +65,7 @@ class ReferenceModel(ForgeActor):
         if context.world_size == 1:
             self.ranks = join(context.replica)  # several may see the devices of all
         else:
-            store = process_store(context.rendezvous, context.world_size)
+            store = process_store(context.rendezvous, context.world_size, context.rank)
             self.ranks = join(context.rank, context.world_size, store, self.layout)
         self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
         self.rounded = self.sharded or self.ranks.mesh is not None
@@ -106,40 +102,3 @@ class ReferenceModel(ForgeActor):
                 )
             reshard(self.policy)
             return logprobs
-
-    @endpoint
-    def forward(self, input_ids: Any, max_req_tokens: int, return_logprobs: bool = True) -> torch.Tensor:
-        """Log-probabilities of the responses in padded rows, as torchforge's reference model returns them.
-
-        Every token counts, padding too: mask what is padding.
-
-        Args:
-            input_ids: token ids [rows, max_req_tokens + response], a tensor or an array.
-            max_req_tokens: length of the prompts, at least 1.
-            return_logprobs: must be true.
-
-        Returns:
-            float32 [rows, response]
-
-        Raises:
-            ValueError: rows without a response or a prompt, or return_logprobs is false.
-        """
-        import torch
-
-        # Logits of a batch would be gigabytes in a message.
-        tokens = np.asarray(input_ids)
-        if not return_logprobs:
-            raise ValueError("forward gives no logits, which are [tokens, vocabulary]: set return_logprobs to True")
-        if tokens.ndim != 2 or not 0 < max_req_tokens < tokens.shape[1]:
-            raise ValueError(
-                f"forward needs input_ids [rows, prompt + response], got {tokens.shape} with max_req_tokens = "
-                f"{max_req_tokens}"
-            )
-        # One sequence a row, whose weights in a loss do not matter here.
-        rows = [
-            Episode(prompt_ids=row[:max_req_tokens], response_ids=row[max_req_tokens:], reward=0.0, advantage=0.0)
-            for row in tokens.tolist()
-        ]
-        batch = pack(rows)
-        scores = self.logprobs(batch)[batch.mask]
-        return torch.from_numpy(scores.reshape(len(rows), -1).astype(np.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -44,9 +44,6 @@ class ReplayBuffer(ForgeActor):
         start: the version served at the start.
         keep_dropped: most dropped groups that are kept for `take_dropped`, the first of them.
         keep_outcomes: whether the rewards of groups are kept for `take_outcomes`.
-        dp_size: as in torchforge, parts of a batch that `sample(curr_policy_version=...)` returns, each of
-            `batch_size` items. They may be of any class that has a `policy_version`.
-        collate: called with the list of parts; its value is what that `sample` returns.
     """
 
     constructor_checks = True
@@ -64,24 +61,17 @@ class ReplayBuffer(ForgeActor):
         start: int = 0,
         keep_dropped: int = 0,
         keep_outcomes: bool = False,
-        dp_size: int | None = None,
-        collate: Callable[[list[list[Any]]], Any] | None = None,
     ) -> None:
         whole(capacity, "capacity")
         for name, value in (("replace", replace), ("start", start), ("keep_dropped", keep_dropped)):
             whole(value, name, 0)
         for name, optional, least in (
             ("batch_size", batch_size, 1),
-            ("dp_size", dp_size, 1),
             ("steps", steps, 0),
             ("max_policy_age", max_policy_age, 0),
         ):
             if optional is not None:
                 whole(optional, name, least)
-        if dp_size is not None and batch_size is None:
-            raise ValueError(f"dp_size must be at least 1, and needs a batch_size: got {dp_size} and {batch_size}")
-        if collate is not None and not callable(collate):
-            raise ValueError(f"collate must be a function of the parts of a batch, got {collate!r:.80}")
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
         self.capacity = capacity
@@ -103,8 +93,6 @@ class ReplayBuffer(ForgeActor):
         self.keep_outcomes = keep_outcomes
         self.kept = list[tuple[str, Group]]()
         self.changed = asyncio.Condition()
-        self.parts = dp_size or 1
-        self.collate = collate
 
     def on_respawn(self) -> None:
         """Unrecoverable: the items were lost with the process."""
@@ -154,39 +142,31 @@ class ReplayBuffer(ForgeActor):
             return True
 
     @endpoint
-    async def sample(
-        self, version: int | None = None, batch_size: int | None = None, *, curr_policy_version: int | None = None
-    ) -> Any:
+    async def sample(self, version: int, batch_size: int) -> Any:
         """Take `batch_size` items to train `version`, waiting until they are there. Each item is taken once.
 
-        Args:
-            curr_policy_version: torchforge's form, in place of the two: what is there is taken without waiting.
-
-        Returns:
-            A list of items. With curr_policy_version None if there are too few, else `dp_size` lists of the buffer's
-            own `batch_size`, or what its `collate` makes of them.
-
-        Raises:
-            TypeError: neither form is complete. ValueError: the batch is larger than the capacity.
+        ValueError: the batch is larger than the capacity.
         """
-        if curr_policy_version is not None and version is None and self.batch_size is not None:
-            return await self._sample_parts(curr_policy_version, self.batch_size)
-        if version is None or batch_size is None or curr_policy_version is not None:
-            raise TypeError(
-                "sample needs a version and a batch_size; or curr_policy_version alone, of a buffer with a batch_size"
-            )
-        return await self._take(version, batch_size)
+        if batch_size > self.capacity:
+            raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
+        async with self.changed:
+            self._expire(version)
+            with phase("wait_for_batch"):
+                await self.changed.wait_for(lambda: len(self.items) >= batch_size)
+            if self.order == "random":
+                self.random.shuffle(self.items)
+            batch = self.items[:batch_size]
+            self.items = self.items[batch_size:]
+            self.replaced = 0
+            self.changed.notify_all()
+        record_metric("buffer/size", len(self.items))
+        return batch
 
     @endpoint
     async def expire(self, version: int) -> int:
         """Drop the items that are too old to train `version`; returns their number."""
         async with self.changed:
             return self._expire(version)
-
-    @endpoint
-    async def evict(self, curr_policy_version: int) -> None:
-        """Drop the items that are too old, by torchforge's name of `expire`."""
-        await self.expire(curr_policy_version)
 
     @endpoint
     async def clear(self) -> None:
@@ -247,9 +227,8 @@ class ReplayBuffer(ForgeActor):
             self.dropped = dict(state["dropped"])
             self.version = state["version"]
             self.replaced = state["replaced"]
-            # Checkpoints of earlier versions have neither.
-            self.outcomes = dict(state.get("outcomes", {}))
-            self.kept = list(state.get("kept", []))
+            self.outcomes = dict(state["outcomes"])
+            self.kept = list(state["kept"])
             self.random.setstate(state["random"])
             self.seen = Seen(state["seen"].low, set(state["seen"].above))
             self.admitted = self.served * (self.batch_size or 0) + len(self.items)
@@ -258,34 +237,6 @@ class ReplayBuffer(ForgeActor):
                 self._count("forgotten")
             self.changed.notify_all()
             return len(self.items)
-
-    async def _sample_parts(self, version: int, batch_size: int) -> Any:
-        """Take `dp_size` parts of `batch_size` items, collated; None if there are too few."""
-        # The program polls: what is too old must not count as there.
-        needed = self.parts * batch_size
-        await self.expire(version)
-        if len(self.items) < needed:
-            return None
-        batch = await self._take(version, needed)
-        parts = [batch[start : start + batch_size] for start in range(0, needed, batch_size)]
-        return parts if self.collate is None else self.collate(parts)
-
-    async def _take(self, version: int, batch_size: int) -> list[Item]:
-        """Take items to train `version`, once there are so many."""
-        if batch_size > self.capacity:
-            raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
-        async with self.changed:
-            self._expire(version)
-            with phase("wait_for_batch"):
-                await self.changed.wait_for(lambda: len(self.items) >= batch_size)
-            if self.order == "random":
-                self.random.shuffle(self.items)
-            batch = self.items[:batch_size]
-            self.items = self.items[batch_size:]
-            self.replaced = 0
-            self.changed.notify_all()
-        record_metric("buffer/size", len(self.items))
-        return batch
 
     def _admits_rollout(self) -> bool:
         if self.batch_size is None:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from forge_compat.torchforge_files import trainer_settings
-
 from ..data.packing import pack, pack_tensors
 from ..models.flops import forward_flops
 from ..models.hub import check_model_name
@@ -22,9 +20,8 @@ from ..training.settings import OptimizerSettings, Parallelism, PolicySettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .ledger import Ledger
-from .publication import publish_by
+from .publication import connect, controller_store, publish_by
 from .staleness import Staleness
-from .store_ref import StoreRef, connect, controller_store
 
 if TYPE_CHECKING:
     from ..algorithms.base import Aggregation
@@ -77,7 +74,7 @@ class Trainer(ForgeActor):
         model: str,
         *,
         loss: Callable[..., Any],
-        store: Store | StoreRef | None = None,
+        store: Store | None = None,
         weights_key: str = POLICY,
         optimizer: Mapping[str, Any] | None = None,
         aggregation: Aggregation | None = None,
@@ -136,7 +133,7 @@ class Trainer(ForgeActor):
         """Join the ranks, and load model, optimiser and loss."""
         import torch
 
-        from ..runtime.cluster.process_groups import process_store
+        from ..runtime.process_groups import process_store
         from ..training.distributed import join
         from ..training.trainer import PolicyTrainer
 
@@ -146,7 +143,7 @@ class Trainer(ForgeActor):
         context = self.context
         cpu_offload = self.settings.get("cpu_offload", False)
         in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
-        store = process_store(context.rendezvous, context.world_size)
+        store = process_store(context.rendezvous, context.world_size, context.rank)
         ranks = join(context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16)
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
@@ -385,28 +382,6 @@ class Trainer(ForgeActor):
                     raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
                 episode.advantage = episode.outcome
         return pack(episodes, **shares)
-
-
-class TitanTrainer(Trainer):
-    """The trainer on TorchTitan's model, by torchforge's name and with its sections.
-
-    Args:
-        model: as of `Trainer`, or torchforge's mapping with `hf_assets_path`.
-        loss: as of `Trainer`.
-        optimizer: as of `Trainer`, or with torchforge's `name` (AdamW), `lr` and `eps`.
-        parallelism, **settings: as of `Trainer`. torchforge's sections `training`, `lr_scheduler`, `compile` and
-            `activation_checkpoint` are read as `forge convert upstream` reads them; `checkpoint` and `comm` do nothing,
-            but for a `checkpoint.load_step`, which is an error that names `load_checkpoint`.
-
-    Raises:
-        ValueError: a mapping without the path of a model, or an optimizer's name other than AdamW.
-        TypeError: a section has a key without an equivalent; names it.
-    """
-
-    constructor_checks = True
-
-    def __init__(self, model: str | Mapping[str, Any], *, loss: Callable[..., Any], **settings: Any) -> None:
-        super().__init__(**{"backend": "titan", **trainer_settings({"model": model, "loss": loss, **settings})})
 
 
 def _work(batch: Batch) -> tuple[float, float, float]:

@@ -42,28 +42,13 @@ def run(args: argparse.Namespace) -> None:
         examine_machine()
         return
     # Imported here: `forge doctor` must also work where torch does not.
-    import asyncio
-    import os
-    from tempfile import TemporaryDirectory
-
-    from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-    from ..runtime.cluster.doctor import examine, render
-    from ..runtime.cluster.pool import HOSTS, parse_addresses
+    from ..runtime.controller.placement import machines_module
 
     try:
-        hosts = args.hosts or os.environ.get(HOSTS)
-        if not hosts:
-            raise ValueError(f"which hosts? give --hosts, or set {HOSTS}")
-        secret = read_secret()
-        if secret is None:
-            raise NoSecret(f"{SECRET} is not set: set it to the secret of the workers")
-        # The certificates are needed for this call alone.
-        with TemporaryDirectory() as folder:
-            credentials = Credentials.make(secret, Path(folder))
-            diagnosis = asyncio.run(examine(parse_addresses(hosts), credentials, args.folder))
+        diagnosis = machines_module().examine(args.hosts, args.folder)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise SystemExit(f"error: {error}") from error
-    print(render(diagnosis))
+    print(diagnosis.render())
     if diagnosis.problems:
         raise SystemExit(1)
 
@@ -118,7 +103,7 @@ def _read_cases(args: argparse.Namespace) -> list[Any]:
 
 def examine_machine() -> None:
     """Print a line for each finding about this machine."""
-    from ..runtime.cluster.readiness import findings
+    from .readiness import findings
 
     problems = 0
     for finding in findings():

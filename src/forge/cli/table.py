@@ -23,6 +23,6 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the table."""
-    from ..runtime.cluster.sweep import table
+    from .sweep import table
 
     print(table([folder for folder in args.runs if folder.is_dir()], args.metric))

@@ -20,7 +20,6 @@ CONFIG = "config.yaml"
 FINISHED = "finished"
 LOGS = "logs.txt"
 ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the reason; then the traceback
-MONARCH = "monarch.log"
 
 
 def digest(path: Path, size: int | None = None) -> xxhash.xxh3_128:

@@ -18,12 +18,12 @@ import yaml
 
 from ..config.sections import flat
 from ..system.checksums import DamagedFile, read_sealed, write_sealed
-from ..system.files import make_private, reserve, room_for, write_atomic
+from ..system.files import make_private, room_for, write_atomic
 from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .alerts import alerts
 from .console import Progress, configure_logging, log
-from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, MONARCH, check_free, clear, cut, digest
+from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear, cut, digest
 from .held_out import HELD_OUT, lines
 from .lines import Row
 from .machine import gpus, room
@@ -37,9 +37,6 @@ from .trace import TRACE, Trace
 if TYPE_CHECKING:
     from .trackers.deliver import Delivery
 
-# Bytes that are reserved for Monarch's log, which prints a line for each that it cannot write. Of a small run it writes
-# 94 kB, most of it at the start and at the end.
-RESERVED = 1 << 18
 # Functions of extensions that are called with the directory of a run that ends, and how ("finished", "failed: why").
 RUN_END = "forge.run_end"
 Evaluated = tuple[Sequence[Sample], Sequence[Episode], str]  # with the name of their set
@@ -176,9 +173,6 @@ class Run:
                 self._write(HELD_OUT, lines(step, *evaluated))
             self._evaluated = []
             self._trace.write(snapshot, step, row)
-            # Monarch ends the process if it cannot write its log: space for it is reserved.
-            if (self.folder / MONARCH).exists():
-                reserve(self.folder / MONARCH, RESERVED)
             self._progress.update(step, row)
             # A reward that never gives anything is a mistake of the setup, and would waste the whole run.
             last = self.history[-FLAT_STEPS:]
@@ -341,8 +335,6 @@ class Run:
             )
         for alert in alerts(self.history, self._settings)[:3]:
             log.info("alert: %s", alert)
-        if (self.folder / MONARCH).exists():
-            reserve(self.folder / MONARCH, 0)
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
-from ..actors.store_ref import share
+from ..actors.publication import share
 from ..algorithms import Algorithm, ValueLoss
 from ..config.plugin import resolve
 from ..config.sections import ConfigError
@@ -283,7 +283,7 @@ async def generator(
         settings: of `forge.actors.Generator`, such as what differs from its sampling.
     """
     return await start_generator(
-        cfg, job.model, options, store=await share(job.store, cfg.cluster.weight_deltas), **settings
+        cfg, job.model, options, store=await share(job.store), **settings
     )
 
 
@@ -326,7 +326,7 @@ async def trainer(
     }
     if "store" in overrides:
         overrides |= {
-            "store": await share(overrides["store"], cfg.cluster.weight_deltas),
+            "store": await share(overrides["store"]),
             "publish_dtype": None if cfg.engine is None else cfg.engine.dtype,
         }
     placement = {**(cfg.placement(service) if options is None else options)}

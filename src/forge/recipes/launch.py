@@ -18,14 +18,11 @@ from ..models.files import try_tokenizer
 from ..models.hub import upload, write_card
 from ..observability import Run
 from ..observability.console import configure_logging, log
-from ..observability.folder import MONARCH
 from ..observability.lock import RunLock
-from ..runtime.cluster import REQUEUE
 from ..runtime.controller import ForgeError, forked_processes, run
 from ..runtime.controller.errors import RemoteError
-from ..runtime.controller.hosts import start_client
-from ..runtime.controller.private import log_to
-from ..runtime.store import Store, VersionStore, torchstore, use
+from ..runtime.names import REQUEUE
+from ..runtime.store import VersionStore, use
 from ..system.checksums import DamagedFile
 from ..system.devices import NoAccelerator
 from ..system.files import FULL, fill_standard_files, is_full
@@ -144,8 +141,6 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             if start.finished:
                 log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
-            if cfg.cluster.store == "torchstore":
-                torchstore.package()
             model, held_out, sets, record = prepare(cfg, start)
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
@@ -156,20 +151,15 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             raise BadInput(str(error)) from error
         # Everything was checked. From here on processes and shared memory exist, and are closed in reverse order.
         closing.enter_context(forked_processes())
-        monarch_log = record.folder / MONARCH
-        log_to(monarch_log)
-        log.info("starting the processes of the run; their low-level messages (Monarch) go to %s", monarch_log)
-        closing.callback(log_to, None)
         store = VersionStore.create()
         use(store)
         closing.callback(store.close)
-        weights = torchstore.TorchStore() if cfg.cluster.store == "torchstore" else store
         try:
             run_preemption = preemption if cfg.checkpoint.every else None
-            job = Job(model, held_out, record, weights, run_preemption, hooks or Hooks(), sets)
+            job = Job(model, held_out, record, store, run_preemption, hooks or Hooks(), sets)
             try:
                 run(
-                    started(weights, recipe(cfg, job)),
+                    recipe(cfg, job),
                     cfg.cluster.configured_hosts,
                     cfg.cluster.wait,
                     on_preemption=None if run_preemption is None else run_preemption.request,
@@ -189,15 +179,6 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             if cfg.checkpoint.push_to_hub:
                 publish(exported, cfg.checkpoint.push_to_hub)
     return folder
-
-
-async def started(store: Store, training: Coroutine[Any, Any, None]) -> None:
-    """Train while the store is up, if it has to be started."""
-    if not isinstance(store, torchstore.TorchStore):
-        return await training
-    start_client()  # before the package does, so that Monarch's sockets are in the private folder
-    async with store:
-        await training
 
 
 def write_ending(record: Run, error: BaseException) -> None:

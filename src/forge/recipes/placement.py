@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from secrets import token_hex
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
-from ..runtime.cluster.credentials import SECRET, Credentials, NoSecret, read_secret
-from ..runtime.cluster.doctor import host_sees
-from ..runtime.cluster.inventory import VISIBLE, visible_gpus
-from ..runtime.cluster.pool import parse_addresses, survey
-from ..runtime.cluster.rooms import NoHostRoom, check_fit
-from ..runtime.cluster.wire import split
-from ..runtime.controller import Options
-from ..runtime.controller.placement import demand_of
-from ..system.addresses import join_address
+from ..runtime.controller.placement import machines_module
+from ..runtime.inventory import VISIBLE, visible_gpus
 
 if TYPE_CHECKING:
     from .schema import TrainingRecipe
@@ -30,31 +22,9 @@ def check_hosts(cfg: TrainingRecipe) -> None:
         ValueError: lists the room of each host.
     """
     if cfg.cluster.configured_hosts is None:
-        return check_gpus(cfg)
-    secret = read_secret()
-    if secret is None:
-        raise NoSecret(f"cluster.hosts is set and {SECRET} is not: set it to the secret of their workers")
-    demands = []
-    shares = set()
-    for setting, placed in cfg.placements().items():
-        options = Options(**placed)
-        hosts = parse_addresses(cfg.cluster.configured_hosts)
-        if options.host is not None and join_address(*split(options.host)) not in hosts:
-            raise ValueError(f"{setting}.host is {options.host}, which is none of the hosts: {', '.join(hosts)}")
-        # Services that share processes need room once; those without hosts or GPUs stay with the controller.
-        if options.share in shares or (options.host_count is None and not options.with_gpus):
-            continue
-        shares |= {options.share} - {None}
-        count = 1 if options.share else -(-options.num_replicas // options.per_process)
-        demands += [demand_of(f"{setting}, replica {index}", options) for index in range(count)]
-    with TemporaryDirectory() as folder:
-        credentials = Credentials.make(secret, Path(folder))
-        failures: list[str] = []
-        try:
-            machines, failures = asyncio.run(survey(cfg.cluster.configured_hosts, credentials))
-            check_fit(machines, demands)
-        except NoHostRoom as error:
-            raise ValueError("; ".join([str(error), *failures])) from None
+        check_gpus(cfg)
+        return
+    machines_module().check_room(cfg.cluster.configured_hosts, cfg.placements())
 
 
 def check_shared(cfg: TrainingRecipe, model: str) -> None:
@@ -71,25 +41,16 @@ def check_shared(cfg: TrainingRecipe, model: str) -> None:
     if cfg.cluster.configured_hosts is None or not on_hosts:
         return
     root = Path(cfg.run.root).absolute()
-    secret = read_secret()
-    assert secret is not None  # see check_hosts
     root.mkdir(parents=True, exist_ok=True)
     # A file with a random text says whether a host sees this folder, and not another one of that name.
-    with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark, TemporaryDirectory() as folder:
+    with NamedTemporaryFile("w", dir=root, prefix=".forge-", suffix=".tmp") as mark:
         token = token_hex(8)
         mark.write(token)
         mark.flush()
         files = {Path(model) / "config.json": (Path(model) / "config.json").read_text()}
         if on_hosts & {"trainer", "critic"}:
             files[Path(mark.name)] = token
-        credentials = Credentials.make(secret, Path(folder))
-        for host in parse_addresses(cfg.cluster.configured_hosts):
-            for path, content in files.items():
-                is_seen = asyncio.run(host_sees(host, credentials, path.absolute(), content))
-                if not is_seen:
-                    raise ValueError(
-                        f"host {host} does not see {path.parent}: share it between the hosts, at the same path"
-                    )
+        machines_module().check_files(cfg.cluster.configured_hosts, files)
 
 
 def gpus_needed(cfg: TrainingRecipe) -> dict[str, int]:

@@ -14,11 +14,11 @@ from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..models.architecture import longest
 from ..models.read_once import model_config
-from ..runtime.cluster.settings import ClusterConfig
 from ..runtime.controller import Options
 from ..system import extras
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from . import rules
+from .cluster import ClusterConfig
 from .eval_config import EvalConfig
 from .metrics_config import MetricsConfig
 from .preemption import deadline_of

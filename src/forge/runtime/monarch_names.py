@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.7"  # pinned in pyproject.toml, tests compare the two
 LIBRARY = "monarch._rust_bindings"
-MAPPED = "/monarch/_rust_bindings"  # part of the library's path, by which `forge.system.interpose` finds its imports
 MAIN = "monarch._src.actor.bootstrap_main"
-# What a process imports while it comes up; without one of them it only comes up later.
-OPTIONAL = ("monarch._src.actor.telemetry", "monarch._src.actor.debugger.breakpoint")
 
 
 class PrivateName(NamedTuple):

@@ -1,13 +1,10 @@
-"""Files: written atomically, read from folders of others, removed safely; and text in UTF-8."""
+"""Files: written atomically, read from folders of others; and text in UTF-8."""
 
 from __future__ import annotations
 
 import codecs
-import ctypes
 import errno
 import os
-import re
-import secrets
 import shutil
 import stat
 import sys
@@ -16,11 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-REMOVED = ".forge-removed-"  # prefix of folders that are being removed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the size of a file (ulimit -f)
-_KEEP_SIZE = 1  # a flag of fallocate
-_libc = ctypes.CDLL(None)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class NoRoom(OSError):
@@ -42,16 +35,6 @@ def room_for(path: Path, size: int) -> Iterator[None]:
         text = f"{path} needs {size:,} bytes, and its disk has {free_bytes(path):,} free: "
         code = error.errno if isinstance(error, OSError) and error.errno is not None else errno.ENOSPC
         raise NoRoom(code, text + os.strerror(code)) from error
-
-
-def reserve(path: Path, size: int) -> None:
-    """Reserve disk space for what will be appended to a file, if the file system can; 0 releases it."""
-    with path.open("ab") as file:
-        end = os.fstat(file.fileno()).st_size
-        if size:
-            _libc.fallocate(file.fileno(), _KEEP_SIZE, end, size)
-        else:
-            os.ftruncate(file.fileno(), end)
 
 
 @contextmanager
@@ -128,59 +111,6 @@ def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool =
 def printable(text: object) -> str:
     """Escape control characters in a name or text from elsewhere, which a terminal would obey."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in str(text))
-
-
-def remove_tree(folder: str | Path, handle: int) -> None:
-    """Remove a folder that is open as `handle`, however deep it is. Links are removed, and not followed.
-
-    Raises:
-        OSError: something cannot be removed, or is mounted in the folder.
-    """
-    mount = _mount_of(handle)
-    # Deep trees are flattened: each folder is moved up to the top and emptied there, so that no path gets too long.
-    pending: list[str] = []
-    _empty(handle, handle, pending)
-    while pending:
-        name = pending.pop()
-        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle)
-        try:
-            if _mount_of(inner) != mount:
-                raise OSError(errno.EBUSY, "something is mounted there", f"{folder}/{name}")
-            os.fchmod(inner, 0o700)
-            _empty(inner, handle, pending)
-        finally:
-            os.close(inner)
-        os.rmdir(name, dir_fd=handle)
-    os.rmdir(folder)
-
-
-def _empty(folder: int, top: int, pending: list[str]) -> None:
-    """Remove the files of a folder, and move its folders up to `top`, where no path is too long."""
-    with os.scandir(folder) as entries:
-        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in children:
-        if not is_folder:
-            os.unlink(name, dir_fd=folder)
-        elif folder == top:
-            pending.append(name)
-        else:
-            aside = f"{REMOVED}{secrets.token_hex(8)}"
-            os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=top)
-            pending.append(aside)
-
-
-def _mount_of(handle: int) -> str:
-    """Return the mount of an open folder. Its device does not tell: a bind mount has that of its source."""
-    info = Path(f"/proc/self/fdinfo/{handle}").read_text()
-    return next(line for line in info.splitlines() if line.startswith("mnt_id:"))
-
-
-def mounts_in(folder: Path) -> list[str]:
-    """Return the paths that are mounted in a folder, or on it."""
-    real = os.path.realpath(folder)
-    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    mounts = [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines]
-    return [mount for mount in mounts if mount == real or mount.startswith(f"{real}/")]
 
 
 def make_private(folder: Path) -> None:

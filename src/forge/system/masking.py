@@ -1,114 +1,54 @@
-"""Masks for secrets in all that is shown or written, by their place, their name and their appearance.
+"""Masks for secrets in all that is shown or written: a run's folder, trackers, model cards, reports, log lines, errors.
 
-There is one mask for everything that leaves a run: its folder, trackers, model cards, reports, log lines and errors.
+What is masked: values of names such as `api_key`, everything in environments and headers, what a variable of such a
+name holds in this process's environment, keys that begin as known services' do, and passwords in addresses. A secret
+that none of these tells, such as one in a sentence, stays.
 """
 
 from __future__ import annotations
 
 import io
-import json
+import os
 import re
 from collections.abc import Iterator
 from typing import Any, TextIO
-from urllib.parse import unquote
 
 Json = Any  # plain data, as of a configuration
 
-
 MASK = "***"
-
-# Mappings whose values are all hidden, and lists of them.
-_ENVIRONMENT = {"env", "environ", "environment"}
-_PLACES = re.compile(r"((^|_)env(ironment)?_var(iable)?s|(^|_)headers?|(^|_)cookies?)$")
-# A name as environment variables have it.
-_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+MIN_VALUE = 8  # characters of a variable's value that is looked for in texts
 
 # A name is read in words: api-key, apiKey and API_KEY are two, apikey is one.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_ALWAYS = re.compile(
-    r"authorization|bearers?|cookies?|cred(ential)?s?|dsn|jwts?|pass(code|phrase|wd|word|wort)s?|passwort|pwd?|secrets?"
-    r"|[a-z]*(api|access|account|private|secret)keys?|(app|auth|client|encryption|master|service|shared|signing|ssh)keys?"
-    r"|(access|api|auth|bearer|bot|csrf|hf|hub|id|oauth|refresh|sas|session|user|xsrf)tokens?"
-    r"|(auth|client|user|db)(secret|pass|pwd)s?|[a-z]+passw(or)?ds?|[a-z]+secrets?|oauth2?|connectionstring"
-    r"|(anthropic|azure|cohere|google|hf|mistral|openai|wandb)keys?|t?otp|pgpass|mnemonic"
+# Mappings and lists whose values are all hidden.
+_PLACES = re.compile(r"(.*_)?(headers?|cookies?|env(ironment)?_var(iable)?s)|env(iron(ment)?)?")
+_OWNERS = (
+    "access|account|admin|anthropic|api|app|auth|azure|bearer|bot|client|encryption|github|gitlab|google|hf|hub|id|login"
+    "|master|oauth|openai|personal|private|refresh|sas|secret|service|session|signing|ssh|subscription|user|wandb"
 )
-_TOGETHER = re.compile(
-    r"pass|(.*_)?((db|http|login|mail|proxy|root|smtp|user)_pass|conn(ection)?_str(ing)?|seed_phrase|sas(_url)?"
-    r"|(azure|bitbucket|github|gitlab|personal)_pat|webhook(_url)?|service_account_json)"
+_NAME = re.compile(
+    rf"(.*_)?((({_OWNERS})_?)(keys?|tokens?)|api_?keys?|token|[a-z]*passwords?|passwd|passphrase|pass|pwd|secrets?|[a-z]+secret"
+    r"|credentials?|creds?|cookies?|(proxy_)?authorization|bearer|auth|oauth|jwt|dsn|(github|gitlab)_pat|webhook(_url)?"
+    r"|access_key_id|private_key_pem|connection_?string|(amz_|goog_)?signature|sig)|keys"
 )
-# Words before "key" or "token" that make it a harmless one.
-_KEYS = re.compile(
-    "answer|attention|batch|cache|column|config|data|dict|dictionary|entry|feature|field|fn|"
-    "foreign|function|group|hash|image|index|input|item|json|label|lookup|map|mapping|message|"
-    "messages|metadata|metric|misspelt|monitor|num|number|of|output|partition|per|primary|prompt|"
-    "public|query|question|response|reward|routing|row|score|shard|shortcut|sort|state|step|"
-    "target|text|unique|unknown|value|yaml"
+# Special tokens and numbers of tokens, which end like the names of secrets.
+_HARMLESS = re.compile(
+    r"(.*_)?(bos|eos|pad|unk|cls|sep|mask|stop|start|end|think|special|image|new|max|min|num|per|prompt|target)_tokens?"
 )
-_TOKENS = re.compile(
-    "added|additional|assistant|audio|bad|batch|begin|bos|cls|code|completion|context|count|"
-    "decode|decoded|decoder|draft|empty|end|eos|eot|extra|fim|first|forced|generated|generation|"
-    "ids|image|input|last|length|mask|max|mean|min|model|n|new|next|no|num|number|of|output|"
-    "pad|padding|per|placeholder|prefill|prefix|prompt|reasoning|reserved|response|seen|sep|"
-    "separator|separators|special|speculative|start|stop|sub|suppress|target|text|think|thinking|"
-    "thought|tool|total|train|trained|turn|unk|unknown|video|vision|word"
-)
-_PLURAL = re.compile(
-    "access|api|app|auth|bearer|bot|client|github|gitlab|hf|hub|login|oauth|personal|refresh|secret|session|user"
-)
-# Words after the name of a secret: its path, its name or its kind is not secret.
-_ABOUT = re.compile(
-    "budget|column|columns|count|counts|dir|directory|enabled|env|field|file|files|folder|"
-    "length|lengths|level|limit|mode|name|names|path|paths|per|position|ratio|required|size|"
-    "type|url|variable|weight|weights"
-)
-_ABOUT_TOKENS = re.compile(_ABOUT.pattern + "|ids?|embeddings?|index|indices|logprobs|map|str|string")
-# Names in the query of an address.
-_QUERY = re.compile(
-    r"code|hmac|[jp]?(hp)?sess(ion)?_?id|policy|sid|sig|sign|signature|ticket|x-(amz|goog|oss|cos)-(signature|credential|security-token)"
-    r"|awsaccesskeyid|googleaccessid|ossaccesskeyid"
-)
-
-# Keys and tokens of services, which are known by how they begin.
+# Keys and tokens of services, by how they begin.
 _KNOWN = re.compile(
-    r"(?<![A-Za-z0-9])(sk-|[srp]k_(?:live|test)_|hf_|gh[pousr]_|github_pat_|gl[a-z]+-|xox[a-z]-|xapp-|AIza|ya29\.|npm_|pypi-"
-    r"|gsk_|nvapi-|r8_|SG\.|shp[a-z]+_|dckr_pat_|whsec_|dop_v1_|tskey-|hvs\.|figd_|lin_api_|tvly-|pplx-)"
-    r"(?=[\w.-]{0,200}[0-9A-Z]|[\w.-]{20})[\w.-]{8,}"
-    r"|(?<![A-Za-z0-9])(A[KS]IA|AGE-SECRET-KEY-1)[A-Z0-9]{12,}"
-    r"|(?<![\w-])(csk-|fw_|key-|sk_|tgp_v1_|xai-)(?=[A-Za-z]*[0-9])[A-Za-z0-9]{16,}"
-    r"|(hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)[\w/-]+"
-    r"|(?<![\w-])(eyJ)[\w-]{5,}\.[\w-]+(?:\.[\w-]*)*"
+    r"(?<![A-Za-z0-9])(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AIza|npm_|pypi-|gsk_|nvapi-|r8_|SG\.|dckr_pat_)"
+    r"(?=[\w.-]{0,200}[0-9A-Z])[\w.-]{8,}|(?<![A-Za-z0-9])(A[KS]IA)[A-Z0-9]{12,}|(?<![\w-])(eyJ)[\w-]{5,}\.[\w.-]+"
 )
-# A private key in a text file.
-_PEM = re.compile(
-    r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----).*?(-----END [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----|\Z)", re.DOTALL
+_PEM = re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----).*?(-----END [A-Z0-9 ]*-----|\Z)", re.DOTALL)
+_BEARER = re.compile(r"\b(Bearer|Basic(?=\s+\S*[0-9=]))(\s+)[\w.~+/=-]+")
+_HEADER = re.compile(r"\b((?:proxy-)?authorization|(?:set-)?cookie)([\"']?:\s*[\"']?)[^\n\"']+", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^\s/?#\"'<>]*@")
+# A name with its value: --api-key=x, api_key=x, {"api_key": "x"}, X-Api-Key: x.
+_ASSIGNED = re.compile(
+    r"(?<![\w-])((?:--)?[A-Za-z][\w-]{0,60})([\"']?\s{0,3}=\s{0,3}|[\"']\s{0,3}:\s{0,3}|:\s{1,3}|(?<=[a-z])\s)"
 )
-# After the word of an HTTP header; a sentence may have the same word in small letters.
-_BEARER = re.compile(
-    r"\b(Bearer|BEARER|bearer(?=\s+(?:\S{16}|\S*\d))|[Bb]asic(?=\s+\S*(?:[0-9=]|[a-z][A-Z])))(\s+)[\w.~+/=-]+"
-)
-# A quote may be part of a password; before a comma, a bracket or a space it ends the address.
-_ADDRESS = re.compile(r"(?<=://)(?:[^\s\"'<>]|[\"'](?![\s,;:)\]}]|$))+")
-# user:password@host without a scheme; the name of an image with its digest is none.
-_BARE_ADDRESS = re.compile(r"[\w.+-]+:[^\s/]+@(?!sha\d+:)[\w.-]+(:\d+)?(/\S*)?")
-# Names with their values: as an option, an assignment, in quotes, and in a header or YAML.
-_OPTION = re.compile(r"(--?)([A-Za-z][\w.-]{0,99})([ =]+)(\"[^\"]*\"|'[^']*'|\{[^}]*\}?|[^\s-]\S*)")
-_ASSIGNED = re.compile(r"([?&;#]?)(?<![\w%.\[\]-])((?:--?)?[A-Za-z%][\w.%\[\]-]{0,99})\s{0,9}=\s{0,9}")
-_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s\"'<>&;#,)}\]]+")
-_QUOTED = re.compile(r"([\"'])([A-Za-z][\w. -]{0,60})\1(\s*:\s*)(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')")
-_HEADER = re.compile(r"(?<![\w-])([A-Za-z][\w-]{0,60})(:\s+)(?![\"'])(\S[^\n\"']*)")
-# Passwords among the words of a program.
-_PROGRAM = re.compile(
-    r"(\bsshpass\s+-p\s*|\bmy(?:sql|sqldump|sqladmin)\s(?:[^\n]{0,200}\s)?-p|\blogin\s+\S+\s+password\s+"
-    r"|(?<!\S)(?:-[uU]|--user|--proxy-user)[ =]?(?!\d+:\d+(?!\S))[\w.@+-]+:)\S+"
-)
-# The appearance of a secret after a name and a colon; in a sentence a word follows instead.
-_LOOKS = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[^\s\"']{8,}")
-_HEADERS = {"authorization", "cookie", "set-cookie", "password", "passwd", "passphrase", "api-key", "apikey", "api_key"}
-# The remains of partially masked texts; a mask alone is recognised by its place or name.
-_REMAINS = re.compile(
-    rf"(?:://|[\w.%\[\]-]\s?=\s?|Bearer\s|/services/|/webhooks/|sk-|hf_|gh[pousr]_"
-    rf"|A[KS]IA|eyJ|KEY[A-Z ]*-----){re.escape(MASK)}"
-)
+_VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'&;,)}\]]+")
 
 
 def without_secrets(value: Json, name: str = "") -> Json:
@@ -119,50 +59,37 @@ def without_secrets(value: Json, name: str = "") -> Json:
         name: the key of the value, if it has one; dotted names are read part by part.
     """
     *sections, last = name.split(".")
-    if any(_is_place(section, {}) or is_secret(section) for section in sections) or _is_place(last, value):
-        return _mask_all(value)
-    # A mapping such as {name: api_key, value: ...} has the name of its value beside it.
-    if isinstance(value, dict):
-        if is_secret(last):
-            return {key: item if _is_harmless(item, last) else _mask_all(item) for key, item in value.items()}
-        title = next((value[key] for key in ("name", "key", "header") if isinstance(value.get(key), str)), "")
-        return {
-            key: without_secrets(item, title if key == "value" and is_secret(title) else str(key))
-            for key, item in value.items()
-        }
-    # In a command line the word after --api-key is its value.
-    if isinstance(value, list | tuple):
-        options = ["", *(item if isinstance(item, str) else "" for item in value)]
-        return [
-            MASK if isinstance(item, str) and _is_option(option) else without_secrets(item, name)
-            for option, item in zip(options, value, strict=False)
-        ]
-    if is_secret(last) and not _is_harmless(value, last):
-        return _mask_all(value)
-    if not isinstance(value, str):
+    # An environment may also be a simulated world, which is a name and not a mapping.
+    is_place = any(map(_is_place, sections)) or (_is_place(last) and (last == "env" or not isinstance(value, str)))
+    if value is None or (isinstance(value, str) and not value):
         return value
-    # JSON within a text, as of an environment variable, is read as data.
-    if value[:1] in ("{", "["):
-        parsed = _parse(value)
-        if parsed is not None:
-            masked_data = without_secrets(parsed)
-            return value if masked_data == parsed else json.dumps(masked_data)
-    # In a message, unlike in a command, the word after an option may be any.
-    return masked(_OPTION.sub(lambda m: f"{m[1]}{m[2]}{m[3]}{_mask_value(m[2], m[4])}", value))
+    if isinstance(value, dict):
+        path = name if is_place or is_secret(last) else ""
+        return {key: without_secrets(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        # In a command line the word after --api-key is its value.
+        words = ["", *(item if isinstance(item, str) else "" for item in value)]
+        return [
+            MASK if word.startswith("--") and is_secret(word) else without_secrets(item, name + "." * is_place)
+            for word, item in zip(words, value, strict=False)
+        ]
+    if is_place or any(map(is_secret, sections)):
+        return MASK
+    if is_secret(last) and not isinstance(value, bool):
+        return value if re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", str(value)) else MASK
+    return masked(value) if isinstance(value, str) else value
 
 
 def masked(text: str) -> str:
     """Mask the secrets in a text: passwords of addresses, values of names such as `api_key`, keys, tokens."""
-    if _BARE_ADDRESS.fullmatch(text) and "://" not in text:
-        return f"{MASK}@{text.rpartition('@')[2]}"
+    for value in _environment():
+        text = text.replace(value, MASK)
     text = _PEM.sub(rf"\1{MASK}\2", text)
-    text = _ADDRESS.sub(lambda m: "://".join(map(_without_user, m[0].split("://"))), text)
+    text = _USER.sub(f"{MASK}@", text)
     text = _BEARER.sub(rf"\1\2{MASK}", text)
+    text = _HEADER.sub(rf"\1\2{MASK}", text)
     text = _without_assigned(text)
-    text = _QUOTED.sub(lambda m: f"{m[1]}{m[2]}{m[1]}{m[3]}{_mask_value(m[2], m[4])}", text)
-    text = _HEADER.sub(lambda m: f"{m[1]}{m[2]}{_mask_line(m[1], m[3])}", text)
-    text = _PROGRAM.sub(rf"\1{MASK}", text)
-    return _KNOWN.sub(lambda m: f"{m[m.lastindex or 0]}{MASK}", text)
+    return _KNOWN.sub(lambda match: f"{match[match.lastindex or 0]}{MASK}", text)
 
 
 class MaskedStream(io.TextIOBase):
@@ -191,28 +118,8 @@ class MaskedStream(io.TextIOBase):
 
 def is_secret(name: str) -> bool:
     """Whether the value of this name is a secret, as far as a name can tell."""
-    words = [word.lower() for word in _WORDS.findall(name)]
-    if not words:
-        return False
-    if _TOGETHER.fullmatch("_".join(words)):
-        return True
-    for index, word in enumerate(words):
-        before = words[index - 1] if index else ""
-        after = words[index + 1 :]
-        about = bool(after) and bool(_ABOUT.fullmatch(after[-1]))
-        if _ALWAYS.fullmatch(word) and not about:
-            return True
-        if word in ("key", "keys") and not _KEYS.fullmatch(before) and (not after or (before and not about)):
-            return not (after and after[0] in ("value", "values", "frame", "frames", "word", "words", "error", "press"))
-        if word in ("token", "tokens") and not _TOKENS.fullmatch(before):
-            # "tokens" are mostly a number of them, unless the word before names a service.
-            if word == "tokens" and before and not _PLURAL.fullmatch(before):
-                continue
-            if not after or (before and not _ABOUT_TOKENS.fullmatch(after[-1]) and _PLURAL.fullmatch(before)):
-                return True
-        if word == "auth" and not about and not (after and after[-1] in ("method", "scheme", "provider", "server")):
-            return True
-    return False
+    words = "_".join(word.lower() for word in _WORDS.findall(name))
+    return _NAME.fullmatch(words) is not None and _HARMLESS.fullmatch(words) is None
 
 
 def masked_names(values: Json, name: str = "") -> Iterator[str]:
@@ -222,108 +129,41 @@ def masked_names(values: Json, name: str = "") -> Iterator[str]:
             yield from masked_names(item, f"{name}.{key}" if name else str(key))
     elif isinstance(values, list | tuple):
         for option, item in zip(["", *values], values, strict=False):
-            if item == MASK and isinstance(option, str) and _is_option(option):
-                yield name
-            else:
-                yield from masked_names(item, name)
-    elif isinstance(values, str) and MASK in values:
-        is_masked = values == MASK and without_secrets("x", name) == MASK
-        if is_masked or _REMAINS.search(values) or values.startswith(f"{MASK}@"):
-            yield name
+            is_option = isinstance(option, str) and option.startswith("--") and is_secret(option)
+            yield from [name] if item == MASK and is_option else masked_names(item, name)
+    # A text of the user's own may have stars: it is one that would be masked with a secret in their place.
+    elif (
+        isinstance(values, str)
+        and MASK in values
+        and without_secrets(values.replace(MASK, "Secret123"), name) == values
+    ):
+        yield name
 
 
-def _is_place(name: str, value: Json) -> bool:
-    """Whether all values of a mapping or list of this name are hidden. An environment may also be a simulated world,
-    which is a name and not a mapping."""
-    words = "_".join(word.lower() for word in _WORDS.findall(name))
-    if _PLACES.search(words) or words == "env":
-        return True
-    if not isinstance(value, dict | list):
-        return False
-    if words in _ENVIRONMENT:
-        return True
-    keys = list(value) if isinstance(value, dict) else []
-    return words.endswith("_env") and bool(keys) and all(_VARIABLE.fullmatch(str(key)) for key in keys)
+def _is_place(name: str) -> bool:
+    return _PLACES.fullmatch("_".join(word.lower() for word in _WORDS.findall(name))) is not None
 
 
-def _parse(text: str) -> Json:
-    """Parse a text as JSON; None if it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _mask_all(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {key: _mask_all(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mask_all(item) for item in value]
-    return value if value is None or value == "" else MASK
-
-
-def _is_harmless(value: Json, name: str) -> bool:
-    """Whether a value cannot be a secret: a switch, a number of tokens, a special token."""
-    if isinstance(value, bool):
-        return True
-    if isinstance(value, int | float):
-        return name.lower().endswith(("tokens", "keys"))
-    return isinstance(value, str) and re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", value) is not None
-
-
-def _is_option(text: str) -> bool:
-    """Whether the next word of a command line is the value of a secret."""
-    return text.startswith("-") and "=" not in text and _mask_value(text.lstrip("-"), "x") == MASK
-
-
-def _mask_value(name: str, value: str) -> str:
-    """Mask a value in a text, if its name is that of a secret."""
-    *sections, last = name.split(".")
-    if any(_is_place(section, {}) for section in [*sections, last]):
-        return MASK
-    return MASK if is_secret(last) and not _is_harmless(value, last) and not value.isdecimal() else value
-
-
-def _mask_line(name: str, value: str) -> str:
-    """Mask the text after a name and a colon, as in a header, YAML or a sentence."""
-    if name.lower() in _HEADERS | {"x-api-key"}:
-        return MASK
-    candidate = value.strip().rstrip(",;)}]")
-    looks_secret = _LOOKS.fullmatch(candidate) is not None and MASK not in candidate
-    is_named = is_secret(name) and name.lower() not in ("key", "keys")
-    return value.replace(candidate, MASK) if looks_secret and is_named else value
+def _environment() -> list[str]:
+    """Return the secrets of this process's environment, the longest first."""
+    values = [value for name, value in os.environ.items() if len(value) >= MIN_VALUE and is_secret(name)]
+    return sorted(values, key=len, reverse=True)
 
 
 def _without_assigned(text: str) -> str:
     """Mask the values that are assigned to names of secrets, also within the values of other names."""
     parts = []
     position = 0
-    while name := _ASSIGNED.search(text, position):
-        parts.append(text[position : name.end()])
-        position = name.end()
-        # The value is matched for names of secrets alone: it may be all the rest of a long text.
-        if not _may_assign_secret(name[1], unquote(name[2]), text[position : position + 80]):
+    while match := _ASSIGNED.search(text, position):
+        name, mark = match.groups()
+        parts.append(text[position : match.end()])
+        position = match.end()
+        if not is_secret(name) or (mark.isspace() and not name.startswith("--")):
             continue
         value = _VALUE.match(text, position)
-        if value:
-            query = bool(name[1]) and _QUERY.fullmatch(unquote(name[2]).lower()) is not None
-            parts.append(MASK if query else _mask_value(unquote(name[2]), value[0]))
+        # In a sentence a word follows the colon.
+        is_word = mark[0] == ":" and value is not None and not re.search(r"[0-9]", value[0])
+        if value is not None and not value[0].isdecimal() and not is_word:
+            parts.append(MASK)
             position = value.end()
     return "".join([*parts, text[position:]])
-
-
-def _may_assign_secret(mark: str, name: str, start: str) -> bool:
-    """Whether the value that is assigned to a name may be a secret; `start` is the beginning of the value."""
-    plain = name.lower()
-    if mark and _QUERY.fullmatch(plain):
-        return True
-    if not mark and plain.rpartition(".")[2] in ("key", "keys", "token", "tokens"):  # in the text of a program
-        return start[:1] in ("'", '"') and _LOOKS.match(start, 1) is not None
-    return _mask_value(name, "x") == MASK
-
-
-def _without_user(address: str) -> str:
-    """Mask user and password of an address without its scheme. A password may contain @ and /, though it should not."""
-    _, separator, host = address.rpartition("@")
-    authority = re.split("[/?#]", address, maxsplit=1)[0]
-    return f"{MASK}@{host}" if separator and ("@" in authority or ":" in authority) else address

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .launcher import LauncherConfig as LauncherConfig
-from .launcher import ProvisionerConfig as ProvisionerConfig
 from .sampling import TOP_LOGPROBS as TOP_LOGPROBS
 from .sampling import Sampling as Sampling
 from .sampling import Spans as Spans
@@ -445,3 +444,11 @@ class Seen:
         while self.low in self.above:
             self.above.remove(self.low)
             self.low += 1
+
+
+def __getattr__(name: str) -> Any:
+    """Return a type of another library's name, which a package provides."""
+    points = () if name.startswith("_") else entry_points(group="forge.types", name=name)
+    for point in points:
+        return point.load()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

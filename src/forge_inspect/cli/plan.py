@@ -96,7 +96,7 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     with run_elsewhere():
         cfg = load(config_type, ["--config", config, *overrides])
     from forge.models.find import build_small_model
-    from forge.runtime.cluster.inventory import memory_limit
+    from forge.runtime.inventory import memory_limit
 
     from ..plan.components import make_plan
     from ..plan.devices import Device, parse_machines

@@ -231,7 +231,7 @@ class Joined(ForgeActor):
     """Two ranks that form a torch.distributed group."""
 
     def setup(self) -> None:
-        from forge.runtime.cluster.process_groups import process_store
+        from forge.runtime.process_groups import process_store
         from forge.training.distributed import join
 
         store = process_store(self.context.rendezvous, self.context.world_size)

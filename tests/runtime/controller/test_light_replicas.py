@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from forge.runtime.controller import CallTimeout, ForgeActor, endpoint, request_id, run
+from forge.runtime.controller import CallTimeout, ForgeActor, RemoteError, endpoint, request_id, run
 
 pytestmark = pytest.mark.processes
 
@@ -97,7 +97,7 @@ def test_an_error_of_one_is_raised_and_harms_no_other():
         with pytest.raises(Exception, match="cannot pickle"):
             await service.keep.fanout([threading.Lock()])
         assert await service.fail_at.fanout(9) == [9] * 4
-        with pytest.raises(TypeError, match=r"cannot pickle.*"):
+        with pytest.raises(RemoteError, match=r"cannot pickle.*"):
             await service.lock_of.fanout(2)
         assert await service.lock_of.fanout(9) == [9] * 4
         assert all(replica.state == "up" for replica in service.status().replicas)

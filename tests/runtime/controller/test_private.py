@@ -1,4 +1,4 @@
-"""Nothing of a run takes orders from other users of the machine: its sockets, its log, its ranks."""
+"""Nothing of a run takes orders from other users of the machine: its sockets, its ranks."""
 
 import os
 import re
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from forge.system.interpose import imports
 from tests.runtime.controller.test_endings import start
 from tests.trees import descendants
 
@@ -165,7 +164,6 @@ def test_what_was_started_before_forge_is_a_warning():
         "every local user, and every container in this network namespace, can run code as you"
         in done.stdout + done.stderr
     )
-    assert "Monarch internal logs are being written to" in done.stderr  # and so they are
 
 
 def test_the_name_of_a_strangers_socket_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch):
@@ -174,11 +172,11 @@ def test_the_name_of_a_strangers_socket_may_be_any_bytes(monkeypatch: pytest.Mon
     with socket.socket(socket.AF_UNIX) as odd:
         odd.bind(b"\0\xff\xfe" + os.urandom(4))
         warn_if_exposed.__wrapped__()
-    monkeypatch.setattr(Path, "read_bytes", hidden)
+    monkeypatch.setattr(Path, "read_text", hidden)
     warn_if_exposed.__wrapped__()
 
 
-def hidden(path: Path) -> bytes:
+def hidden(path: Path, **_: object) -> str:
     raise FileNotFoundError(path)
 
 
@@ -219,120 +217,13 @@ def test_other_programs_inherit_the_environment_of_the_user():
     assert done.returncode == 0, done.stderr
 
 
-def test_no_process_of_a_run_has_a_log_of_a_name_that_others_can_guess(a_run: subprocess.Popen):
-    opened = []
-    for pid in descendants(a_run.pid):
-        for handle in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                opened.append(os.readlink(handle))
-            except FileNotFoundError:
-                continue
-    assert [name for name in opened if name.endswith("(deleted)")]  # a file without a name
-    assert not [name for name in opened if "monarch_log" in name]
-
-
-def test_only_the_log_that_is_written_is_announced(tmp_path: Path):
-    """Monarch's line names its usual log, which is another one in a run, on the controller's host and on its own."""
-    script = f"""
-        from pathlib import Path
-        from forge.runtime.controller import run
-        from forge.runtime.controller.private import log_to
-        from tests.runtime.controller.components import Counter
-        async def main():
-            log_to(Path({str(tmp_path)!r}, "monarch.log"))
-            print(await (await Counter.as_service()).add.route(1))
-            print(await (await Counter.options(hosts=1).as_service()).add.route(2))
-        run(main())
-        import os
-        os.write(2, b"Monarch internal logs are being written to /here\\n")
-    """
-    words = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "1\n2\n"), done.stderr
-    assert [line for line in done.stderr.splitlines() if "onarch" in line] == [
-        "Monarch internal logs are being written to /here"  # of another library than Monarch's
-    ]
-    assert (tmp_path / "monarch.log").stat().st_size
-
-
-def test_threads_of_monarch_write_without_python_once_a_host_is_up():
-    """One that is in Python's hands while the interpreter ends aborts the process, after all that it did went well."""
-    script = """
-        import ctypes
-        from forge.system import interpose
-        from forge.runtime.controller import private, run
-        from tests.runtime.controller.components import Counter
-        async def main():
-            print(await (await Counter.options(hosts=1).as_service()).add.route(1))
-        run(main())
-        path, base = interpose._loaded(private.MAPPED)
-        libc = ctypes.cast(ctypes.CDLL(None).write, ctypes.c_void_p).value
-        places = [ctypes.c_void_p.from_address(base + slot).value for slot in interpose.imports(path, b"write")]
-        print(len(places) > 0 and set(places) == {libc})
-    """
-    words = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "1\nTrue\n"), done.stderr
-    assert "internal logs" not in done.stderr
-
-
-def test_a_page_stays_as_writable_as_it_was():
-    import ctypes
-    import mmap
-
-    from forge.system import interpose
-
-    page = mmap.mmap(-1, mmap.PAGESIZE)
-    view = ctypes.c_char.from_buffer(page)
-    slot = ctypes.addressof(view)
-    assert interpose._write(slot, 5) == 0
-    page[8] = 1  # of a library's lazy imports, which the loader writes later
-    interpose._libc.mprotect(slot, mmap.PAGESIZE, mmap.PROT_READ)
-    assert interpose._write(slot, 6) == 5
-    assert not interpose._writable(slot)
-    interpose._libc.mprotect(slot, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def test_imports_are_found_where_the_loader_says():
+def test_a_library_that_imports_otherwise_is_a_warning(caplog: pytest.LogCaptureFixture):
     import ctypes
 
     import torch
 
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    base = next(
-        int(line.partition("-")[0], 16)
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if line.endswith(f" {path.resolve()}") and line.split()[2] == "00000000"
-    )
-    places = list(imports(str(path), b"getenv"))
-    assert places
-    function = ctypes.cast(ctypes.CDLL(None).getenv, ctypes.c_void_p).value
-    assert {ctypes.c_void_p.from_address(base + place).value for place in places} == {function}
+    from forge.runtime.controller.private import _replace
 
-
-def test_a_library_that_imports_otherwise_is_a_warning(caplog: pytest.LogCaptureFixture):
-    import ctypes
-
-    from forge.system.interpose import replace
-
-    libc = ctypes.CDLL(None).sched_yield
-    replacement = replace("/torch/lib/libtorch_cpu.so", {"no_such_function": libc}, "nothing is held")
-    assert not replacement.names
-    assert "no_such_function of /torch/lib/libtorch_cpu.so: not replaced" in caplog.text
-    assert caplog.text.rstrip().endswith("nothing is held")
-
-
-def test_replacing_can_be_switched_off():
-    """A service works without it, and one warning says what is not held."""
-    script = """
-        from forge.runtime.controller import run
-        from tests.runtime.controller.components import Counter
-        async def main():
-            print(await (await Counter.as_service()).add.route(1))
-        run(main())
-    """
-    environment = {**os.environ, "FORGE_INTERPOSE": "0"}
-    words = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
-    assert done.stderr.count("every local user") == 1, done.stderr
+    library = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+    _replace(library, "no_such_function", ctypes.CDLL(None).sched_yield, "nothing is held")
+    assert caplog.text.rstrip().endswith("was not replaced: nothing is held")

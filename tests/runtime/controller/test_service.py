@@ -15,7 +15,6 @@ from forge.runtime.controller import (
     drain_metrics,
     run,
 )
-from forge.runtime.controller.provisioner import init_provisioner
 from tests.runtime.controller.components import Counter, FromMonarch, Joined, Odd, Unprintable
 
 pytestmark = pytest.mark.processes
@@ -47,7 +46,6 @@ def test_the_verbs():
 
 def test_a_component_that_was_written_for_monarch():
     async def main():
-        await init_provisioner()
         service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
         assert await service.add.fanout(2) == [3, 3]
         assert len({*await service.where.fanout(), os.getpid()}) == 3

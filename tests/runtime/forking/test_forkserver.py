@@ -1,6 +1,5 @@
 """A forked process is what a started one would be, and launcher, process and server end with one another."""
 
-import asyncio
 import json
 import os
 import resource
@@ -13,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge.runtime.controller import ForgeActor, endpoint, forked_processes, run
-from forge.runtime.controller.errors import ReplicaDied
 from forge.runtime.controller.home import private_folder
-from forge.runtime.controller.starting import Standbys
 from forge.runtime.forking.forkserver import ForkServer
 
 pytestmark = pytest.mark.processes
@@ -55,14 +52,13 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def launch(folder: Path, server: ForkServer | None, **settings) -> tuple[subprocess.Popen, dict, dict]:
-    """A launcher whose process stands by, what the process finds, and what is its own."""
-    standbys = Standbys("one", 1, folder, {})
-    asyncio.run(standbys.start(server, 600))
-    return follow([*standbys.command[:-1], "program"], standbys, **settings)
+def launch(server: ForkServer, **settings) -> tuple[subprocess.Popen, dict, dict]:
+    """A launcher whose process is forked, what the process finds, and what is its own."""
+    server.wait()
+    return follow(server.launcher("program"), **settings)
 
 
-def follow(arguments: list[str], *kept: object, **settings) -> tuple[subprocess.Popen, dict, dict]:
+def follow(arguments: list[str], **settings) -> tuple[subprocess.Popen, dict, dict]:
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
@@ -71,7 +67,6 @@ def follow(arguments: list[str], *kept: object, **settings) -> tuple[subprocess.
         text=True,
         **settings,
     )
-    process.kept = kept  # type: ignore[attr-defined]
     assert process.stdout is not None
     found, seen = json.loads(process.stdout.readline())
     return process, found, seen
@@ -88,15 +83,14 @@ def ends(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("forked", [True, False])
-def test_a_process_that_stood_by_finds_what_a_started_one_finds(tmp_path: Path, server: ForkServer, forked: bool):
+def test_a_fork_finds_what_a_started_process_finds(server: ForkServer):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = {
         "env": {**os.environ, "FORGE_X": "\udcff=a\nb"},
         "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard)),
     }
-    process, found, seen = launch(tmp_path, server if forked else None, **settings)
-    assert seen["libraries"] == forked
+    process, found, seen = launch(server, **settings)
+    assert seen["libraries"]
     assert seen["pid"] != process.pid
     assert process.communicate("sys.exit(7)\n") == ("", "an error\n")
     assert process.returncode == 7
@@ -104,57 +98,60 @@ def test_a_process_that_stood_by_finds_what_a_started_one_finds(tmp_path: Path, 
     assert not seen["libraries"]
     # Under nohup SIGHUP is ignored everywhere.
     assert set(found.pop("ignored")) == {*expected.pop("ignored"), "SIGINT", "SIGHUP"}
+    for environment in (found["environment"], expected["environment"]):
+        environment.pop("LC_CTYPE", None)  # Python's own
     assert found == expected
     started.communicate("pass\n")
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"])
-def test_another_environment_is_not_forked(
-    tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch, variable: str
-):
+def test_another_environment_is_not_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch, variable: str):
     monkeypatch.setenv(variable, "1234")
-    process, found, seen = launch(tmp_path, server)
+    process, found, seen = launch(server)
     assert found["environment"][variable] == "1234"
     assert not seen["libraries"]
     process.communicate("pass\n")
 
 
-def test_a_fork_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nreal, count = os.fork, iter(range(9))\n"
-        "def fork():\n    if next(count):\n        raise BlockingIOError(11, 'no process is left')\n    return real()\n"
-        "os.fork = fork\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    server = ForkServer(tmp_path, {})
-    first, _, seen = launch(tmp_path, server)
-    assert seen["libraries"]
-    second, _, seen = launch(tmp_path, server)
-    assert not seen["libraries"]
-    assert first.communicate("print('here')\n")[0] == "here\n"
-    second.communicate("pass\n")
-    server.end()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_the_launcher_ends_with_its_process(tmp_path: Path, server: ForkServer, number: signal.Signals):
-    process, _, seen = launch(tmp_path, server)
-    os.kill(seen["pid"], number)
-    assert process.wait(60) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("forked", [True, False])
-def test_a_process_ends_with_its_launcher(tmp_path: Path, server: ForkServer, forked: bool):
-    process, _, seen = launch(tmp_path, server if forked else None)
-    other, *_ = launch(tmp_path, server)
+def test_a_fork_ends_with_its_launcher(server: ForkServer):
+    process, _, seen = launch(server)
+    other, *_ = launch(server)
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
     assert ends(seen["pid"])
     assert other.communicate("print('here')\n")[0] == "here\n"
 
 
-def test_a_signal_reaches_the_process(tmp_path: Path, server: ForkServer):
-    process, *_ = launch(tmp_path, server)
+def test_a_server_that_was_killed_is_replaced_and_at_last_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    server = ForkServer(tmp_path, {})
+    for _ in range(2):
+        lost = server.pid
+        os.kill(lost, signal.SIGKILL)
+        assert ends(lost)
+        assert server.wait()
+        assert server.pid != lost
+    process, _, seen = launch(server)
+    assert seen["libraries"]
+    process.communicate("pass\n")
+    os.kill(server.pid, signal.SIGKILL)
+    assert ends(server.pid)
+    assert not server.wait()
+    process, _, seen = launch(server)
+    assert not seen["libraries"]
+    process.communicate("pass\n")
+    assert len(caplog.records) == 2
+    server.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_the_launcher_ends_with_its_process(server: ForkServer, number: signal.Signals):
+    process, _, seen = launch(server)
+    os.kill(seen["pid"], number)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_signal_reaches_the_process(server: ForkServer):
+    process, *_ = launch(server)
     assert process.stdin is not None
     assert process.stdout is not None
     act = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5)); print('ready', flush=True); signal.pause()"
@@ -163,112 +160,6 @@ def test_a_signal_reaches_the_process(tmp_path: Path, server: ForkServer):
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 5
-
-
-@pytest.mark.full
-def test_what_a_server_forked_outlives_it_and_another_server_forks(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    server = ForkServer(tmp_path, {})
-    process, *_ = launch(tmp_path, server)
-    lost = server.pid
-    os.kill(lost, signal.SIGKILL)
-    second, _, seen = launch(tmp_path, server)
-    assert seen["libraries"]
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"the fork server (process {lost}) ended with SIGKILL: another one is started"
-    server.end()
-    for survivor in (process, second):
-        assert survivor.communicate("print('here')\n")[0] == "here\n"
-        assert survivor.returncode == 0
-
-
-RUN = """
-import asyncio, os, signal
-from pathlib import Path
-from forge.runtime.controller import forked_processes, run
-from tests.runtime.controller.components import Counter
-
-def servers():
-    me = os.getpid()
-    return [int(pid) for pid in Path(f"/proc/self/task/{me}/children").read_text().split()
-            if Path(f"/proc/{pid}/comm").read_text() == "forge-fork\\n"]
-
-async def main():
-    service = await Counter.options(num_replicas=2).as_service()
-    before = sorted(await service.where.fanout())
-    (lost,) = servers()
-    os.kill(lost, signal.SIGKILL)
-    while not servers() or lost in servers():
-        await asyncio.sleep(0.05)
-    assert sorted(await service.where.fanout()) == before
-    os.kill(before[0][1], signal.SIGKILL)
-    while sorted(await service.where.fanout()) == before:
-        await asyncio.sleep(0.05)
-    print(lost, flush=True)
-
-with forked_processes():
-    run(main())
-"""
-
-
-@pytest.mark.slow
-def test_a_run_whose_server_is_killed_loses_nothing_and_has_another_at_once():
-    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    notice, *rest = done.stderr.splitlines()
-    assert notice.endswith(
-        f"the fork server (process {done.stdout.strip()}) ended with SIGKILL: another one is started"
-    )
-    assert [line for line in rest if "is dead" not in line and "serves again" not in line] == []
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_live_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / "transformers.py").write_text("import os\nos._exit(9)\n")
-    server = ForkServer(tmp_path, {"PYTHONPATH": str(tmp_path)})
-    for _ in range(3):
-        process, _, seen = launch(tmp_path, server)
-        assert not seen["libraries"]
-        process.communicate("pass\n")
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3
-    assert lines[-1].endswith("ended with exit status 9: processes are started without it from now on")
-    server.end()
-
-
-@pytest.mark.parametrize("moment", ["up", "starting"])
-def test_processes_that_stand_by_end_with_the_controller(tmp_path: Path, moment: str):
-    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(float(os.environ.get('PAUSE', 0)))\n")
-    code = (
-        "import asyncio, os, sys; from pathlib import Path; from forge.runtime.controller.starting import Standbys\n"
-        "async def main():\n"
-        "    os.environ['PAUSE'] = sys.argv[2]\n"
-        "    standbys = Standbys('one', 2, Path(sys.argv[1]), {})\n"
-        "    task = asyncio.create_task(standbys.start(None, 600))\n"
-        "    await asyncio.wait([task], timeout=5 if float(sys.argv[2]) else None)\n"
-        "    print(*(process.pid for process in standbys._processes), flush=True)\n"
-        "    os.kill(os.getpid(), 9)\n"
-        "asyncio.run(main())\n"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path), "0" if moment == "up" else "8"]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    controller = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
-    pids = [int(word) for word in controller.stdout.split()]
-    assert len(pids) == 2
-    assert all(ends(pid) for pid in pids)
-
-
-def test_a_process_that_does_not_come_up_says_so_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nos._exit(3) if os.environ['END'] == 'exit' else time.sleep(600)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    for ending, message in (("exit", r"one: process \d+ ended before it was up"), ("sleep", "used no CPU for 2 s")):
-        monkeypatch.setenv("END", ending)
-        standbys = Standbys("one", 1, tmp_path, {})
-        with pytest.raises(ReplicaDied, match=message):
-            asyncio.run(standbys.start(None, 2))
-        (process,) = standbys._processes
-        assert ends(process.pid)
 
 
 def test_the_server_ends_with_its_parent(tmp_path: Path):

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
-from monarch.actor import Actor, ActorError, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint
 from monarch.actor import endpoint as monarch_endpoint
 
 from forge.runtime.controller import ForgeActor
 
 
 class Mailbox(ForgeActor):
-    """A queue whose readers wait for the next letter."""
+    """Letters, and calls that wait for one another."""
 
     def __init__(self) -> None:
-        self.letters: deque[str] = deque()
-        self.waiting: deque = deque()
+        self.letters: list[str] = []
         self.meetings = 0
         self.arrived = asyncio.Event()
 
     @monarch_endpoint
     def put(self, letter: str) -> int:
-        self.deliver(letter)
+        self.letters.append(letter)
         return len(self.letters)
-
-    def deliver(self, letter: str) -> None:
-        if self.waiting:
-            self.waiting.popleft().send(letter)
-        else:
-            self.letters.append(letter)
-
-    @monarch_endpoint(explicit_response_port=True)
-    def get(self, port) -> None:
-        if self.letters:
-            port.send(self.letters.popleft())
-        else:
-            self.waiting.append(port)
 
     @concurrent_endpoint
     async def meet(self, number: int) -> int:
@@ -50,29 +35,6 @@ class Mailbox(ForgeActor):
     @concurrent_endpoint(instrument=False)
     async def fail(self, text: str) -> None:
         raise KeyError(text)
-
-    @concurrent_endpoint(explicit_response_port=True)
-    async def early(self, port, number: int) -> None:
-        """Answer, and work on."""
-        port.send(number)
-        port.send(-1)
-        await asyncio.sleep(0.01)
-        self.deliver(f"after {number}")
-
-    @concurrent_endpoint(explicit_response_port=True, propagate="inspect")
-    async def deny(self, port, wrapped: bool) -> None:
-        error = PermissionError("not today")
-        port.exception(ActorError(error, "Actor call failed.") if wrapped else error)
-
-    @monarch_endpoint(explicit_response_port=True)
-    def silent(self, port) -> None:
-        """Never answer."""
-
-    @monarch_endpoint(explicit_response_port=True)
-    async def broken(self, port, *, before: bool) -> None:
-        if not before:
-            port.send("sent")
-        raise ValueError("broken")
 
 
 class Plain(Actor):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from forge.runtime.controller import Options
-from tests.runtime.cluster import kube, slurm
-from tests.runtime.cluster.machines import (
+from tests.forge_cluster import kube, slurm
+from tests.forge_cluster.machines import (
     NO_CPU_LIMITS,
     ROOT,
     Machine,
@@ -40,7 +40,7 @@ print(json.dumps(listed))
 
 @pytest.fixture(scope="module")
 def machines_missing() -> str | None:
-    from tests.runtime.cluster.machines import missing
+    from tests.forge_cluster.machines import missing
 
     return missing()
 

@@ -23,7 +23,6 @@ from tokenizers.models import BPE
 
 from forge.config import ConfigError
 from forge.observability.metrics import PROCESS_NAME
-from forge.runtime.cluster.process_groups import process_store
 from forge.runtime.controller import (
     ForgeActor,
     ForgeError,
@@ -35,8 +34,9 @@ from forge.runtime.controller import (
     run,
 )
 from forge.runtime.controller.actor_host import ActorHost
-from forge.runtime.controller.user_meshes import UserPlacement, UserProcs
+from forge.runtime.controller.user_meshes import UserPlacement
 from forge.runtime.monarch_names import reload_config_from_env
+from forge.runtime.process_groups import process_store
 from tests.runtime.controller.components import Counter, Joined
 from tests.runtime.controller.test_endings import alive, gone_within
 from tests.runtime.controller.test_recovery import states, until
@@ -259,9 +259,7 @@ class Parser(ForgeActor):
 
 
 @pytest.mark.full
-def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(UserProcs, "answer_limit", 15.0)
-
+def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known():
     async def main() -> None:
         # It ends with this program: `stop` would wait for the actor that Monarch is still to start in a dead process.
         mesh = this_host().spawn_procs({"gpus": 2})
@@ -276,14 +274,6 @@ def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known(monke
         os.kill(parser.status().replicas[0].pids[1], signal.SIGKILL)
         with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*ProcMesh of yours"):
             await waiting
-        with pytest.raises(
-            Unrecoverable, match=r"^parser2: a process of its ProcMesh has ended: spawn the ProcMesh ag"
-        ):
-            await Parser.options(hosts=mesh).as_actor()
-        # A slice is another mesh, whose loss shows once it is used.
-        part = mesh.flatten("procs").slice(procs=slice(0, 2))
-        with pytest.raises(Unrecoverable, match=r"^parser2\[.\]: a process of its ProcMesh gave no answer within 15 s"):
-            await Parser.options(hosts=part, num_replicas=2).as_service()
 
     run_within(100, main)
 
@@ -357,11 +347,14 @@ def test_sizes_that_do_not_divide_are_errors_of_one_line():
             ({"hosts": procs, "procs": 4}, "num_replicas = 1 of procs = 4 need 4"),
             (
                 {"hosts": procs, "env": {"A": "b"}},
-                "env does nothing: hosts is a ProcMesh of 6 processes, which run alr",
+                "env does nothing: hosts is a ProcMesh of 6 processes",
             ),
-            ({"hosts": hosts, "num_replicas": 3}, "a HostMesh of 4 hosts, more than num_replicas = 3 can fill"),
-            ({"hosts": hosts, "num_replicas": 3, "procs": 2}, "of 4 hosts, which num_replicas = 3 do not divide"),
-            ({"hosts": hosts, "procs": 6}, "procs = 6 cannot be divided evenly over the 4 hosts of a replica"),
+            ({"hosts": hosts, "num_replicas": 3}, "a HostMesh of 4 hosts, over which num_replicas = 3"),
+            (
+                {"hosts": hosts, "num_replicas": 3, "procs": 2},
+                "of 4 hosts, over which num_replicas = 3 of procs = 2 cannot be divided evenly",
+            ),
+            ({"hosts": hosts, "procs": 6}, "num_replicas = 1 of procs = 6 cannot be divided evenly"),
             ({"hosts": hosts, "share": "x"}, "shares the process 'x'"),
             ({"hosts": job}, r"hosts is a ProcessJob: hand over its state, hosts=job\.state\(\)"),
             ({"hosts": "node1"}, "hosts must be a whole number, got 'node1'"),
@@ -391,7 +384,7 @@ async def place_gpus(mesh: HostMesh) -> list[dict[str, list[str]]]:
     """The devices of four replicas on a mesh, after one of them was released and replaced."""
     placement = UserPlacement()
     placed = [await placement.place("a", index, mesh, 2, 3, 2) for index in range(3)]
-    await placement.release("a", 2)
+    placement.release("a", 2)
     placed[2] = await placement.place("b", 0, mesh, 4, 1, 1)
     assert await placement.place("b", 0, mesh, 4, 1, 1) is placed[2]
     return [hosts.gpus() for hosts in placed]

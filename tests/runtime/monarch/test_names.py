@@ -37,7 +37,7 @@ def test_the_names_and_what_they_are_for():
     for name, place in monarch_names.NAMES.items():
         assert getattr(monarch_names, name) is getattr(import_module(place.module), name)
         assert len(place.purpose.split()) > 3
-    for module in (monarch_names.MAIN, *monarch_names.OPTIONAL, monarch_names.LIBRARY):
+    for module in (monarch_names.MAIN, monarch_names.LIBRARY):
         import_module(module)
     with pytest.raises(AttributeError, match="no attribute 'Actor'"):
         monarch_names.Actor  # noqa: B018

@@ -69,23 +69,6 @@ def killed(store: VersionStore) -> None:
         os._exit(7)
 
 
-def killed_settling(store: VersionStore) -> None:
-    """The rank that comes last is killed when it has published, before it can tell."""
-    import forge.runtime.store.transfer as module
-
-    model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    if dist.get_rank() == 1:
-
-        def dies(*_: object) -> None:
-            os.kill(os.getpid(), 9)
-
-        module.CollectivePut.end = dies  # type: ignore[method-assign]
-        copy = module.copy_and_hash
-        module.copy_and_hash = lambda *tensors: time.sleep(0.5) or copy(*tensors)
-    print(store.put("policy", dict(model.named_parameters()), 5, timeout=20.0), flush=True)
-    os._exit(0)
-
-
 def skewed(store: VersionStore) -> None:
     """Rank 1 leaves a put out; the ones after it work."""
     model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
 from uuid import uuid4
@@ -18,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from forge.runtime.store import IncompleteVersion, Ranks, VersionStore
-from forge.runtime.store.transfer import RankPart
+from forge.runtime.store import IncompleteVersion, VersionStore
+from forge.runtime.store.transfer import RankPart, Ranks
 from forge.system.boxes import local_boxes
 
 pytestmark = pytest.mark.processes
@@ -56,8 +55,9 @@ def put(store: VersionStore, key: str, full: torch.Tensor, layout: Layout, dtype
             value = {"w": spread(full, layout), "plain": full}
             part = RankPart.of_value(key, value, 1, dtype, Ranks(rank, world, group))
             parts.append(replace(part, blocks=()) if rank in lost else part)
-    with ThreadPoolExecutor(world) as threads:
-        assert set(threads.map(lambda part: store.put_part(part, 20.0), parts)) == {1}
+    with ExitStack() as writing:
+        written = [part.write(*writing.enter_context(store.segments.writing(part.size))) for part in parts]
+        assert store.publish(written) == 1
 
 
 @st.composite

@@ -321,24 +321,6 @@ def test_incomplete_is_an_error_of_its_own():
     assert not issubclass(IncompleteVersion, KeyError)
 
 
-def test_parts_of_versions_of_other_hosts_are_kept_as_long_as_versions_are(store: VersionStore):
-    """What a host's store holds of versions that are published elsewhere: the newest two of each writer."""
-    for version in range(1, 6):
-        with store.segments.writing(1000) as (name, memory):
-            memory.fill_(version)
-            shard = Shard("a", "uint8", (1000,), Box((0,), (1000,)), name, 0, "")
-            store.keep_part(Manifest("policy", version, False, (shard,)), "copy")
-    assert store.part("policy", 3, "copy") is None
-    assert store.part("policy", 5, "rank0") is None
-    for version in (4, 5):
-        kept = store.part("policy", version, "copy")
-        assert kept is not None
-        with store.segments.reading(kept.segments) as memory:
-            assert int(memory[kept.shards[0].segment][999]) == version
-    assert len(os.listdir(store.segments.used)) == 2
-    assert store.versions("policy") == []
-
-
 def test_a_version_of_another_host_moves_with_those_who_put_it_again(store: VersionStore):
     shard = Shard("a", "uint8", (8,), Box((0,), (8,)), "x", 0, "checksum")
     manifest = Manifest("policy", 1, False, (shard,))
@@ -346,9 +328,9 @@ def test_a_version_of_another_host_moves_with_those_who_put_it_again(store: Vers
     assert manifest.on_host("a:1").on_host("b:2").segments == {"x@a:1"}
     assert manifest.extent("x") == 8
     assert manifest.on_host("a:1").digest == manifest.digest
-    assert store.publish(manifest.on_host("a:1"), ts.Ranks(), 1.0) == 1
-    assert store.publish(manifest.on_host("b:2"), ts.Ranks(), 1.0) == 1
+    assert store.publish([manifest.on_host("a:1")]) == 1
+    assert store.publish([manifest.on_host("b:2")]) == 1
     assert store.manifest("policy", 1).segments == {"x@b:2"}
     other = Manifest("policy", 1, False, (Shard("a", "uint8", (8,), Box((0,), (8,)), "x@c:3", 0, "another"),))
     with pytest.raises(VersionConflict, match="with other values"):
-        store.publish(other, ts.Ranks(), 1.0)
+        store.publish([other])

@@ -4,11 +4,11 @@ Private names of Monarch are in `forge.runtime.monarch_names`.
 
 Monarch queries the state of each process every 500 ms here (every 10 s by default), at 1.5 % of a core. `ProcessGroup`
 notices when a process ends or hangs. Monarch's own judgement is the last resort, after 60 s: thousands of calls in
-flight can delay the answers to the controller for tens of seconds. Monarch also gives up a process that needs more than
-30 s to start, as some do on a busy machine: here that is 300 s, and `Options.setup_timeout` for the whole start. At
-nice 19 beside 16 busy processes on two cores one had .4 s of CPU time in 124 s, and 60 s were too few. An actor that
-was not queried for 60 s of wall-clock time is stopped as an orphan, though the clock may have been set or the
-machine have slept: here that is 10 min, for the actors of a lost controller on hosts that only the user can stop.
+flight can delay the answers to the controller for tens of seconds. Monarch gives up a process that needs more than 30 s
+to come up, which is an error here, and the supervisor starts another one; with longer limits Monarch 0.7 loses such a
+process without a word. An actor that was not queried for 60 s of wall-clock time is stopped as an orphan, though the
+clock may have been set or the machine have slept: here that is 10 min, for the actors of a lost controller on hosts
+that only the user can stop.
 """
 
 import atexit
@@ -24,13 +24,10 @@ for _key, _value in {
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "10m",
-    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "300s",
-    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "300s",
-    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "300s",
 }.items():
     os.environ.setdefault(_key, _value)
 
-private.load()
+private.keep_sockets_private()
 monarch_names.check()
 
 import monarch.actor as _monarch_actor  # noqa: E402
@@ -51,7 +48,6 @@ from monarch.actor import (  # noqa: E402
     this_proc,
 )
 from monarch.config import get_global_config  # noqa: E402
-from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning  # noqa: E402
 
 from ..monarch_names import (  # noqa: E402
     BootstrapCommand,
@@ -72,8 +68,6 @@ __all__ = [
     "HostMesh",
     "MeshFailure",
     "ProcMesh",
-    "RDMABuffer",
-    "RDMATcpFallbackWarning",
     "SupervisionError",
     "attach_to_workers",
     "concurrent_endpoint",

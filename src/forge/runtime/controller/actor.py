@@ -14,17 +14,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from forge_compat.setting_names import ENDPOINTS
-
 from ..monarch_names import method_of
 from ._monarch import EndpointProperty
 from .context import ActorContext
-from .handle import Local
+from .handle import Local, foreign_hint
 from .options import Options, snake_case
-from .ports import marked_as_port
-from .request import Kwargs, Pending
 from .runtime import add_local, runtime
 from .service import Service
+from .types import Kwargs, Pending
 
 F = TypeVar("F")
 
@@ -85,8 +82,7 @@ class Launcher:
         try:
             inspect.signature(self._cls).bind(*args, **kwargs)
         except TypeError as error:
-            names = [name for name in kwargs if name in ENDPOINTS]
-            hint = "".join(f"; torchforge's {name} is {ENDPOINTS[name]} here" for name in names)
+            hint = "".join(map(foreign_hint, kwargs))
             raise TypeError(f"{self._cls.__name__}.as_service: {error}{hint}") from None
         # The constructor of a user's subclass may do more than to check: it runs in the process alone.
         constructor_class = next(cls for cls in self._cls.__mro__ if "__init__" in vars(cls))
@@ -115,7 +111,7 @@ class ForgeActor:
     arguments; heavy work belongs in `setup`, which runs in the component's process before it serves.
 
     Methods marked by Monarch's own decorators, `endpoint` and `concurrent_endpoint` of `monarch.actor`, are endpoints
-    as well, also with `explicit_response_port`."""
+    as well."""
 
     context: ActorContext = ActorContext("local")
     constructor_checks = False  # whether this class's constructor runs in the controller as well, to check arguments
@@ -126,8 +122,10 @@ class ForgeActor:
         # A class written for Monarch keeps its decorators: each of its endpoints becomes one of ours.
         for name, value in [*vars(cls).items()]:
             if isinstance(value, EndpointProperty):
-                method, answers_through_port = method_of(value)
-                setattr(cls, name, endpoint(marked_as_port(method) if answers_through_port else method))
+                method, has_port = method_of(value)
+                if has_port:
+                    raise TypeError(f"{cls.__name__}.{name} has explicit_response_port: let it return its value")
+                setattr(cls, name, endpoint(method))
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
 

@@ -17,23 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
-
 from ...observability.console import configure_logging
 from ...observability.metrics import PROCESS_NAME, drain, process_name
 from ...observability.profiler import profile_next
-from ..cluster import HOST
-from ..cluster.process import machine_id
+from ..names import HOST
+from ..process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
 from .context import ActorContext, _request
 from .errors import RemoteFailure
-from .orphans import end_with
-from .ports import has_port, through_port
-from .request import Kwargs
+from .types import Kwargs
 
 # A rank and its value. The values differ by endpoint: callers know which to expect.
 Answer = tuple[int, Any]
-Function = Callable[[], Any]
+Function = Callable[..., Any]
 
 # The newest `ActorHost` of each name, in a process that forge did not start.
 _named: dict[str, ActorHost] = {}
@@ -47,10 +43,9 @@ class ActorHost(Actor):
 
     Args:
         name: of a process that forge did not start, for its log lines and traces. The first one holds.
-        controller: its `client_address`, if the process is to end with it.
     """
 
-    def __init__(self, name: str | None = None, controller: str | None = None) -> None:
+    def __init__(self, name: str | None = None) -> None:
         # Of the same name in this process: Monarch gave it up, though it lives.
         self._predecessor: ActorHost | None = None
         if name is not None:
@@ -58,12 +53,8 @@ class ActorHost(Actor):
             configure_logging()
             self._predecessor = _named.get(name)
             _named[name] = self
-        if controller is not None:
-            end_with(controller)
         self._hosted: dict[int, Hosted] = {}
         self._serving: dict[int, asyncio.Task] = {}
-        # Unfetched calls of fanouts, by token.
-        self._casts: dict[int, asyncio.Task[bytes]] = {}
         # Components of a process are set up one after the other: large libraries fail when two threads import them at
         # once.
         self._setting_up = asyncio.Lock()
@@ -79,71 +70,31 @@ class ActorHost(Actor):
         `on_respawn` too."""
         context = replace(context, rank=current_rank().rank if context.world_size > 1 else 0)
         hosted = Hosted(context)
-
-        async def start() -> None:
-            async with self._setting_up:
-                if self._predecessor is not None:
-                    await self._predecessor.clear()
-                    self._predecessor = None
-                await hosted.in_thread(lambda: hosted.build(definition))
-                await hosted.run("setup")
-            if context.incarnation:
-                await hosted.run("on_respawn")
+        steps: list[str | Function] = [lambda: hosted.build(definition), "setup"]
+        async with self._setting_up:
+            if self._predecessor is not None:
+                await self._predecessor.clear()
+                self._predecessor = None
+            for step in steps:
+                answer = await hosted.run(step)
+                if isinstance(answer[1], RemoteFailure):
+                    return answer
+        if context.incarnation:
+            answer = await hosted.run("on_respawn")
+        if not isinstance(answer[1], RemoteFailure):
             self._hosted[number] = hosted
-
-        return await hosted.guarded("setup", start)
+        return answer
 
     @concurrent_endpoint
     async def invoke(
         self, number: int, token: int, request_id: str, method: str, args: tuple, kwargs: Kwargs
     ) -> Answer:
         """Call an endpoint of a hosted component."""
-        return await self._invoke(number, token, request_id, method, lambda: (args, kwargs))
-
-    @concurrent_endpoint
-    async def invoke_each(
-        self, calls: list[tuple[int, int, str]], method: str, payload: bytes, wait: float
-    ) -> tuple[int, dict[int, bytes]]:
-        """Run `invoke` on several components, given as (number, token, request id). `payload` is the pickled
-        (args, kwargs); each component unpickles its own copy. Returns what `fetch` returns."""
-
-        async def invoke_and_pickle(number: int, token: int, request_id: str) -> bytes:
-            reply = await self._invoke(number, token, request_id, method, lambda: pickle.loads(payload))
-            # A value that cannot be pickled fails this call alone: the others in the message still get their answers.
-            try:
-                return cloudpickle.dumps(reply)
-            except Exception as error:
-                return pickle.dumps((reply[0], RemoteFailure.capture(f"the answer of {method}", error)))
-
-        for call in calls:
-            self._casts[call[1]] = asyncio.create_task(invoke_and_pickle(*call))
-        return await self._finished([token for _, token, _ in calls], wait)
-
-    @concurrent_endpoint
-    async def fetch(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
-        """Return the pickled answers, by token, of the calls that have finished after at most `wait` seconds."""
-        return await self._finished(tokens, wait)
-
-    async def _finished(self, tokens: list[int], wait: float) -> tuple[int, dict[int, bytes]]:
-        running = [self._casts[token] for token in tokens if token in self._casts]
-        if running:
-            await asyncio.wait(running, timeout=wait)
-        finished = [token for token in tokens if token in self._casts and self._casts[token].done()]
-        return current_rank().rank, {token: self._casts.pop(token).result() for token in finished}
-
-    async def _invoke(
-        self, number: int, token: int, request_id: str, method: str, arguments: Callable[[], tuple[tuple, Kwargs]]
-    ) -> Answer:
         hosted = self._hosted.get(number)
         # The replica was closed while the call was on its way.
         if hosted is None:
             missing = LookupError(f"replica {number} is not in this process")
             return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", missing)
-
-        async def call() -> Any:
-            args, kwargs = arguments()
-            return await hosted.run(method, *args, **kwargs)
-
         # `cancel` reaches a call by the task that serves it; the endpoint reads both ids from its context.
         task = asyncio.current_task()
         assert task is not None
@@ -151,7 +102,7 @@ class ActorHost(Actor):
         _token.set(token)
         _request.set(request_id)
         try:
-            return await hosted.guarded(method, call)
+            return await hosted.run(method, *args, **kwargs)
         finally:
             del self._serving[token]
 
@@ -159,7 +110,6 @@ class ActorHost(Actor):
     async def cancel(self, token: int) -> Answer:
         """Stop work on a request whose caller no longer waits. Returns False for a plain endpoint that has begun: a
         thread cannot be stopped."""
-        self._casts.pop(token, None)  # its answer will not be fetched
         if any(hosted.in_thread_now == token for hosted in self._hosted.values()):
             return current_rank().rank, False
         if token in self._serving:
@@ -181,13 +131,13 @@ class ActorHost(Actor):
 
     async def _close(self, number: int) -> Answer:
         hosted = self._hosted.pop(number)
-        reply = await hosted.guarded("teardown", lambda: hosted.run("teardown"))
+        reply = await hosted.run("teardown")
         hosted.thread.shutdown(wait=False)
         return reply
 
     async def clear(self) -> None:
         """Close all components, once what runs in their threads has ended: others take their place."""
-        for task in [*self._serving.values(), *self._casts.values()]:
+        for task in self._serving.values():
             task.get_loop().call_soon_threadsafe(task.cancel)
         for number, hosted in list(self._hosted.items()):
             await hosted.in_thread(lambda: None)  # behind what runs there
@@ -217,17 +167,18 @@ class Hosted:
         self.instance.context = self.context
         self.instance.__init__(*args, **kwargs)
 
-    async def run(self, method: str, *args: object, **kwargs: object) -> object:
-        """Run a method: async ones in the event loop, plain ones in the component's thread."""
-        function = getattr(self.instance, method)
-        if has_port(function):
-            return await through_port(lambda port: self._call(function, port, *args, **kwargs))
-        return await self._call(function, *args, **kwargs)
-
-    async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> object:
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        return await self.in_thread(lambda: function(*args, **kwargs))
+    async def run(self, method: str | Function, *args: object, **kwargs: object) -> Answer:
+        """Run a method, async ones in the event loop and plain ones in the component's thread; return the rank and the
+        value, or an exception as `RemoteFailure`."""
+        try:
+            function = getattr(self.instance, method) if isinstance(method, str) else method
+            if inspect.iscoroutinefunction(function):
+                return self.context.rank, await function(*args, **kwargs)
+            return self.context.rank, await self.in_thread(lambda: function(*args, **kwargs))
+        # The caller decides what an error means, even one that asks this process to exit.
+        except BaseException as error:
+            name = method if isinstance(method, str) else "setup"
+            return self.context.rank, RemoteFailure.capture(f"{self.context}.{name} (pid {os.getpid()})", error)
 
     async def in_thread(self, function: Function) -> object:
         """Run a function in the component's thread, with the caller's context."""
@@ -244,11 +195,3 @@ class Hosted:
                 self.in_thread_now = None
 
         return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, work)
-
-    async def guarded(self, call: str, make: Function) -> Answer:
-        """Return the rank and the value; an exception is returned as `RemoteFailure`."""
-        try:
-            return self.context.rank, await make()
-        # The caller decides what an error means, even one that asks this process to exit.
-        except BaseException as error:
-            return self.context.rank, RemoteFailure.capture(f"{self.context}.{call} (pid {os.getpid()})", error)

@@ -18,33 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
-
-from forge_compat.setting_names import ENDPOINTS
 
 from ...config.plugin import nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
-from .ports import has_port, through_port
-from .request import Kwargs, Pending, Value, caller
-from .upstream import ENDPOINT_VERBS, VERBS
+from .types import Call, Kwargs, Pending, Value, caller
+
+FOREIGN = "forge.verbs"  # entry points: functions of a handle or endpoint by other libraries' names, and `hint`
 
 _session: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forge_sessions")
 _session_ids = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a service: an endpoint with its arguments, and how to send it."""
-
-    verb: str
-    endpoint: str
-    args: tuple
-    kwargs: Kwargs
-    caller: str
-    timeout: float | None = None
-    session: str | None = None
-    request_id: str | None = None
 
 
 class Handle(ABC):
@@ -67,10 +52,9 @@ class Handle(ABC):
         endpoints = self.__dict__.get("_endpoints", ())
         if name in endpoints:
             return Endpoint(self, name)
-        if name in VERBS:
-            return partial(VERBS[name], self)
-        here = ENDPOINTS.get(name)
-        hint = f": torchforge's {name} is {here} here" if here else nearest(name, sorted(endpoints))
+        if (verb := _foreign(self, name)) is not None:
+            return verb
+        hint = foreign_hint(name) or nearest(name, sorted(endpoints))
         raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
 
     @asynccontextmanager
@@ -109,11 +93,9 @@ class Endpoint:
         raise TypeError(f"{name} runs in another process: write `await {name}.route(...)`")
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Value]]:
-        if name in ENDPOINT_VERBS:
-            verb: Callable[..., Pending[Value]] = getattr(self, ENDPOINT_VERBS[name])
+        if (verb := _foreign(self, name)) is not None:
             return verb
-        here = ENDPOINTS.get(name)
-        hint = f": torchforge's {name} is {here} here" if here else "; the verbs are route, fanout, call and call_one"
+        hint = foreign_hint(name) or "; the verbs are route, fanout, call and call_one"
         raise AttributeError(f"an endpoint has no {name!r}{hint}")
 
     def options(
@@ -142,7 +124,7 @@ class Endpoint:
         sess_id = kwargs.pop("sess_id", None)
         if sess_id is not None:
             return replace(self, session=str(sess_id)).route(*args, **kwargs)
-        return self._send("route", args, kwargs)
+        return self.service._dispatch(self._call("route", args, kwargs))
 
     def fanout(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
         """Send to every replica, those being replaced included, and return one value for each, in replica order.
@@ -150,26 +132,20 @@ class Endpoint:
         Raises:
             the first failure, once every replica has answered or failed.
         """
-        return self._send("fanout", args, kwargs)
+        return self.service._dispatch(self._call("fanout", args, kwargs))
 
     def call(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
         """Send to every rank of a component with one replica, and return one value for each, in rank order."""
-        return self._send("call", args, kwargs)
+        return self.service._dispatch(self._call("call", args, kwargs))
 
     def call_one(self, *args: object, **kwargs: object) -> Pending[Value]:
         """Send to a component of one process, and return its value."""
-        return self._send("call_one", args, kwargs)
+        return self.service._dispatch(self._call("call_one", args, kwargs))
 
-    def _send(self, verb: str, args: tuple, kwargs: Kwargs) -> Pending[Value]:
-        # Not a coroutine itself: the call, its caller and its session are those of the moment when it is written.
+    def _call(self, verb: str, args: tuple, kwargs: Kwargs) -> Call:
+        # The caller and its session are those of the moment when the call is written, not awaited.
         session = self.session or _session.get({}).get(self.service._name)
-        call = Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
-
-        async def timed() -> Value:
-            with on_the_clock(f"{self.service._name}.{self.name}"):
-                return await self.service._dispatch(call)
-
-        return timed()
+        return Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
 
 
 class Local(Handle):
@@ -191,10 +167,8 @@ class Local(Handle):
         method = getattr(self._component, call.endpoint)
         limit = call.timeout or self.CALL_TIMEOUT
         try:
-            async with asyncio.timeout(limit) as expiry:
-                if has_port(method):
-                    value = await through_port(lambda port: self._call(method, port, *call.args, **call.kwargs))
-                else:
+            with on_the_clock(f"{self._name}.{call.endpoint}"):
+                async with asyncio.timeout(limit) as expiry:
                     value = await self._call(method, *call.args, **call.kwargs)
         except TimeoutError:
             if not expiry.expired():  # the endpoint itself raised it
@@ -222,3 +196,15 @@ def _without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -
         return method(*args, **kwargs)
     except StopIteration as error:
         raise RuntimeError("it raised StopIteration: the iterator is exhausted") from error
+
+
+def foreign_hint(name: str) -> str:
+    """Say what stands here for another library's name; empty if no package knows it."""
+    points = entry_points(group=FOREIGN, name="hint")
+    return next(iter(points)).load()(name) if points else ""
+
+
+def _foreign(owner: object, name: str) -> Callable[..., Pending[Value]] | None:
+    # None of these names is reserved: a component may have an endpoint `get_metrics`.
+    points = () if name.startswith("_") or name == "hint" else entry_points(group=FOREIGN, name=name)
+    return partial(next(iter(points)).load(), owner) if points else None

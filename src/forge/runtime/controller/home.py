@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...system.scratch import Scratch, sweep
-from ..cluster.inventory import VISIBLE
-from ..cluster.process import Process
 from ..forking.forkserver import ForkServer
+from ..inventory import VISIBLE
 from . import private, processes
 from .errors import Unrecoverable
 
@@ -57,25 +56,6 @@ def forked_processes() -> Iterator[None]:
         server.end()
 
 
-class WatchedForkServer:
-    """The fork server of this process, if there is one: replaced as soon as it ends, so that the next process need not
-    wait for its imports."""
-
-    def __init__(self) -> None:
-        self._process: Process | None = None
-
-    def current(self) -> ForkServer | None:
-        """Return the server, and watch it from now on."""
-        if _server is not None and (self._process is None or self._process.pid != _server.pid):
-            self.close()
-            self._process = Process(_server.pid, self._on_end)
-        return _server
-
-    def close(self) -> None:
-        """Stop watching."""
-        if self._process is not None:
-            self._process.close()
-
-    def _on_end(self) -> None:
-        if _server is not None and _server.revive():
-            self.current()
+def fork_server() -> ForkServer | None:
+    """Return the fork server of this process, if there is one."""
+    return _server

@@ -9,8 +9,8 @@ from annotated_types import Ge
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ...config.sections import Section
+from .meshes import UserMesh
 from .routers import resolve_router
-from .user_meshes import UserMesh
 
 
 class Options(Section):

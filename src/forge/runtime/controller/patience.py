@@ -8,74 +8,81 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
-from ..cluster.process import Activity, activity_of
+from ..process import Activity, Watched
 
 T = TypeVar("T")
 CHECK_EVERY = 0.25  # seconds
 # A process that waits for a message still has threads that wake up now and then: Monarch's take 1 to 2 % of a core.
 IDLE_SHARE = 0.05
+# Seconds for a process of which nothing tells whether it gets a core, as on a host of a user's job that is lost:
+# Monarch gives it up after a minute.
+UNSEEN_PATIENCE = 30.0
 
 
 class Patience:
-    """A limit of `seconds` for some processes: it is reached once one of them has used that much CPU time since, or
-    none has used or wanted any for that long.
+    """A limit of `seconds` for one process: it is reached once that has used as much CPU time, or has neither used nor
+    wanted any for that long. Of a process that nothing is known of, the limit is plain time.
 
     Args:
-        first: what each process does now, by its id; without any the limit is plain time.
+        first: what the process does now.
+        idle_only: CPU time does not count, as where a process also does what others ask for.
     """
 
-    def __init__(self, first: Mapping[int, Activity], seconds: float) -> None:
-        self.seconds = seconds
-        self.idle = 0.0  # seconds
-        self._first = dict(first)
-        self._latest, self._checked = self._first, time.monotonic()
+    def __init__(self, first: Activity | None, seconds: float, idle_only: bool = False) -> None:
+        self._idle_only = idle_only
+        self.seconds = seconds if first is not None else max(seconds, UNSEEN_PATIENCE)
+        self._first = self._latest = first
+        self._checked = time.monotonic()
+        self._idle = 0.0  # seconds
 
-    @classmethod
-    def of(cls, pids: Iterable[int], seconds: float) -> Patience:
-        """A limit for processes of this machine."""
-        return cls({pid: activity_of(pid) for pid in pids}, seconds)
-
-    @property
-    def used(self) -> float:
-        """CPU time since, in seconds, of the process that used most."""
-        used = (self._latest[pid].cpu_seconds - first.cpu_seconds for pid, first in self._first.items())
-        return max(used, default=0.0)
-
-    def is_left(self, latest: Mapping[int, Activity] | None = None) -> bool:
-        """Whether the limit is not reached; to be asked several times within it.
-
-        Args:
-            latest: what the processes do, by their ids; None looks at processes of this machine.
-        """
-        elapsed = time.monotonic() - self._checked
-        if latest is None:
-            latest = {pid: activity_of(pid) for pid in self._first}
-        # A process of which nothing came does what it did.
-        latest = {pid: latest.get(pid, before) for pid, before in self._latest.items()}
-        shares = (latest[pid].cpu_seconds - before.cpu_seconds for pid, before in self._latest.items())
-        is_active = any(share > IDLE_SHARE * elapsed for share in shares)
-        wants_cpu = any(activity.wants_cpu for activity in latest.values())
+    def is_left(self, latest: Activity | None) -> bool:
+        """Whether the limit is not reached; to be asked several times within it."""
+        now = time.monotonic()
+        elapsed = now - self._checked
+        self._checked = now
+        used = 0.0
+        is_active = False
+        if latest is not None and self._latest is not None and self._first is not None:
+            used = latest.cpu_seconds - self._first.cpu_seconds
+            share = latest.cpu_seconds - self._latest.cpu_seconds
+            is_active = latest.wants_cpu or share > IDLE_SHARE * elapsed
+            self._latest = latest
         # This process may have been without a core itself: what it did not see is not silence.
-        self.idle = 0.0 if is_active or wants_cpu else self.idle + min(elapsed, 4 * CHECK_EVERY)
-        self._latest, self._checked = latest, time.monotonic()
-        return self.idle < self.seconds and self.used < self.seconds
+        self._idle = 0.0 if is_active else self._idle + min(elapsed, 4 * CHECK_EVERY)
+        return self._idle < self.seconds and (self._idle_only or used < self.seconds)
 
 
-async def wait_for(awaitable: Awaitable[T], pids: Iterable[int], seconds: float) -> T:
-    """Await something that processes do, within a `Patience`.
+async def wait_for(
+    awaitable: Awaitable[T],
+    processes: Sequence[Watched],
+    seconds: float,
+    is_answered: Callable[[], Any] = bool,
+    idle_only: bool = False,
+) -> T | None:
+    """Await something that processes do, with a `Patience` for each; None once `is_answered` in another way.
 
     Raises:
-        TimeoutError: the limit is reached; what was awaited is cancelled.
+        TimeoutError: the limit of one is reached; what was awaited is cancelled.
     """
-    future, patience = asyncio.ensure_future(awaitable), Patience.of(pids, seconds)
+    future = asyncio.ensure_future(awaitable)
+    limits: list[Patience] = []
+    deadline = time.monotonic() + seconds  # where there is no process to look at
     try:
-        while not future.done():
+        while not future.done() and not is_answered():
+            # A call that is answered at once costs no look at /proc.
             await asyncio.wait([future], timeout=min(CHECK_EVERY, seconds / 4))
-            if not future.done() and not patience.is_left():
+            if future.done():
+                break
+            activities = await asyncio.gather(*(process.activity() for process in processes))
+            if not limits:
+                limits = [Patience(activity, seconds, idle_only) for activity in activities]
+            left = [limit.is_left(activity) for limit, activity in zip(limits, activities, strict=True)]
+            if not all(left) or (not left and time.monotonic() > deadline):
                 raise TimeoutError
-        return future.result()
+        return future.result() if future.done() else None
     finally:
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks for it
         future.cancel()

@@ -1,81 +1,70 @@
-"""Private places for Monarch's sockets and log, to which only this user has access.
+"""Sockets of a run that only this user reaches.
 
-Monarch obeys all who connect to it, and binds UNIX sockets with abstract names. These have no permissions: every local
-user, and every container in the same network namespace, finds them in /proc/net/unix and can run code through them.
-Its log is a file of a predictable name in /tmp, where another user may have put a link. Monarch 0.7 has no setting for
-either, so three functions that its library imports from libc are replaced in this process:
+Monarch obeys all who connect to it, and each of its processes binds a UNIX socket of an abstract name, which has no
+permissions: every local user, and every container in the same network namespace, could run code through it. Monarch 0.7
+takes a path for some of its sockets, and for this one it has no setting. gloo, by which ranks on CPUs talk, listens at
+the loopback without authentication, and PyTorch's build has no transport of it with one. So two entries in tables of
+imports are replaced, in this process alone, and nothing else is:
 
-- `bind`: an abstract name becomes a path in a private folder. Monarch advertises the address that the kernel reports,
-  so its peers find the path.
-- `open64` and `mkdir`, while the library is loaded: the log becomes the file that FORGE_MONARCH_LOG names, or one
-  without a name, which goes with the process.
+- `bind` of Monarch's library: an abstract name becomes a path in a private folder. Monarch tells its peers the address
+  that the kernel reports, so they find the path.
+- `accept` of PyTorch's library: a connection from another user of this machine is closed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import logging
+import mmap
 import os
-import re
 import socket
 import struct
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from ...system.interpose import replace
 from ...system.scratch import Scratch
-from ..monarch_names import LIBRARY, MAPPED
+from ..monarch_names import LIBRARY
 
 log = logging.getLogger(__name__)
 
-LOG = "FORGE_MONARCH_LOG"
-_FAMILY = struct.Struct("=H")
-_ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
-_LOG_FOLDER = re.compile(rb"/tmp/[^/]+")
-_LOG_FILE = re.compile(rb"/tmp/[^/]+/monarch_log[^/]*")
-_ANNOUNCEMENT = b"Monarch internal logs are being written to"
 # Bytes of the folder's path: a socket's path has at most 107, of which Monarch's names and ours take 67.
 MAX_FOLDER_LENGTH = 33
+TCP = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # the second one is missing if IPv6 is off
+_FAMILY = struct.Struct("=H")
+_ABSTRACT = _FAMILY.pack(socket.AF_UNIX) + b"\0"
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
-_Open = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, use_errno=True)
-_Write = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, use_errno=True)
-_Mkdir = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, use_errno=True)
-
+_Accept = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, use_errno=True)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.bind.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32]
-_libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
-_libc.write.restype = ctypes.c_ssize_t
+_libc.accept.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _folder: Path | None = None  # where sockets are bound
-_log_handle: int | None = None
-_replacements: list[object] = []  # callbacks, which must outlive their use
 
 
-def load() -> None:
-    """Load Monarch's library with its log and its sockets in private places, before anything imports Monarch."""
-    if LIBRARY in sys.modules:  # imported before forge: its log is open already
-        replace(MAPPED, {"bind": _bind})
-        return
-    monarch = find_spec("monarch")
-    folders = [] if monarch is None else [Path(folder) for folder in monarch.submodule_search_locations or ()]
-    path = next((str(file) for folder in folders for file in folder.glob(f"{Path(MAPPED).name}*.so")), None)
-    # The functions of a library can be replaced once it is mapped, and it opens its log when Python initialises it.
-    if path is not None:
-        try:
-            ctypes.CDLL(path)
-        except OSError as error:  # it needs libraries that its package loads
-            log.debug("%s: %s", path, error)
-    restore = replace(MAPPED, {"open64": _open, "mkdir": _mkdir}, "Monarch's log is in /tmp").restore
+@cache
+def keep_sockets_private() -> None:
+    """Replace `bind` of Monarch's library, which this loads. Call it before anything of Monarch runs."""
     try:
-        importlib.import_module(LIBRARY)
-    finally:
-        restore()
-    replace(MAPPED, {"bind": _bind})
+        library = importlib.import_module(LIBRARY).__file__
+    except ImportError:  # the check of Monarch's names says what is missing
+        return
+    assert library is not None
+    _replace(library, "bind", _bind, "every local user can run code as you through Monarch's sockets")
+
+
+@cache
+def accept_own_user_only() -> None:
+    """Close connections of other users of this machine to this process's ranks from now on."""
+    import torch
+
+    library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
+    _replace(str(library), "accept", _accept, "other local users can connect to a trainer's ranks")
 
 
 def sockets_in(folder: Path) -> None:
@@ -100,9 +89,8 @@ def temporary_files_beside_sockets() -> Iterator[None]:
     try:
         yield
     finally:
-        if previous is None:
-            del os.environ["TMPDIR"]
-        else:
+        del os.environ["TMPDIR"]
+        if previous is not None:
             os.environ["TMPDIR"] = previous
 
 
@@ -112,72 +100,15 @@ def socket_folder() -> Scratch:
     return Scratch("forge-run-", folder if len(os.fsencode(folder)) <= MAX_FOLDER_LENGTH else "/tmp")
 
 
-def log_to(path: Path | None) -> None:
-    """Write Monarch's log to this file, also in processes started from now on. None: to a file without a name."""
-    os.environ.pop(LOG, None)
-    if path is not None:
-        os.environ[LOG] = str(path.absolute())
-    if _log_handle is not None:
-        handle = _open_log()
-        os.dup2(handle, _log_handle)  # Monarch writes to the same number as before
-        os.close(handle)
-
-
-@contextmanager
-def hidden_announcement() -> Iterator[None]:
-    """Suppress the line in which Monarch, once its first host is up, names a log that `_open` has replaced.
-
-    Monarch's threads write through Python meanwhile. One that does so while the interpreter exits ends the process
-    ("FATAL: exception not rethrown", before Python 3.14), so this lasts no longer than the start of the host.
-    """
-    if _log_handle is None:
-        yield
-        return
-    hiding = False
-
-    @_Write
-    def write(handle: int, text: int, length: int) -> int:
-        nonlocal hiding
-        part = ctypes.string_at(text, length) if handle == 2 else b""
-        # The line may come in several writes: hide from its first one to the line break.
-        hiding = hiding or part.startswith(_ANNOUNCEMENT)
-        if handle != 2 or not hiding:
-            return _libc.write(handle, text, length)
-        if part.endswith(b"\n"):
-            hiding = False
-            restore()
-        return length
-
-    _replacements.append(write)  # another thread may still be in it after `restore`
-    restore = replace(MAPPED, {"write": write}).restore
-    try:
-        yield
-    finally:
-        restore()
-
-
-def _open_log() -> int:
-    if LOG in os.environ:
-        with suppress(OSError):  # its folder was removed
-            return os.open(os.environ[LOG], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 @cache
 def warn_if_exposed() -> None:
     """Warn once if Monarch's sockets of this process are open to other local users after all."""
-    sockets = set()
-    for handle in os.listdir("/proc/self/fd"):
-        try:
-            sockets.add(os.readlink(f"/proc/self/fd/{handle}"))
-        except FileNotFoundError:  # the one that lists the folder
-            continue
-    try:  # names of sockets may be any bytes
-        table = Path("/proc/net/unix").read_bytes().decode(errors="replace")
-    except OSError:  # a container may hide it
+    handles = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    sockets = {os.readlink(handle) for handle in handles if handle.is_symlink()}
+    try:  # names of sockets may be any bytes, and a container may hide the table
+        rows = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]]
+    except OSError:
         return
-    rows = [line.split() for line in table.splitlines()[1:]]
     names = [row[7] for row in rows if len(row) > 7 and row[7].startswith("@") and f"socket:[{row[6]}]" in sockets]
     if names:
         log.warning(
@@ -185,6 +116,44 @@ def warn_if_exposed() -> None:
             "%s: use a machine on which you trust them, and import forge before anything of Monarch runs",
             ", ".join(names),
         )
+
+
+class _Loaded(ctypes.Structure):
+    """A loaded library, as the loader has it (struct link_map)."""
+
+    _fields_ = (("base", ctypes.c_size_t), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_size_t))
+
+
+def _replace(library: str, name: str, function: Any, lost: str) -> None:
+    """Let a library call another function in place of one that it imports; `lost` is the protection without that."""
+    loaded = _Loaded.from_address(ctypes.CDLL(library)._handle)
+    tags: dict[int, int] = {}
+    address = loaded.dynamic
+    while (tag := ctypes.c_size_t.from_address(address).value) != 0:
+        tags[tag] = ctypes.c_size_t.from_address(address + 8).value
+        address += 16
+    slots = []
+    # The dynamic section (System V ABI): 5 names, 6 symbols, 23 and 7 tables of relocations, 2 and 8 their sizes.
+    for table, size in ((tags.get(23, 0), tags.get(2, 0)), (tags.get(7, 0), tags.get(8, 0))):
+        rows = memoryview(ctypes.string_at(table, size)).cast("Q")  # of slot, symbol and kind, and a number to add
+        for index, info in enumerate(rows[1::3]):
+            # Most are of the library itself, and have no symbol.
+            if info >> 32:
+                text = ctypes.c_uint32.from_address(tags[6] + 24 * (info >> 32)).value
+                if ctypes.string_at(tags[5] + text) == name.encode():
+                    slots.append(loaded.base + rows[3 * index])
+    for slot in slots:
+        _write(slot, ctypes.cast(function, ctypes.c_void_p).value or 0)
+    if not slots:
+        log.warning("%s of %s was not replaced: %s", name, library, lost)
+
+
+def _write(slot: int, value: int) -> None:
+    """Write an address into a table that the loader may have made read-only."""
+    page = slot - slot % mmap.PAGESIZE
+    if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise OSError(ctypes.get_errno(), "a table of imports cannot be written")
+    ctypes.c_size_t.from_address(slot).value = value
 
 
 @_Bind
@@ -197,15 +166,25 @@ def _bind(handle: int, address: int, length: int) -> int:
     return _libc.bind(handle, ctypes.addressof(replacement), len(replacement))
 
 
-@_Open
-def _open(path: bytes, flags: int, mode: int) -> int:
-    global _log_handle
-    if not _LOG_FILE.fullmatch(path):
-        return _libc.open64(path, flags, mode)
-    _log_handle = _open_log()
-    return _log_handle
+@_Accept
+def _accept(listener: int, address: int, length: int) -> int:
+    handle = _libc.accept(listener, address, length)
+    if handle < 0 or _is_from_own_user(handle):
+        return handle
+    os.close(handle)
+    ctypes.set_errno(errno.EAGAIN)  # gloo waits for the next one; it ends the process at other errors
+    return -1
 
 
-@_Mkdir
-def _mkdir(path: bytes, mode: int) -> int:
-    return 0 if _LOG_FOLDER.fullmatch(path) else _libc.mkdir(path, mode)
+def _is_from_own_user(handle: int) -> bool:
+    """Whether a connection comes from another machine, or from this user, as the kernel's list of connections says."""
+    try:
+        with socket.socket(fileno=os.dup(handle)) as connection:
+            remote, local = connection.getpeername(), connection.getsockname()
+        rows = [row.split() for table in TCP if table.exists() for row in table.read_text().splitlines()[1:]]
+    except OSError:  # it was closed already, or no descriptor is left
+        return False
+    # The peer's row has its port as the local one (field 1) and ours as the remote one; 01 is ESTABLISHED.
+    ends = (f":{remote[1]:04X}", f":{local[1]:04X}")
+    users = {row[7] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1]) and row[3] == "01"}
+    return users == {str(os.geteuid())} if users else not local[0].startswith(("127.", "::1"))

@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...observability.metrics import PROCESS_NAME
+from ...observability.metrics import PROCESS_NAME, on_the_clock
 from ._monarch import Actor, concurrent_endpoint, this_proc
 from .errors import CallTimeout, RemoteFailure, ServiceStopped
-from .handle import Call, Handle
-from .request import Value, new_id
+from .handle import Handle
+from .types import Call, Value, new_id
 
 # Seconds that a call may take beyond its own limit before the controller counts as unreachable.
 GRACE = 15.0
@@ -95,7 +95,8 @@ class RemoteService(Handle):
         call_id = new_id(caller)
         reply = self._relay.dispatch.call_one(call_id, self._name, call, caller).as_asyncio()
         try:
-            value = await asyncio.wait_for(reply, limit)
+            with on_the_clock(f"{self._name}.{call.endpoint}"):
+                value = await asyncio.wait_for(reply, limit)
         except TimeoutError:
             # The controller would wait for its own limit, and the replica work for a caller that is gone.
             self._relay.cancel.broadcast(call_id)

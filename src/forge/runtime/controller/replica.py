@@ -7,25 +7,21 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
-from ..cluster.wire import LEASE
 from ._monarch import ActorError, SupervisionError
 from .actor_host import Answer
 from .context import ActorContext
-from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, ReplicaDied, Unrecoverable
+from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, ReplicaDied
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
-from .request import Kwargs, Request, Value
-
-if TYPE_CHECKING:
-    from .actor import ForgeActor
-
+from .types import Kwargs, Request, Value, find_suspects
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +30,7 @@ log = logging.getLogger(__name__)
 TEARDOWN_PATIENCE = 5.0
 DRAIN_TIMEOUT = 120.0
 CANCEL_TIMEOUT = 5.0
+BORROWED_TIMEOUT = 60.0
 
 _numbers = itertools.count()
 
@@ -43,11 +40,10 @@ class Component:
     """The component of a service, which every replica builds: a class with its arguments, and its placement."""
 
     name: str
-    cls: type[ForgeActor]
+    cls: type[Any]  # of ForgeActor
     options: Options
     args: tuple
     kwargs: Kwargs
-    plain: frozenset[str] = frozenset()  # endpoints that run in the component's thread
 
 
 class Replica:
@@ -60,13 +56,11 @@ class Replica:
         self.index = index
         self.context = ActorContext(component.name, index, 0, self.options.procs, incarnation=incarnation)
         self.requests: set[Request] = set()  # in flight
-        self._in_line: deque[Request] = deque()  # waiting for the component's thread, in order
         self.served = 0
         self.latencies: deque[float] = deque(maxlen=512)
         self.last_answer = time.monotonic()
         self.failed: asyncio.Future[ReplicaDied] = asyncio.get_running_loop().create_future()
         self.blameless = False
-        self.died = 0.0
         self.in_flight_lost = 0
         self.suspects: set[Request] = set()
         self._abandoning: set[asyncio.Task] = set()
@@ -112,24 +106,18 @@ class Replica:
         self.group.starting += 1
         self.group.members.append(self)  # before its processes start: their host may be lost meanwhile
         try:
+            # The first message returns once every process is up, and says which processes to watch.
             try:
-                # The first message returns once every process is up, and says which processes to watch.
-                answer_limit = min(limit, self.group.hosts.answer_limit)
-                self.group.watch(_unwrap(await self._all_ranks("start", answer_limit, "ping")))
-            except CallTimeout as error:
-                if not self.group.borrowed:
-                    raise
-                raise Unrecoverable(
-                    f"{self}: a process of its ProcMesh gave no answer within {answer_limit:g} s; it may have ended "
-                    "before: spawn the ProcMesh again"
-                ) from error
+                # Monarch says nothing of a user's process that ended earlier.
+                first = min(limit, BORROWED_TIMEOUT) if self.group.hosts.borrowed else limit
+                self.group.watch(await self._ask("start", first, "ping"))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
             # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
             # ranks.
             if self.options.procs > 1:
-                self.context = replace(self.context, rendezvous=self.group.hosts.rendezvous())
-            _unwrap(await self._all_ranks("setup", limit, "start", self.number, self.context, definition))
+                self.context = replace(self.context, rendezvous=await self.group.hosts.rendezvous())
+            await self._ask("setup", limit, "start", self.number, self.context, definition)
         finally:
             self.group.starting -= 1
 
@@ -137,29 +125,10 @@ class Replica:
         """Count a request as sent to this replica."""
         request.send()
         self.requests.add(request)
-        # A plain endpoint begins once the thread is free, which `leave` notices.
-        if request.endpoint in self.component.plain:
-            self._in_line.append(request)
-            if self._in_line[0] is not request:
-                return
-        request.began = request.sent
 
     def leave(self, request: Request) -> None:
         """Remove a request that has its answer, or gets none from this replica."""
         self.requests.discard(request)
-        if request in self._in_line:
-            self._in_line.remove(request)
-            if self._in_line and self._in_line[0].began is None:
-                self._in_line[0].began = time.monotonic()
-
-    def has_line_for(self, request: Request) -> bool:
-        """Whether the request would have to wait for the component's thread."""
-        return request.endpoint in self.component.plain and bool(self._in_line)
-
-    def isolated_requests(self, now: float, isolation: float, patience: float) -> int:
-        """Count the requests in these processes, this component's or another's, that need isolation."""
-        requests = (request for member in self.group.members for request in member.requests)
-        return sum(request.needs_isolation(now, isolation, patience) for request in requests)
 
     async def serve(self, request: Request, limit: float | None = None) -> list[Value]:
         """Call the endpoint of a request that has entered, on every rank; return the values in rank order.
@@ -170,12 +139,7 @@ class Replica:
         message = (self.number, request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
             timeout = request.time_left if limit is None else limit
-            # A retry is no longer in step with the rest of its fanout: it has a separate message.
-            if request.cast is not None and request.attempts == 1:
-                _, value = await self._wait(request.endpoint, request.cast.send(self, request), timeout)
-                values = [value]
-            else:
-                values = await self._all_ranks(request.endpoint, timeout, "invoke", *message)
+            values = await self._ask(request.endpoint, timeout, "invoke", *message)
         except CallTimeout as error:
             # The caller has waited long enough, but must not leave the work running behind it.
             await self._abandon(request)
@@ -191,21 +155,16 @@ class Replica:
         if limit is None:
             self.served += 1
             self.latencies.append(self.last_answer - request.sent)
-        return _unwrap(values)
+        return values
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Value]:
         """Return the metrics of all ranks since the last call."""
-        return _unwrap(await self._all_ranks("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles))
+        return await self._ask("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles)
 
-    async def ping(self, patience: float) -> bool:
-        """Whether every rank answers in time."""
-        try:
-            await self._all_ranks("ping", patience, "ping")
-        except CallTimeout:
-            return False
-        except ReplicaDied:
-            return True  # its death is known, and a hang is not the question
-        return True
+    async def ping(self) -> None:
+        """Return once every rank has answered, or the replica is lost."""
+        with suppress(ReplicaDied):
+            await self._ask("ping", None, "ping")
 
     def fail(self, reason: str, *, blameless: bool = False) -> ReplicaDied:
         """Declare this replica dead, and end every call in flight on it.
@@ -215,10 +174,8 @@ class Replica:
         """
         if not self.failed.done():
             self.blameless = blameless or self.group.stopped_by_signal
-            self.died = time.monotonic()
             self.in_flight_lost = len(self.requests)
-            # Requests of every component in a dead process are suspects, not only this component's.
-            self.suspects = find_suspects(self.group.members if self.group.dead else [self], self.died)
+            self.suspects = find_suspects(self.requests)
             self.failed.set_result(ReplicaDied(f"{self} is dead (pid {self.location}): {reason}"))
             for reply in list(self._answers):
                 reply.cancel()
@@ -228,8 +185,8 @@ class Replica:
         """Run `teardown`, and end the processes unless they host other components."""
         if self.alive:
             try:
-                closing = self._all_ranks("teardown", None, "close", self.number)
-                _unwrap(await wait_for(closing, self.group.local_pids, TEARDOWN_PATIENCE))
+                closing = self._ask("teardown", None, "close", self.number)
+                await wait_for(closing, self.group.processes, TEARDOWN_PATIENCE)
             except TimeoutError:
                 log.warning("%s: teardown gave no answer within %g s (pid %s)", self, TEARDOWN_PATIENCE, self.location)
             except Exception as error:
@@ -248,7 +205,7 @@ class Replica:
         async def cancel() -> bool:
             label = f"cancel of {request.endpoint}"
             try:
-                return all(await self._all_ranks(label, CANCEL_TIMEOUT, "cancel", request.token))
+                return all(await self._ask(label, CANCEL_TIMEOUT, "cancel", request.token))
             except (ReplicaDied, CallTimeout):
                 return True  # the ping notices a replica that does not even answer this
 
@@ -260,45 +217,23 @@ class Replica:
             remaining = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
             asyncio.get_running_loop().call_later(remaining, lambda: asyncio.ensure_future(give_up()))
 
-    async def _all_ranks(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
-        """Send one message to every rank; return the values in rank order, or one RemoteFailure. The first failure ends
-        the wait for the other ranks, which may be stuck in a collective with the rank that failed."""
+    async def _ask(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
+        """Send one message to every rank and return the values in rank order, unless the replica fails or the time
+        limit is reached first. The first failure of a rank is raised: others may be stuck in a collective with it."""
+        if self.failed.done():
+            raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
         send = getattr(self.actor_host, endpoint)
         if self.options.procs == 1:
-            return [(await self._wait(label, send.call_one(*args).as_asyncio(), limit))[1]]
-        answers: list[asyncio.Future[Answer]] = [reply.as_asyncio() for reply in send.stream(*args)]
-
-        # A rank whose peer dies raises as well, often before the death is known here: it is a death then, not an error.
-        # On other machines a death is known once the lease of the host has expired.
-        notice_after = LEASE + 1.0 if self.group.hosts.spans_machines else 1.0
-
-        async def in_rank_order() -> list[Value]:
-            by_rank = {}
-            try:
-                for reply in asyncio.as_completed(answers):
-                    rank, by_rank[rank] = await reply
-                    if isinstance(by_rank[rank], RemoteFailure):
-                        await asyncio.wait(answers, timeout=notice_after)
-                        return [by_rank[rank]]
-            finally:
-                for reply in answers:
-                    reply.cancel()
-            return [by_rank[rank] for rank in sorted(by_rank)]
-
-        return await self._wait(label, asyncio.ensure_future(in_rank_order()), limit)
-
-    async def _wait(self, label: str, reply: asyncio.Future[Value], limit: float | None) -> Value:
-        """Wait for `answer`, the replica's failure, or the time limit, whichever comes first."""
-        if self.failed.done():
-            reply.cancel()
-            raise ReplicaDied(f"{self.failed.result()} (before {label} was sent)")
+            reply = send.call_one(*args).as_asyncio()
+        else:
+            reply = asyncio.ensure_future(self._gather([reply.as_asyncio() for reply in send.stream(*args)]))
         # `fail` cancels answers, and a caller may cancel this task: the count of cancellations tells the two apart.
         task = asyncio.current_task()
         cancelling = task.cancelling() if task else 0
         self._answers.add(reply)
         try:
             async with asyncio.timeout(limit):
-                return await reply
+                answers: list[Answer] = [await reply] if self.options.procs == 1 else await reply
         except TimeoutError:
             raise CallTimeout(
                 f"{self}.{label} gave no answer within {round(limit or 0.0, 1):g} s (pid {self.location})"
@@ -313,10 +248,11 @@ class Replica:
             self.group.fail(reason, by_clock="timeout waiting for message" in account)
             raise self.fail(reason) from error
         except ValueError as error:
-            if "error spawning proc mesh" not in str(error):
+            if "error spawning proc mesh" not in str(error) and "error creating proc" not in str(error):
                 raise
             # Monarch waits for no process that has not called back 30 s after its start.
-            raise self.fail("Monarch gave up its start", blameless=True) from None
+            reason = f"Monarch gave up its start, after at most 30 s; its output may say why ({str(error)[:80]})"
+            raise self.fail(reason, blameless=True) from None
         except ActorError as error:
             # The message could not be unpickled, or its answer not pickled. The actor lives.
             text = str(error).strip()
@@ -328,24 +264,28 @@ class Replica:
             # A late failure of an answer that is no longer awaited would be logged as an exception never retrieved.
             reply.add_done_callback(lambda late: late.cancelled() or late.exception())
             reply.cancel()
+        for _, value in answers:
+            if isinstance(value, RemoteFailure):
+                raise value.to_exception()
+        return [value for _, value in answers]
+
+    async def _gather(self, replies: list[asyncio.Future[Answer]]) -> list[Answer]:
+        """Return the answers of all ranks in their order, or the first failure."""
+        answers = []
+        try:
+            for reply in asyncio.as_completed(replies):
+                answers.append(await reply)
+                # A rank whose peer dies raises as well, often before the death is known here: it is a death then.
+                if isinstance(answers[-1][1], RemoteFailure):
+                    await asyncio.wait(replies, timeout=self.group.hosts.notice_after)
+                    return answers[-1:]
+        finally:
+            for reply in replies:
+                reply.cancel()
+        return sorted(answers, key=lambda answer: answer[0])
 
 
 def _last_line(error: Exception) -> str:
     """What an error of Monarch says after its traceback, or its class."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__
-
-
-def find_suspects(replicas: Sequence[Replica], now: float) -> set[Request]:
-    """Return the requests that may have caused the death of a process: those that an earlier death accuses, if any,
-    otherwise all that were being worked on."""
-    begun = {request for replica in replicas for request in replica.requests if request.began is not None}
-    return {request for request in begun if request.is_accused(now)} or begun
-
-
-def _unwrap(values: list[Value]) -> list[Value]:
-    """Return the values, or raise what the component raised."""
-    for value in values:
-        if isinstance(value, RemoteFailure):
-            raise value.to_exception()
-    return values

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ...config.plugin import resolve
-from .request import Request
+from .types import Request
 
 
 class Candidate(Protocol):

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from .attach import attach
+from ..names import HOSTS
 from .errors import ForgeError
-from .request import Pending
 from .runtime import runtime, shutdown
+from .types import Pending
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ def run(
     """Run a recipe to its end and leave no process behind.
 
     Args:
-        hosts, wait_for_hosts: other machines to use, see `attach`.
+        hosts: HOST:PORT of other machines to use, or the path of a file of them; None reads FORGE_HOSTS.
+        wait_for_hosts: seconds that a service without any replica waits for one of them.
         on_preemption: called with the name of the first SIGTERM or SIGUSR1, which then does not stop the run: `main` is
             expected to save its state and return soon.
 
@@ -73,14 +74,16 @@ def run(
     """
 
     async def attach_and_run() -> T:
-        try:
-            await attach(hosts, wait_for_hosts)
-        except BaseException:
-            main.close()  # Python warns of a coroutine that was never awaited
-            raise
-        pool = runtime().placement.pool
-        if pool is not None:
-            pool.on_leaving = lambda reason: _preempt(reason) if _preempt is not None else None
+        others = hosts or os.environ.get(HOSTS)
+        if others:
+            placement = runtime().placement
+            try:
+                await placement.attach(others, wait_for_hosts)
+            except BaseException:
+                main.close()  # Python warns of a coroutine that was never awaited
+                raise
+            assert placement.machines is not None
+            placement.machines.when_leaving(lambda reason: _preempt(reason) if _preempt is not None else None)
         return await main
 
     return asyncio.run(_run(attach_and_run(), on_preemption))

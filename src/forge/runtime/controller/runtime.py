@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...observability.console import configure_logging, log, log_failure
 from ...observability.metrics import Snapshot, drain, on_the_clock
-from ..forking.forkserver import bound
+from ..forking.forkserver import ForkServer, bound
+from ..process import Process
 from . import processes, remote_service
 from ._monarch import HostMesh, set_fault_hook
 from .errors import CallTimeout, ReplicaDied
-from .home import WatchedForkServer, check_private_folder, forked_processes, private_folder
+from .home import check_private_folder, fork_server, forked_processes, private_folder
 from .hosts import Hosts
 from .options import Options, snake_case
-from .placement import Placement
-from .ports import has_port
+from .patience import wait_for
+from .placement import Placement, procs_of
 from .processes import ProcessGroup
 from .replica import TEARDOWN_PATIENCE, Component, Replica
-from .request import Kwargs, Pending
 from .service import Service
-from .starting import Standbys
-from .user_meshes import UserHosts
+from .types import Kwargs, Pending
 from .watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from .actor import ForgeActor
 
 __all__ = ["Runtime", "add_local", "drain_metrics", "forked_processes", "runtime", "shutdown"]
 
@@ -43,7 +39,6 @@ class Runtime:
         services: by name.
         failure: set to an error once a vital service is lost.
         placement: the hosts and devices of replicas.
-        shared: the weight store as all hosts reach it; `forge.actors.keeper` sets it.
     """
 
     def __init__(self) -> None:
@@ -51,9 +46,7 @@ class Runtime:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._groups: dict[str, ProcessGroup] = {}
         self._group_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of shared groups
-        self.shared: asyncio.Future | None = None
         self.placement = Placement()
-        self._fork_server = WatchedForkServer()
         self._names: set[str] = set()
         self._starting: dict[Replica, float] = {}
         self._pending_stops: set[asyncio.Future] = set()
@@ -61,20 +54,14 @@ class Runtime:
         self._watchdog.add_done_callback(log_failure)
         remote_service.open_relay(self.services.__getitem__)
 
-    async def start(self, cls: type[ForgeActor], options: Options, args: tuple, kwargs: Kwargs) -> Service:
+    async def start(self, cls: type[Any], options: Options, args: tuple, kwargs: Kwargs) -> Service:
         """Start `options.num_replicas` replicas of a component and wait until they serve.
 
         Raises:
             what a replica's `__init__` or `setup` raised; no process of the service remains then.
         """
         endpoints = cls.endpoints()
-        # An endpoint that answers through a port may leave the thread long before it answers.
-        plain = frozenset(
-            name
-            for name in endpoints
-            if not inspect.iscoroutinefunction(getattr(cls, name)) and not has_port(getattr(cls, name))
-        )
-        component = Component(self._name(cls, options), cls, options, args, kwargs, plain)
+        component = Component(self._name(cls, options), cls, options, args, kwargs)
         on_dead = self._on_dead if cls.vital else log_loss
         service = Service(component, endpoints, self._launcher(component), self.placement.release, on_dead)
         self.services[component.name] = service
@@ -115,7 +102,6 @@ class Runtime:
     async def shutdown(self) -> None:
         """Stop every component; returns when their processes have ended."""
         self._watchdog.cancel()
-        self._fork_server.close()
         await asyncio.gather(*(service.stop() for service in self.services.values()), return_exceptions=True)
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
         await self.placement.close()
@@ -159,34 +145,26 @@ class Runtime:
         check_private_folder()
         hosts = await self.placement.hosts_of(component, index, self.services[component.name])
         gpus = hosts.gpus() or {"": self.placement.gpus_of(component, index)}
-        procs = options.share_procs if options.share is not None else max(1, options.procs // hosts.size)
+        procs = max(1, procs_of(options) // hosts.size)
         mesh = await hosts.mesh()
         # Another component of the share may have started it while this one waited.
         async with self._group_locks[name] if shared else nullcontext():
             group = self._groups.get(name) if shared else None
             if group is not None and group.dead is None:
                 return group
-            standbys = None
-            variables = processes.allocator_settings(options) | hosts.variables()
-            # On this host the processes start ahead of Monarch, which limits the time of a start. A forked one has
-            # imported its libraries: it cannot have other settings of theirs than the server's.
-            if type(hosts) is Hosts:
-                forkable = options.threads == 1 and not any(gpus.values()) and not bound(options.env)
-                server = self._fork_server.current()
-                standbys = Standbys(name, procs, private_folder(), variables)
-                await standbys.start(server if forkable else None, options.setup_timeout)
-            spawned = mesh
             if isinstance(mesh, HostMesh):
-                spawned = processes.spawn(
-                    mesh, name, procs, options, gpus, variables, standbys,
-                    spans_machines=hosts.spans_machines, default_program=isinstance(hosts, UserHosts),
-                )  # fmt: skip
-            group = ProcessGroup(name, spawned, options, hosts, standbys, shared=shared)
+                # A fork has imported its libraries: it cannot have other settings of theirs than the server's.
+                forkable = type(hosts) is Hosts and options.threads == 1
+                forkable = forkable and not any(gpus.values()) and not bound(options.env)
+                forkable = forkable and not options.env.keys() & processes.ALLOCATOR.keys()
+                server = await _ready(options.setup_timeout) if forkable else None
+                mesh = processes.spawn(mesh, name, procs, options, hosts, gpus, server)
+            group = ProcessGroup(name, mesh, options, hosts, shared=shared)
             if shared:
                 self._groups[name] = group
             return group
 
-    def _name(self, cls: type[ForgeActor], options: Options) -> str:
+    def _name(self, cls: type[Any], options: Options) -> str:
         """Return `replay_buffer` for `ReplayBuffer`, numbered from the second on."""
         base = options.mesh_name or snake_case(cls.__name__)
         names = (base if number == 1 else f"{base}{number}" for number in itertools.count(1))
@@ -199,13 +177,27 @@ class Runtime:
             self.failure.set_result(error)
 
 
+async def _ready(patience: float) -> ForkServer | None:
+    """Return the fork server once it has imported its libraries; None if there is none, or it comes to a halt."""
+    server = fork_server()
+    if server is None or not server.has_environment(os.environ):
+        return None
+    process = Process(server.pid, lambda: None)
+    try:
+        return server if await wait_for(asyncio.to_thread(server.wait), [process], patience) else None
+    except TimeoutError:
+        return None
+    finally:
+        process.close()
+
+
 def log_loss(error: BaseException) -> None:
     """Log the loss of a component that a run continues without."""
     log.warning("%s", error)
 
 
 _runtime: Runtime | None = None
-_local: list[ForgeActor] = []  # components of this process, see `ForgeActor.as_local`
+_local: list[Any] = []  # components of this process, see `ForgeActor.as_local`
 
 
 def runtime() -> Runtime:
@@ -219,7 +211,7 @@ def runtime() -> Runtime:
     return _runtime
 
 
-def add_local(component: ForgeActor) -> None:
+def add_local(component: Any) -> None:
     """Register a component of this process, for `shutdown` to tear down."""
     _local.append(component)
 

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ...observability.metrics import Reduce, record_metric
-from .cast import Cast
+from ...observability.metrics import Reduce, on_the_clock, record_metric
+from .balance import LoadBalancer
 from .errors import CallTimeout, ForgeError, PoisonRequest, ReplicaDied, ServiceStopped
-from .handle import Call, Handle
-from .load_balancer import LoadBalancer
+from .handle import Handle
 from .remote_service import RemoteService, relay_for
 from .replica import Component, Replica
-from .request import Pending, Request, Value, new_id
 from .routers import resolve_router
 from .supervisor import Supervisor
+from .types import Call, Pending, Request, Value, new_id
 
 # Seconds in which a replica that `scale` removes may finish its calls.
 DRAIN_PATIENCE = 30.0
@@ -98,7 +97,7 @@ class Service(Handle):
         if num_replicas < 1:
             raise ValueError(f"{self._name} needs at least one replica, got {num_replicas}: use stop to end it")
         async with self._scaling:
-            self._check_runs()
+            self._balancer.check_open()
             # Failed replicas make room first, also on their devices.
             failed = [supervisor for supervisor in self._supervisors if supervisor.state == "failed"]
             await asyncio.gather(*map(self._retire, failed))
@@ -159,54 +158,41 @@ class Service(Handle):
     def _was_stopped(self) -> ServiceStopped:
         return ServiceStopped(f"{self._name} was stopped")
 
-    def _check_runs(self) -> None:
-        if self._stopped:
-            raise self._was_stopped()
-        self._balancer.check_open()
-
     async def _dispatch(self, call: Call) -> Value:
-        self._check_runs()
-        if call.verb == "route":
-            return (await self._route(self._request(call)))[0]
         if call.verb == "fanout":
-            # The trainer publishes its weights before generators are asked to load them.
-            if call.endpoint in self.before_fanout:
-                await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
             return await self._fanout(call)
-        if len(self._supervisors) != 1:
+        if call.verb != "route" and len(self._supervisors) != 1:
             raise ForgeError(
                 f"{call.verb} addresses one actor mesh and {self._name} has {len(self._supervisors)} replicas: "
                 "use route (one replica) or fanout (all)"
             )
         if call.verb == "call_one" and self._options.procs != 1:
             raise ForgeError(f"call_one needs one process and {self._name} has {self._options.procs}: use call")
-        values = await self._route(self._request(call))
-        return values[0] if call.verb == "call_one" else values
+        request = self._request(call)
+        with on_the_clock(f"{self._name}.{call.endpoint}"):
+            values = await self._serve(request, self._balancer.acquire)
+        assert values is not None
+        return values if call.verb == "call" else values[0]
 
     def _end_session(self, session: str) -> None:
         self._balancer.end_session(session)
 
-    async def _route(self, request: Request) -> list[Value]:
-        async def acquire() -> Replica:
+    async def _serve(
+        self, request: Request, acquire: Callable[[Request], Pending[Replica | None]], *, catch_up: bool = False
+    ) -> list[Value] | None:
+        """Serve a request on the replica from `acquire`, retrying on the next one if it dies. None if there is no
+        replica, or it will `catch_up` on the call when it is replaced."""
+        while True:
             try:
-                return await self._balancer.acquire(request)
+                replica = await acquire(request)
             except TimeoutError:
                 states = ", ".join(f"{supervisor.name} {supervisor.state}" for supervisor in self._supervisors)
                 raise CallTimeout(
                     f"{request.caller} waited {request.limit:g} s for {self._name}.{request.endpoint} and no replica "
                     f"had room: {states}"
                 ) from None
-
-        values = await self._serve(request, acquire)
-        assert values is not None
-        return values
-
-    async def _serve(
-        self, request: Request, acquire: Callable[[], Pending[Replica | None]], *, catch_up: bool = False
-    ) -> list[Value] | None:
-        """Serve a request on the replica from `acquire`, retrying on the next one if it dies. None if there is no
-        replica, or it will `catch_up` on the call when it is replaced."""
-        while (replica := await acquire()) is not None:
+            if replica is None:
+                return None
             try:
                 if replica.alive:  # otherwise it died since it was chosen
                     return await replica.serve(request)
@@ -220,7 +206,6 @@ class Service(Handle):
             finally:
                 self._balancer.release(replica, request)
             await asyncio.sleep(RETRY_DELAY)
-        return None
 
     def _lost(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
         """Raise an error unless a request may be sent again after its replica died."""
@@ -228,8 +213,7 @@ class Service(Handle):
             raise self._was_stopped()
         request.avoid.add(replica.index)
         if not replica.blameless:
-            request.record_death(replica.died, len(replica.suspects))
-            # The only suspect of its second death: see the example in `request.py`.
+            request.record_death(replica.suspects)
             if request.deaths >= self._options.quarantine_after and replica.suspects == {request}:
                 label = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
                 self._quarantined.append(label)
@@ -243,6 +227,10 @@ class Service(Handle):
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
     async def _fanout(self, call: Call) -> list[Value]:
+        self._balancer.check_open()
+        # The trainer publishes its weights before generators are asked to load them.
+        if call.endpoint in self.before_fanout:
+            await self.before_fanout[call.endpoint](*call.args, **call.kwargs)
         catch_up = call.endpoint in self._catch_up
         previous = self._latest.get(call.endpoint)
         if catch_up:
@@ -251,7 +239,7 @@ class Service(Handle):
             self._latest[call.endpoint] = call
 
         async def call_replica(supervisor: Supervisor, request: Request) -> list[Value] | None:
-            async def acquire() -> Replica | None:
+            async def acquire(request: Request) -> Replica | None:
                 try:
                     replica = await supervisor.when_up(request.time_left)
                 except TimeoutError:
@@ -269,10 +257,10 @@ class Service(Handle):
         # soon, unless they need a host and others serve.
         up = [supervisor for supervisor in self._supervisors if supervisor.state == "up"]
         expected = [supervisor for supervisor in self._supervisors if not (up and supervisor.waits_for_host)]
-        cast = Cast() if self._options.per_process > 1 else None
-        calls = [call_replica(supervisor, self._request(call, cast)) for supervisor in (up if catch_up else expected)]
-        replies = await asyncio.gather(*calls, return_exceptions=True)
-        self._check_runs()
+        calls = [call_replica(supervisor, self._request(call)) for supervisor in (up if catch_up else expected)]
+        with on_the_clock(f"{self._name}.{call.endpoint}"):
+            replies = await asyncio.gather(*calls, return_exceptions=True)
+        self._balancer.check_open()
         for reply in replies:
             if isinstance(reply, BaseException):
                 if catch_up and self._latest[call.endpoint] is call:
@@ -283,10 +271,10 @@ class Service(Handle):
                 raise reply
         return [reply[0] for reply in replies if isinstance(reply, list)]
 
-    def _request(self, call: Call, cast: Cast | None = None) -> Request:
+    def _request(self, call: Call) -> Request:
         limit = self._options.call_timeout if call.timeout is None else call.timeout
         request_id = call.request_id or new_id(self._name)
-        return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session, cast)
+        return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session)
 
     def _supervisor(self, index: int) -> Supervisor:
         async def launch(incarnation: int) -> Replica:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from ...observability.console import log_failure
 from ...observability.metrics import Reduce, record_metric
+from .balance import LoadBalancer
 from .errors import ReplicaDied, Unrecoverable
-from .load_balancer import LoadBalancer
 from .options import Options
 from .replica import Replica
 

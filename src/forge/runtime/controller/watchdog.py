@@ -7,13 +7,10 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .replica import Replica
-from .request import Request
-
-if TYPE_CHECKING:
-    from .service import Service
+from .types import Request
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +24,11 @@ class Watchdog:
     not come up.
 
     Args:
-        services: those of the run by name, as they come and go.
+        services: each `Service` of the run by name, as they come and go.
         starting: replicas that are starting, with the time of their start.
     """
 
-    def __init__(self, services: Mapping[str, Service], starting: Mapping[Replica, float]) -> None:
+    def __init__(self, services: Mapping[str, Any], starting: Mapping[Replica, float]) -> None:
         self.services = services
         self.starting = starting
         self._due: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()

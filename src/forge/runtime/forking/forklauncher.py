@@ -1,4 +1,4 @@
-"""Launcher of a standby process: Monarch starts it, and it mirrors the process's signals and exit status.
+"""Launcher of a forked process: Monarch starts it, and it mirrors the process's signals and exit status.
 
 It is run by its path, without forge's package and without site-packages, so that it starts in milliseconds.
 """
@@ -16,30 +16,23 @@ LIMITS = [getattr(resource, name) for name in sorted(dir(resource)) if name.star
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def ask(
-    listener: socket.socket, address: str, program: str, environment: dict[bytes, bytes], standard_input: int = 0
-) -> int | None:
-    """Ask the process at an address to run a program as this process would, or to fork one that does.
+def ask(connection: socket.socket, address: str, program: str) -> int:
+    """Ask the server at an address to fork a process that runs a program as this one would.
 
-    Args:
-        listener: not connected yet. The process ends when the connection is closed.
-        environment, standard_input: those of the process; limits, folder and the other streams are this one's.
-
-    Returns:
-        its process id; 0 if it rejects the request, None if it is gone.
+    The process ends when the connection is closed. Returns its id, 0 if the server does not fork or is gone.
     """
     limits = b",".join(b"%d:%d:%d" % (number, *resource.getrlimit(number)) for number in LIMITS)
-    request = b"\0".join([program.encode(), limits, *(name + b"=" + value for name, value in environment.items())])
+    variables = (name + b"=" + value for name, value in os.environb.items())
+    request = b"\0".join([program.encode(), limits, *variables])
     try:
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
-        listener.connect(address)
-        socket.send_fds(listener, [len(request).to_bytes(4, "little")], [standard_input, 1, 2, folder])
+        connection.connect(address)
+        socket.send_fds(connection, [len(request).to_bytes(4, "little")], [0, 1, 2, folder])
         os.close(folder)
-        listener.sendall(request)
+        connection.sendall(request)
     except OSError:  # it does not listen, or ended
-        return None
-    reply = receive(listener, 4)
-    return int.from_bytes(reply, "little") if len(reply) == 4 else None
+        return 0
+    return int.from_bytes(receive(connection, 4), "little")
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
@@ -54,19 +47,15 @@ def receive(connection: socket.socket, length: int) -> bytes:
     return received
 
 
-def main(address: str, count: str, program: str) -> None:
-    """Become a standby process at `address`.0, `address`.1 and so on; run the program if none is available."""
+def main(address: str, program: str) -> None:
+    """Have a program run in a fork; run it here if there is none."""
     with open("/proc/self/comm", "w") as name:
         name.write("forge-launcher")
-    for number in range(int(count)):
-        standby = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        pid = ask(standby, f"{address}.{number}", program, dict(os.environb))
-        if pid:
-            break
-        standby.close()  # another launcher has it
-    else:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    pid = ask(connection, address, program)
+    if not pid:
         os.execv(sys.executable, [sys.executable, "-m", program])
-    status = follow(standby, pid)
+    status = follow(connection, pid)
     # A parent sees the same exit status, or the same signal, as of the process itself.
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
@@ -74,15 +63,15 @@ def main(address: str, count: str, program: str) -> None:
     os.kill(os.getpid(), os.WTERMSIG(status))
 
 
-def follow(standby: socket.socket, pid: int) -> int:
+def follow(connection: socket.socket, pid: int) -> int:
     """Forward signals to a process until it ends. Return its status; SIGKILL if its program did not report one."""
     with suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         for number in FORWARDED:
             signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
         select.select([process], [], [])
-        standby.setblocking(False)  # a child of the process may hold its end of the connection
-        status = receive(standby, 4)
+        connection.setblocking(False)  # a child of the process may hold its end of the connection
+        status = receive(connection, 4)
         if len(status) == 4:
             return struct.unpack("=i", status)[0]
     return signal.SIGKILL

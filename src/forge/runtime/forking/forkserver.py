@@ -1,7 +1,7 @@
 """Fork server: a process that has imported PyTorch and transformers, and forks the processes of a run.
 
-Importing them takes 3 to 5 CPU-seconds in each process; a fork of a process that has imported them has them at once,
-and then stands by for its launcher (`standby.py`). A fork outlives the server.
+Importing them takes 3 to 5 CPU-seconds in each process; a fork of a process that has imported them has them at once.
+The kernel ends the forks with their server, and the server ends with the controller.
 
 The fork is safe because the server has one thread and opens no accelerator. The server does not fork when it has more
 than one thread, or when a variable of the environment differs that a library may have read during its import.
@@ -10,24 +10,30 @@ than one thread, or when a variable of the environment differs that a library ma
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import itertools
 import json
 import logging
 import os
+import resource
+import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from .standby import HELD, become, read_request, stand_by
+from . import forklauncher
+from .forklauncher import receive
 
 # The imports of trainers and generators, except Monarch, which starts threads, and modules that import it.
 LIBRARIES = (
@@ -48,17 +54,19 @@ LIBRARIES = (
 # compilers are those of the server: PyTorch sets them in a controller that compiles something.
 FREE = (
     *("HYPERACTOR_", "MONARCH_", "FORGE_", "PYTEST_", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"),
-    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MALLOC_", "LC_CTYPE"),
 )
-LIVES = 3  # servers in a row that end within SOUND_AFTER seconds, as when memory is short
-SOUND_AFTER = 60.0
+LIVES = 3  # servers that one controller starts, as each may end when memory is short
+REQUEST_TIMEOUT = 10.0  # seconds; a launcher sends its request at once
+# Signals that terminals and schedulers send to every process of a run: its controller handles them.
+HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
 class ForkServer:
-    """The fork server of this process. It ends with the process; its forks do not.
+    """The fork server of this process. It ends with the process, and its forks with it.
 
     Args:
         folder: a private folder, for its socket.
@@ -68,8 +76,10 @@ class ForkServer:
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self.address = folder / f"fork{next(_numbers)}"
         self._settings = settings
+        self._process: subprocess.Popen[bytes]
+        self._is_up: bool
         self._lives = LIVES
-        self._reviving = threading.Lock()
+        self._waiting = threading.Lock()  # of threads
         self._start()
         atexit.register(self.end)
 
@@ -82,22 +92,27 @@ class ForkServer:
         """Whether it forks processes with these variables, where they differ only in those that no library reads."""
         return bound(environment) == self._bound
 
-    def revive(self, patience: float = 0.0) -> bool:
-        """Start another server if this one ends within `patience` seconds; return whether another one runs."""
-        server = self._process
-        with self._reviving, suppress(subprocess.TimeoutExpired):
-            status = server.wait(patience)
-            # Another thread may have replaced it already, and a server that lived long restores all lives.
-            if server is self._process and self._lives:
-                cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-                self._lives = self._lives - 1 if time.monotonic() - self._began < SOUND_AFTER else LIVES - 1
-                outcome = "another one is started" if self._lives else "processes are started without it from now on"
-                log.warning("the fork server (process %d) ended with %s: %s", server.pid, cause, outcome)
+    def launcher(self, program: str) -> list[str]:
+        """Return the arguments that make Python the launcher of a fork that runs a program."""
+        return ["-I", "-S", str(Path(forklauncher.__file__)), str(self.address), program]
+
+    def wait(self) -> bool:
+        """Wait until the server has imported its libraries; start another one if it has ended. Return whether one is
+        up."""
+        with self._waiting:
+            assert self._process.stdout is not None
+            while not self._is_up or self._process.poll() is not None:
+                if self._process.poll() is None and self._process.stdout.read(1):
+                    self._is_up = True
+                    continue
+                if self._lives <= 1:
+                    return False
+                self._lives -= 1
+                status = self._process.wait()
+                log.warning("the fork server (process %d) ended with %d: another one is started", self.pid, status)
                 self._close()
-                if self._lives:
-                    self._start()
-            return self._lives > 0
-        return False
+                self._start()
+            return True
 
     def end(self) -> None:
         """End the server."""
@@ -108,15 +123,15 @@ class ForkServer:
         self._close()
 
     def _start(self) -> None:
-        self._began = time.monotonic()
+        self._is_up = False
         self._bound = bound(os.environ)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
             listener.listen(1024)  # requests wait until the server has imported
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "forge.runtime.forking.forkserver", str(listener.fileno())],
+                [sys.executable, "-m", __name__, str(listener.fileno())],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **self._settings},
             )
@@ -127,8 +142,10 @@ class ForkServer:
 
     def _close(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+        self._process.stdout.close()
         self.address.unlink(missing_ok=True)
 
 
@@ -137,8 +154,18 @@ def bound(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(FREE) and name != "_"}
 
 
+class ForkRequest(NamedTuple):
+    """A fork request: program, resource limits, environment, and the handles of standard input, output, error and the
+    working directory."""
+
+    program: str
+    limits: list[tuple[int, ...]]
+    environment: dict[bytes, bytes]
+    handles: list[int]
+
+
 def main(listener: socket.socket) -> None:
-    """Serve until standard input ends; in a fork, stand by."""
+    """Serve until standard input ends; in a fork, run the program that was asked for."""
     for number in HELD:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
@@ -150,39 +177,97 @@ def main(listener: socket.socket) -> None:
             importlib.import_module(name)
     gc.freeze()  # collections in a fork do not write to memory shared with the server
     gc.enable()
-    if serve(listener, expected):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        stand_by()
+    with suppress(BrokenPipeError):  # the controller ended
+        os.write(1, b"y")
+    fork = serve(listener, expected)
+    if fork is not None:
+        run(*fork)
 
 
-def serve(listener: socket.socket, expected: dict[str, str]) -> bool:
-    """Fork for every connection, until standard input ends; return whether this is a fork."""
+def serve(listener: socket.socket, expected: dict[str, str]) -> tuple[socket.socket, ForkRequest] | None:
+    """Fork for every connection until standard input ends; in a fork, return its connection and request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that ended
     while True:
         ready, _, _ = select.select([sys.stdin, listener], [], [])
         if sys.stdin in ready:
-            return False
+            return None
         connection, _ = listener.accept()
-        with connection:
-            request = read_request(connection)
-            pid = -1
-            if request is None:
-                continue
+        request = read_request(connection)
+        if request is not None:
             # Only variables that libraries cannot have read may differ, and only a process of one thread forks safely.
-            same_environment = (
-                bound({os.fsdecode(k): os.fsdecode(v) for k, v in request.environment.items()}) == expected
-            )
-            if same_environment and len(os.listdir("/proc/self/task")) == 1:
+            variables = {os.fsdecode(name): os.fsdecode(value) for name, value in request.environment.items()}
+            pid = -1
+            if bound(variables) == expected and len(os.listdir("/proc/self/task")) == 1:
                 with suppress(OSError):  # no memory or no process is left
                     pid = os.fork()
             if pid == 0:
                 listener.close()
-                become(request)
-                return True
+                return connection, request
             for handle in request.handles:
                 os.close(handle)
-            with suppress(OSError):  # the controller ended
-                connection.sendall(max(pid, 0).to_bytes(4, "little"))
+            if pid < 0:
+                with suppress(OSError):  # the launcher ended
+                    connection.sendall(bytes(4))
+        connection.close()
+
+
+def read_request(launcher: socket.socket) -> ForkRequest | None:
+    """Read a launcher's request; None if it ended."""
+    launcher.settimeout(REQUEST_TIMEOUT)
+    handles: list[int] = []
+    try:
+        length, handles, _, _ = socket.recv_fds(launcher, 4, 4)
+        program, limits, *variables = receive(launcher, int.from_bytes(length, "little")).split(b"\0")
+        environment = dict(variable.split(b"=", 1) for variable in variables)
+        quantities = [tuple(map(int, limit.split(b":"))) for limit in limits.split(b",")]
+        return ForkRequest(program.decode(), quantities, environment, handles)
+    except (OSError, ValueError):  # without a process its handles would stay open
+        for handle in handles:
+            os.close(handle)
+        return None
+
+
+def run(launcher: socket.socket, request: ForkRequest) -> None:
+    """Run a program in place of its launcher: with its environment, limits, folder and streams."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A signal that is ignored stays so in programs that a component starts, and SIGTERM is how it ends them.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    *streams, folder = request.handles
+    for number, handle in enumerate(streams):
+        os.dup2(handle, number)
+        os.close(handle)
+    os.fchdir(folder)
+    os.close(folder)
+    for limit, soft, hard in request.limits:
+        resource.setrlimit(limit, (soft, hard))
+    os.environ.clear()
+    os.environb.update(request.environment)
+    tempfile.tempdir = None  # TMPDIR may differ
+    if not sys.flags.safe_path:
+        with suppress(FileNotFoundError):  # the folder was removed
+            sys.path[0] = os.getcwd()
+    # Forks of one server would otherwise draw the same numbers.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    # The kernel kills this process when the launcher ends, which never sends again.
+    launcher.settimeout(None)
+    launcher.sendall(os.getpid().to_bytes(4, "little"))
+    fcntl.fcntl(launcher, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(launcher, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(launcher, fcntl.F_SETFL, fcntl.fcntl(launcher, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([launcher], [], [], 0)[0]:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.argv = [request.program]
+    status = 1 << 8
+    try:
+        runpy.run_module(request.program, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ending:
+        status = (ending.code if isinstance(ending.code, int) else int(ending.code is not None)) << 8
+        raise
+    finally:
+        launcher.sendall(struct.pack("=i", status))
 
 
 if __name__ == "__main__":

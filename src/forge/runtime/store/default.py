@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...observability.metrics import PROCESS_NAME
 from ...system.scratch import MACHINE
-from ..cluster import STORE as ADDRESS
+from ..names import STORE as ADDRESS
 from .versions import PREFIX, VersionStore, memory_folder
 
 MARK = "default"  # a file in the folder of the store that child processes share

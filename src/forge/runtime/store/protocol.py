@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Store(ABC):
-    """Versions of tensors by key: `VersionStore` in shared memory of this host, `forge.actors.store_ref.HostStore` on
-    another host. `VersionStore` documents the methods.
+    """Versions of tensors by key: `VersionStore` in shared memory of this host; extensions have others, as for
+    several hosts. `VersionStore` documents the methods.
 
     In the controller, `publishers[key](version)` publishes the weights of that number, if a trainer has them.
     """

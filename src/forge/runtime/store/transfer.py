@@ -1,16 +1,15 @@
-"""Transfer of values: write them into segments (`RankPart`, `CollectivePut`), and read them (`OpenVersion`)."""
+"""Transfer of values: write them into segments (`RankPart`), agree on a version, and read it (`OpenVersion`)."""
 
 from __future__ import annotations
 
 import json
 import operator
-import shutil
 import threading
-import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -21,16 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from ...system.boxes import Box, full_box, is_dtensor, local_boxes
-from ...system.files import write_atomic
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest, Shard, checksum, copy_and_hash
 from .parallel import in_threads
 from .segments import ALIGNMENT
 
 GROUP = "forge/store/group"  # the key of a process group's name in its own store
-ABANDONED_AFTER = 3600.0  # seconds after which no rank still waits for the outcome of a put
-
-Outcome = int | list[str]  # the published version, or the kind and text of an error
+ERRORS = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
+_attempts: Counter[str] = Counter()  # puts of a version so far in this process, as all ranks count them
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +76,15 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
 
 def check_storable(name: str, tensor: Tensor) -> None:
     """TypeError: a tensor has no plain memory whose bytes a store could hold."""
-    if is_lazy(tensor):
-        reason = "not initialised"
-    elif tensor.is_quantized:
-        reason = "quantised: dequantize() it"
-    elif tensor.is_nested:
-        reason = "nested: unbind() it"
-    elif tensor.layout is not torch.strided:
-        reason = "sparse: to_dense() it"
-    elif tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
-        reason = "on the meta device or a FakeTensor"
-    else:
-        return
-    raise TypeError(f"{name} cannot be stored: it is {reason}")
+    kinds = {
+        "not initialised": is_lazy(tensor),
+        "quantised: dequantize() it": tensor.is_quantized,
+        "nested: unbind() it": tensor.is_nested,
+        "sparse: to_dense() it": tensor.layout is not torch.strided,
+        "on the meta device or a FakeTensor": tensor.device.type == "meta" or isinstance(tensor, FakeTensor),
+    }
+    for reason in (reason for reason, applies in kinds.items() if applies):
+        raise TypeError(f"{name} cannot be stored: it is {reason}")
 
 
 def group_name() -> str:
@@ -188,116 +181,47 @@ class RankPart:
         return Manifest(self.key, self.version, self.single, tuple(shards))
 
 
-class CollectivePut:
-    """A rendezvous on disk for the ranks of one put: each adds its part, the last one publishes the version or error.
+def publish_together(
+    part: RankPart, write: Callable[[], Manifest], publish: Callable[[list[Manifest]], int], timeout: float
+) -> int:
+    """Write this rank's part and have rank 0 publish those of all, who meet in the store of their process group; return
+    the version.
 
-    A rank joins the first attempt after its own last one that is still open, or that another rank aborted, whose error
-    it must get; otherwise it opens a new attempt. Constructed, like all writes of a put, under the store's lock.
+    Raises:
+        IncompleteVersion: a rank did not write within `timeout` seconds, or a tensor is not whole.
+        an error of another rank, of the same type where it is one of ERRORS.
     """
+    ranks = part.ranks
+    meeting = dist.distributed_c10d._get_default_store()
+    name = f"{ranks.group}/{part.key}/{part.version}"
+    _attempts[name] += 1
+    name = f"{name}/{_attempts[name]}"
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._attempts = folder / "attempts"
-        self._attempts.mkdir(parents=True, exist_ok=True)
-        attempts = {int(path.name.rpartition("-")[2]): path for path in self._attempts.glob(f"{ranks.group}-*")}
-        # From the newest back to the last one that this rank took part in.
-        number = max(attempts, default=0) + 1
-        for earlier, path in sorted(attempts.items(), reverse=True):
-            if any((path / f"{ranks.rank}.{end}").exists() for end in ("part", "gone")):
-                break
-            if not (path / "outcome").exists() or any(path.glob("*.gone")):
-                number = earlier
-        self._attempt = self._attempts / f"{ranks.group}-{number}"
-        if not self._attempt.exists():
-            self._attempt.mkdir()
-            (self._attempt / "begun").write_text(str(time.monotonic()))  # of this boot; the clock may jump
-        self._outcome = self._attempt / "outcome"
-        self._parts = [self._attempt / f"{rank}.part" for rank in range(ranks.world)]
-        for path in self._attempts.iterdir():
-            # A killed process leaves a folder without its time or with a part of it: `settle` removes that one.
-            begun = path / "begun"
-            if begun.exists() and time.monotonic() - float(begun.read_text() or "inf") > ABANDONED_AFTER:
-                shutil.rmtree(path)
-
-    def add(self, part: Manifest) -> bool:
-        """Write this rank's part; return whether all parts are complete now."""
-        write_atomic(self._parts[self._ranks.rank], part.to_json())
-        return not self.absent() and not self._outcome.exists()
-
-    def abort(self, reason: str) -> None:
-        """Fail the put on all ranks, because this one has no part."""
-        (self._attempt / f"{self._ranks.rank}.gone").touch()
-        if not self._outcome.exists():
-            self.end(["IncompleteVersion", reason])
-
-    def settle(self, publish: Callable[[list[Manifest]], int]) -> None:
-        """Publish the parts and write the outcome for all ranks."""
+    def send(label: object, work: Callable[[], Any]) -> None:
+        message: tuple[str | None, Any]
         try:
-            outcome: Outcome = publish([Manifest.from_json(part.read_text()) for part in self._parts])
+            message = None, work()
         except Exception as error:  # any error must reach every rank
-            outcome = [type(error).__name__, str(error)]
-        self.end(outcome)
-        # Every rank is in this attempt, and has read the earlier outcomes.
-        for earlier in self._attempts.glob(f"{self._ranks.group}-*"):
-            if earlier != self._attempt:
-                shutil.rmtree(earlier)
+            message = type(error).__name__, str(error)
+        # The store may be a file that only grows.
+        meeting.set(f"{name}/{label}", zlib.compress(json.dumps(message).encode()))  # type: ignore[arg-type]  # bytes are taken
 
-    def end(self, outcome: Outcome) -> None:
-        """Write the outcome: a version, or the kind and text of an error."""
-        write_atomic(self._outcome, json.dumps(outcome))
+    def receive(label: object) -> Any:
+        try:
+            meeting.wait([f"{name}/{label}"], timedelta(seconds=timeout))
+            kind, content = json.loads(zlib.decompress(meeting.get(f"{name}/{label}")))
+        except RuntimeError:  # each kind of store has its own, for a rank that is late or lost
+            text = f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
+            raise IncompleteVersion(text) from None
+        if kind is not None:
+            raise ERRORS.get(kind, IncompleteVersion)(content)
+        return content
 
-    def wait(
-        self, locked: Callable[[], AbstractContextManager], publish: Callable[[list[Manifest]], int], timeout: float
-    ) -> int:
-        """Wait for the last rank; return the published version.
-
-        Raises:
-            IncompleteVersion: a rank did not write within `timeout` seconds, or a tensor is not whole.
-            FileNotFoundError: the store was removed.
-            VersionConflict, OSError: see `VersionStore.put`.
-        """
-        deadline = time.monotonic() + timeout
-        pause = 0.0005
-        while not self._outcome.exists():
-            # Without the folder no outcome can come.
-            if not self._attempt.exists():
-                raise FileNotFoundError(f"the weight store {self._attempt.parents[2]} was removed")
-            late = time.monotonic() > deadline
-            if late or not self.absent():
-                with locked():
-                    # Under the lock: the last rank settles before it releases it, unless it is killed in between.
-                    if not self._outcome.exists():
-                        if not self.absent():
-                            self.settle(publish)
-                        elif late:  # this rank's memory may be reused from now on: it must not be published
-                            names = ", ".join(map(str, self.absent()))
-                            text = f"rank {self._ranks.rank} waited {timeout:g} s for what ranks {names} should put"
-                            self.end(["IncompleteVersion", text])
-                continue
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        outcome = json.loads(self._outcome.read_text())
-        if isinstance(outcome, int):
-            return outcome
-        kind, text = outcome
-        errors = {error.__name__: error for error in (OSError, VersionConflict, MissingVersion, CorruptWeights)}
-        raise errors.get(kind, IncompleteVersion)(text)
-
-    def absent(self) -> list[int]:
-        """The ranks that have not added their parts."""
-        return [rank for rank, part in enumerate(self._parts) if not part.exists()]
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the put has ended: the version is published, or it failed."""
-        return self._outcome.exists()
-
-
-def partial_put(folder: Path) -> list[int]:
-    """The ranks that have put their parts of a version whose other ranks have not yet; none if no put is open."""
-    attempts = (folder / "attempts").glob("*-*")
-    open_attempts = [path for path in attempts if not (path / "outcome").exists()]
-    return sorted({int(part.stem) for path in open_attempts for part in path.glob("*.part")})
+    send(ranks.rank, lambda: write().to_json())
+    if ranks.rank == 0:
+        send("0, the outcome,", lambda: publish([Manifest.from_json(receive(rank)) for rank in range(ranks.world)]))
+    version: int = receive("0, the outcome,")
+    return version
 
 
 @dataclass
@@ -375,29 +299,6 @@ class OpenVersion:
         if target.is_meta:
             raise ValueError(f"{label} cannot be read into a tensor on the meta device: it has no memory")
         return shards
-
-    @torch.no_grad()
-    def read_box(self, box: Box, target: Tensor | None = None, name: str = "") -> Tensor:
-        """Return a block of a tensor: `target`, filled, or a new tensor.
-
-        Args:
-            name: of the tensor in a state dict; empty for a version that is one tensor.
-
-        Raises:
-            ValueError: the version is a state dict and no name is given, the block is not within the tensor, or the
-                target has another shape.
-            CorruptWeights: as of `read`.
-        """
-        if not name and not self.manifest.single:
-            raise ValueError(f"{self.manifest.key} is a state dict: a block can be read of one tensor")
-        shards = self.manifest.by_name[name]
-        if box.meet(full_box(shards[0].shape)) != box:
-            raise ValueError(f"{self._label(name)} has shape {shards[0].shape}: the block {box} is not within it")
-        values = torch.empty(box.size, dtype=getattr(torch, shards[0].dtype)) if target is None else target
-        if tuple(values.shape) != box.size or is_dtensor(values):
-            raise ValueError(f"the block {box} needs a plain tensor of shape {box.size}, got {tuple(values.shape)}")
-        self._fill_box(shards, box, values.detach())
-        return values
 
     def _fill_box(self, shards: Sequence[Shard], box: Box, values: Tensor) -> None:
         """Copy what the stored blocks have of a block into its values."""

@@ -1,8 +1,8 @@
 """Versioned tensors in shared memory. Publishing a version is atomic, and a published version never changes.
 
-A key is a folder. Each putting rank writes its blocks into its own segment, then its part of the manifest; the last one
-checks that every tensor is complete and publishes the manifest under the version's number. Files are renamed into
-place, so that a process killed at any point leaves a version or none.
+A key is a folder. Each putting rank writes its blocks into its own segment, and sends its part of the manifest to the
+first rank, which checks that every tensor is complete and publishes the manifest under the version's number. Files are
+renamed into place, so that a process killed at any point leaves a version or none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ...system.files import write_atomic
 from ...system.scratch import Scratch, sweep
-from ..cluster import STORE as ADDRESS
+from ..names import STORE as ADDRESS
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
 from .protocol import Store
 from .segments import Segments, locked
-from .transfer import CollectivePut, OpenVersion, RankPart, Ranks, partial_put
+from .transfer import OpenVersion, RankPart, publish_together
 
 # By this name folders of a killed run are found and removed.
 PREFIX = "forge-weights-"
@@ -95,7 +95,6 @@ class VersionStore(Store):
         *,
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
-        ranks: Ranks | None = None,
     ) -> int:
         """Publish a tensor or a (nested) state dict; return its version once all processes can read it.
 
@@ -106,7 +105,6 @@ class VersionStore(Store):
             version: its number; None is the next one. Equal values may be put again under their number.
             dtype: convert floating-point tensors to it.
             timeout: seconds to wait for other ranks.
-            ranks: the putting ranks, instead of the process group's.
 
         Raises:
             IncompleteVersion: a rank did not write in time, or a tensor is incomplete; names them. Nothing is
@@ -117,40 +115,22 @@ class VersionStore(Store):
         """
         if not self.root.is_dir():
             raise FileNotFoundError(f"the weight store {self.root} was removed")
-        return self.put_part(RankPart.of_value(key, value, version, dtype, ranks), timeout)
-
-    def put_part(self, part: RankPart, timeout: float, on_wait: Callable[[], None] = lambda: None) -> int:
-        """Put a part from `RankPart.of_value`.
-
-        Args:
-            on_wait: called once the part is written, if other ranks have yet to put theirs.
-        """
+        part = RankPart.of_value(key, value, version, dtype)
         # Locked until the version is published or has failed: no other process may reuse the segment before.
         with ExitStack() as locks:
-            try:
-                segment, memory = locks.enter_context(self.segments.writing(part.size))
-                written = part.write(segment, memory)
-            except Exception as error:
-                # Fail the other ranks at once; but that needs the lock, which may just have timed out.
-                if part.ranks.world > 1 and not isinstance(error, TimeoutError):
-                    with self._locked():
-                        collective = CollectivePut(self._folder(part.key), part.ranks)
-                        collective.abort(f"rank {part.ranks.rank} could not put {part.key}: {error}")
-                raise
-            return self.publish(written, part.ranks, timeout, on_wait)
 
-    def publish(self, part: Manifest, ranks: Ranks, timeout: float, on_wait: Callable[[], None] = lambda: None) -> int:
-        """Publish a segment that the caller wrote and keeps locked, as a version or one rank's part; see `put`."""
+            def write() -> Manifest:
+                return part.write(*locks.enter_context(self.segments.writing(part.size)))
+
+            if part.ranks.world == 1:
+                return self.publish([write()])
+            return publish_together(part, write, self.publish, timeout)
+
+    def publish(self, parts: list[Manifest]) -> int:
+        """Publish the parts of all ranks, whose segments they wrote and keep locked, as a version; see `put`."""
         with self._locked():
-            if ranks.world == 1:
-                self._folder(part.key).mkdir(exist_ok=True)
-                return self._publish([part])
-            collective = CollectivePut(self._folder(part.key), ranks)
-            if collective.add(part):
-                collective.settle(self._publish)
-        if not collective.is_settled:
-            on_wait()
-        return collective.wait(self._locked, self._publish, timeout)
+            self._folder(parts[0].key).mkdir(exist_ok=True)
+            return self._publish(parts)
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
@@ -264,37 +244,6 @@ class VersionStore(Store):
             pairs = [(version, digest) for version, digests in identities.items() for digest in sorted(digests)]
             self._record_identities(key, pairs)
 
-    def keep_part(self, part: Manifest, name: str) -> None:
-        """Keep segments of a version that is published on another host: a rank's part on this one, or a copy.
-
-        Args:
-            name: of the writer or the copy; the newest `keep` versions of each are kept.
-        """
-        with self._locked():
-            folder = self._folder(part.key) / "parts" / name
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / f"{part.version}.json", part.to_json())
-            for old in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))[: -self.keep]:
-                old.unlink()
-            self.segments.reclaim(self._referenced())
-
-    def part(self, key: str, version: int, name: str) -> Manifest | None:
-        """Return the manifest of `keep_part`, if it is still kept."""
-        contents = _read(self._folder(key) / "parts" / name / f"{version}.json")
-        return Manifest.from_json(contents) if contents else None
-
-    def parts(self, key: str, name: str) -> list[int]:
-        """Return the versions of `keep_part` that are still kept, ascending."""
-        return sorted(int(path.stem) for path in (self._folder(key) / "parts" / name).glob("*.json"))
-
-    def held(self, key: str, version: int) -> Manifest:
-        """Return the blocks of a version that are in this host's memory, of any rank or copy."""
-        paths = [self._folder(key) / f"v{version}.json", *self._folder(key).glob(f"parts/*/{version}.json")]
-        manifests = [Manifest.from_json(contents) for path in paths if (contents := _read(path))]
-        shards = (shard for manifest in manifests for shard in manifest.shards)
-        local = tuple(shard for shard in shards if shard.segment and "@" not in shard.segment)
-        return Manifest(key, version, any(manifest.single for manifest in manifests), local)
-
     def close(self) -> None:
         """Remove the store with all of its versions."""
         if os.environ.get(ADDRESS) == str(self.root):
@@ -369,8 +318,6 @@ class VersionStore(Store):
 
     def _missing(self, key: str, version: int | None) -> MissingVersion:
         if not self.exists(key):
-            if ranks := partial_put(self._folder(key)):
-                return MissingVersion(f"{key!r} is partially committed: only the ranks {ranks} have put their parts")
             return MissingVersion(f"the store has no {key!r}; it holds {self.keys() or 'nothing'}")
         return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
 

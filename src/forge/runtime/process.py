@@ -1,0 +1,169 @@
+"""Processes of this machine by their ids: watch, kill, read their stacks, and end with a parent."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import select
+import shutil
+import signal
+import socket
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+DUMP_TIMEOUT = 15.0  # seconds; py-spy takes one, or many on a busy machine
+PR_SET_PDEATHSIG = 1
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@cache
+def machine_id() -> str:
+    """Return the name of this machine, with what tells its process ids from those of others: its boot, and the
+    container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before the line above, whose signal never comes then
+        os.kill(os.getpid(), number)
+
+
+class Activity(NamedTuple):
+    """CPU time that a process has used, in seconds, and whether a thread of it runs or waits for a core or for memory
+    that was swapped out."""
+
+    cpu_seconds: float
+    wants_cpu: bool
+
+
+def activity_of(pid: int) -> Activity:
+    """Return the activity of a process of this machine; none if it has ended."""
+    try:
+        fields = _fields(f"/proc/{pid}/stat")
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return Activity(0.0, False)
+    states = (_state(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
+    return Activity((int(fields[11]) + int(fields[12])) / _TICKS, any(state in ("R", "D") for state in states))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process exists and was stopped by a signal (SIGSTOP)."""
+    return _state(f"/proc/{pid}/stat") == "T"
+
+
+def _fields(path: str) -> list[str]:
+    return Path(path).read_text().rsplit(")", 1)[1].split()
+
+
+def _state(path: str) -> str:
+    try:
+        return _fields(path)[0]
+    except OSError:  # it ended
+        return ""
+
+
+class Watched(Protocol):
+    """A process that a controller watches, on this machine or another."""
+
+    pid: int
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is known to be stopped by a signal."""
+
+    def kill(self) -> None:
+        """End it by force, if that is possible and allowed."""
+
+    async def activity(self) -> Activity | None:
+        """Return what it does; None if nothing tells."""
+
+    async def stacks(self) -> str:
+        """Return the Python stack of each of its threads, or why there is none."""
+
+    def close(self) -> None:
+        """Stop watching it."""
+
+
+class Process:
+    """One process by its pid file descriptor, so that it is never confused with a later process of the same id."""
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        self.pid = pid
+        self._ended = ended
+        self._handle: int | None = None
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            asyncio.get_running_loop().call_soon(ended)
+            return
+        asyncio.get_running_loop().add_reader(self._handle, self._on_end)
+
+    def __str__(self) -> str:
+        return str(self.pid)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it exists and was stopped by a signal (SIGSTOP)."""
+        return is_stopped(self.pid)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._handle is not None and not select.select([self._handle], [], [], 0)[0]
+
+    async def activity(self) -> Activity:
+        """Return what it does."""
+        return activity_of(self.pid)
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it has not ended yet."""
+        if self._handle is not None:
+            try:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+    async def stacks(self) -> str:
+        """Return the Python stack of each of its threads, see `stacks`."""
+        return await stacks(self.pid)
+
+    def _on_end(self) -> None:
+        self.close()  # otherwise the handle stays readable, and this is called again
+        self._ended()
+
+    def close(self) -> None:
+        """Stop watching it."""
+        if self._handle is not None:
+            asyncio.get_running_loop().remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+
+async def stacks(pid: int) -> str:
+    """Return the Python stacks of a process's threads, read by py-spy without stopping it, or the reason for none."""
+    # The py-spy of this environment is preferred: it fits this Python.
+    program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+    if program is None:
+        return "  (py-spy is not installed)"
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        program, "dump", "--nonblocking", "--pid", str(pid), stdout=pipe, stderr=pipe
+    )
+    # The report of a hang must not hang itself.
+    try:
+        out, errors = await asyncio.wait_for(process.communicate(), DUMP_TIMEOUT)
+    except TimeoutError:
+        return f"  (py-spy gave no answer within {DUMP_TIMEOUT:g} s)"
+    finally:
+        if process.returncode is None:
+            process.kill()
+    text = out.decode(errors="replace") if process.returncode == 0 else f"(py-spy failed: {errors.decode().strip()})"
+    return "\n".join(f"  {line}" for line in text.strip().splitlines())

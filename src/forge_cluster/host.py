@@ -1,0 +1,356 @@
+"""`forge worker`, the daemon of a machine: it starts Monarch workers for one controller at a time, under a lease.
+
+Monarch itself leaves the processes of a lost controller, or of a machine that was cut off, running for ever. Here they
+end within LEASE seconds: a run that has replaced them never hears from them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from forge.runtime.names import HOST, STORE
+from forge.runtime.process import Process, activity_of, stacks
+from forge.system.addresses import join_address
+from forge.system.scratch import Scratch, sweep
+
+from .credentials import SECRET, Credentials
+from .inventory import Inventory
+from .listener import Listener
+from .processes import descends
+from .wire import LEASE, HostError, Json, Message, receive, send
+
+log = logging.getLogger(__name__)
+
+LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
+HANDOVER_TIMEOUT = LEASE - 0.5  # seconds that a controller waits for the end of the one before it
+
+
+class Daemon:
+    """The `forge worker` daemon of one machine.
+
+    Args:
+        gpus: accelerators that runs may use.
+        secret: its holders may run any program as this user.
+        address: the address that it listens at.
+        once: end after the first run.
+    """
+
+    def __init__(self, gpus: tuple[str, ...], secret: str, address: str, port: int, once: bool = False) -> None:
+        self._once = once
+        self.gpus = gpus
+        self.address = address
+        self.port = port
+        self._leaving = False
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lease: HostLease | None = None
+        self._resources = ExitStack()
+        # Left behind by an earlier daemon that was killed.
+        sweep()
+        scratch = Scratch("forge-run-")
+        self._resources.callback(scratch.close)
+        names = {socket.gethostname(), address}
+        self.credentials = Credentials.make(secret, scratch.path, names)
+
+    def leave(self) -> bool:
+        """Announce to the run that this machine will be taken away; return whether there is a run."""
+        self._leaving = True
+        if self._lease is not None:
+            self._lease.announce_leaving()
+        return self._lease is not None
+
+    async def released(self) -> None:
+        """Wait until no run leases this machine."""
+        if self._lease is not None:
+            await self._lease.closed.wait()
+
+    async def serve(self, ready: Callable[[int], object] | None = None) -> None:
+        """Serve until this task is cancelled; `ready(port)` is called once connections are accepted."""
+        listener = Listener(self.address, self.port, self.credentials.context(server=True), self._serve_one)
+        self.port = listener.port
+        serving = asyncio.ensure_future(listener.serve())
+        with self._resources:
+            try:
+                if ready is not None:
+                    ready(self.port)
+                await self._finished
+            finally:
+                if self._lease is not None:
+                    await self._lease.close()
+                serving.cancel()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = join_address(
+            *(writer.get_extra_info("peername") or ("?", 0))[:2]
+        )  # unknown if it has closed the connection
+        try:
+            message = await receive(reader)
+            match message and message.get("do"):
+                case "describe":
+                    description = {**self._describe(), "held_by": self._lease.holder if self._lease else None}
+                    send(writer, {"ok": description})
+                case "hold":
+                    await self._serve_controller(message or {}, reader, writer)
+                case "sees":
+                    send(writer, {"ok": await asyncio.to_thread(_file_has, message["path"], message["content"])})  # type: ignore[index]
+                case None:
+                    pass
+                case unknown:
+                    send(writer, {"error": f"unknown request {unknown!r}: is another version of forge there?"})
+            await writer.drain()
+        # A peer's error is logged and sent back: a daemon serves runs for months and must survive all of them.
+        except (TimeoutError, ValueError, KeyError, OSError, HostError, EOFError) as error:
+            log.warning("%s: %s: %s", peer, type(error).__name__, error)
+            send(writer, {"error": f"{type(error).__name__}: {error}"})
+        finally:
+            writer.close()
+
+    def _describe(self) -> dict[str, Json]:
+        return Inventory.of_this_machine(self.gpus).to_dict()
+
+    async def _serve_controller(
+        self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve one controller until its connection is closed, or silent for LEASE seconds."""
+        if self._leaving:
+            send(writer, {"error": "it is being taken away"})
+            return
+        if self._lease is not None:  # perhaps one that is just ending
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._lease.closed.wait(), HANDOVER_TIMEOUT)
+        if self._lease is not None:
+            send(writer, {"error": f"it is held by {self._lease.holder}: end that run, or wait for its end"})
+            return
+        folder = message["folder"]
+        if not os.path.isdir(folder):  # noqa: ASYNC240
+            send(writer, {"error": f"it has no folder {folder}, in which the run was started: share it, or copy it"})
+            return
+        # The address that the controller reached is the one that other hosts of the run reach, too.
+        address = writer.get_extra_info("sockname")[:2]
+        lease = HostLease(message["who"], folder, message["environment"], address, self.credentials, writer)
+        self._lease = lease
+        log.info("held by %s", lease.holder)
+        reason = "it closed the connection"
+        try:
+            send(writer, {"ok": {**self._describe(), "held_by": None, "at": join_address(*address)}})
+            while (request := await receive(reader)) is not None:
+                await lease.handle(request)
+        except TimeoutError:
+            reason = f"it was silent for {LEASE:g} s"
+        except OSError as error:
+            reason = f"the connection was lost ({error})"
+        finally:
+            count = len(lease.workers)
+            await lease.close()
+            self._lease = None
+            if self._once and not self._finished.done():
+                self._finished.set_result(None)
+            log.info("%s has gone: %s; %d workers of it were killed", lease.holder, reason, count)
+
+
+class HostLease:
+    """A controller's lease of this machine: its workers and the processes that it watches.
+
+    Args:
+        address: the address and port of this daemon that the controller has reached.
+    """
+
+    def __init__(
+        self,
+        holder: str,
+        folder: str,
+        environment: dict[str, str],
+        address: tuple[str, int],
+        credentials: Credentials,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.holder = holder
+        self.folder = folder
+        self.address = address
+        self.workers: dict[str, subprocess.Popen] = {}
+        self._environment = environment
+        self._credentials = credentials
+        self._writer = writer
+        self._watched: dict[int, Process] = {}
+        self._requests: set[asyncio.Task] = set()
+        self.closed = asyncio.Event()
+        self._scratch = Scratch("forge-run-")
+        self._store = Scratch("forge-weights-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+
+    def announce_leaving(self) -> None:
+        """Announce to the controller that this machine will be taken away."""
+        send(self._writer, {"event": "leaving"})
+
+    async def handle(self, request: Message) -> None:
+        """Do what a message asks for; its answer is sent once it is ready."""
+        match request["do"]:
+            case "beat":
+                for worker in self.workers.values():
+                    with suppress(BrokenPipeError):  # it ended, which is reported below
+                        assert worker.stdin is not None
+                        worker.stdin.write(b"\n")
+                for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
+                    del self.workers[address]
+                    send(self._writer, {"event": "ended", "worker": address})
+                send(self._writer, {"event": "beat"})
+            case _:
+                task = asyncio.get_running_loop().create_task(self._answer(request))
+                self._requests.add(task)
+                task.add_done_callback(self._requests.discard)
+
+    async def _answer(self, request: Message) -> None:
+        try:
+            reply = {"ok": await self._do(request["do"], request)}
+        except (OSError, ValueError, KeyError, HostError) as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        send(self._writer, {"id": request["id"], **reply})
+
+    async def _do(self, action: str, request: Message) -> Json:
+        match action:
+            case "start":
+                return await self._start(request["identity"])
+            case "port":
+                return free_port(self.address[0])
+            case "stop":
+                # Unknown workers have already ended: a request may cross the message about it.
+                worker = self.workers.pop(request["worker"], None)
+                if worker is not None:
+                    worker.kill()
+                    await asyncio.to_thread(worker.wait)
+                return None
+            case "watch":
+                pid = int(request["pid"])
+                # Only processes of the run may be watched, and therefore killed, through this daemon.
+                if not any(descends(pid, worker.pid) for worker in self.workers.values()):
+                    send(self._writer, {"event": "ended", "pid": pid})
+                elif pid not in self._watched:
+                    self._watched[pid] = Process(pid, lambda: self._ended(pid))
+                return None
+            case "kill":
+                process = self._watched.get(int(request["pid"]))
+                if process is not None:
+                    process.kill()
+                return None
+            case "activity":
+                process = self._watched.get(int(request["pid"]))
+                return [0.0, False] if process is None else list(activity_of(process.pid))
+            case "stacks":
+                process = self._watched.get(int(request["pid"]))
+                return "  (it has ended)" if process is None else await stacks(process.pid)
+            case unknown:
+                raise ValueError(f"unknown request {unknown!r}: is another version of forge there?")
+
+    def _ended(self, pid: int) -> None:
+        self._watched.pop(pid, None)
+        send(self._writer, {"event": "ended", "pid": pid})
+
+    async def _start(self, identity: str) -> str:
+        """Start a worker; return its Monarch address once it listens."""
+        host, _ = self.address
+        port = free_port(host)
+        # A new identity and a new port: a controller that has lost a worker cannot attach to another one in its place.
+        address = f"{identity}@tls://{join_address(host, port)}"
+        worker = self._spawn(address)
+        self.workers[address] = worker
+        try:
+            await self._until_it_listens(worker, port)
+        except BaseException:
+            self.workers.pop(address, None)
+            worker.kill()
+            raise
+        return address
+
+    async def _until_it_listens(self, worker: subprocess.Popen, port: int) -> None:
+        async with asyncio.timeout(LISTEN_TIMEOUT):
+            while not listens(worker.pid, port):
+                if worker.poll() is not None:
+                    raise HostError(
+                        f"the worker ended with {worker.returncode} before it listened; see its output on that machine"
+                    )
+                await asyncio.sleep(0.05)
+
+    def _spawn(self, address: str) -> subprocess.Popen:
+        settings = {
+            **os.environ,
+            **self._environment,
+            **self._credentials.environment,
+            "TMPDIR": str(self._scratch.path),
+            STORE: str(self._store.path),
+            HOST: join_address(*self.address),
+        }
+        settings.pop(SECRET, None)  # the certificate is enough for a process of the run
+        command = [sys.executable, "-m", "forge_cluster.worker", str(os.getpid())]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=self.folder, env=settings, bufsize=0)
+        assert worker.stdin is not None
+        os.set_blocking(worker.stdin.fileno(), False)
+        worker.stdin.write(f"{address}\n".encode())  # other users may read the arguments of a process
+        return worker
+
+    async def close(self) -> None:
+        """Kill the workers and, through them, every process of the run on this machine."""
+        workers = self.workers
+        self.workers = {}
+        # All are killed before any is waited for.
+        for worker in workers.values():
+            worker.kill()
+        for process in self._watched.values():
+            process.kill()
+            process.close()
+        for task in self._requests:
+            task.cancel()
+        for worker in workers.values():
+            await asyncio.to_thread(worker.wait)
+        self._scratch.close()
+        self._store.close()
+        self.closed.set()
+
+
+def free_port(host: str) -> int:
+    """Return a port of this machine at which nothing listens now."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _file_has(path: str, content: str) -> bool:
+    """Whether a file of this machine has this content."""
+    try:
+        return Path(path).read_text() == content
+    except OSError:
+        return False
+
+
+def routable_address() -> str:
+    """Return an address of this machine that others reach: that of its name, or of the interface of the default route.
+
+    Raises:
+        OSError: it has only the loopback.
+    """
+    with suppress(OSError):
+        for *_, endpoint in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
+            if not str(endpoint[0]).startswith("127."):
+                return str(endpoint[0])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address of no machine (RFC 5737); sends nothing
+        return probe.getsockname()[0]
+    raise OSError("this machine has no address but the loopback: give --listen ADDRESS")
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process of this machine listens at a TCP port."""
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        # Of a row of the table, field 1 is the local address and port, and field 3 the state: 0A is LISTEN.
+        if any(row.split()[1].endswith(f":{port:04X}") and row.split()[3] == "0A" for row in rows):
+            return True
+    return False

@@ -1,0 +1,239 @@
+"""`forge launch kubernetes`: a StatefulSet of workers, and a Job whose pod is the controller.
+
+No operator is needed. Pods share a volume at `mount` for the code's data, models and the run's folder. The manifests
+are checked against the schemas of Kubernetes; scheduling, quotas and policies depend on the cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from forge.runtime.names import REQUEUE
+
+from .wire import PORT, Json
+from .words import check_words
+
+# Seconds from SIGTERM to SIGKILL: time to write a checkpoint.
+GRACE = 120
+USER = 1000  # the user id of the processes: that of this library's images
+MAX_NAME = 44  # characters: a StatefulSet NAME-workers has at most 52, for the labels of its pods
+LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+RETRIES = 20  # failures of the controller's pod, not counting those that ask to be continued
+Manifest = dict[str, Json]
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """The Kubernetes objects of one run.
+
+    Args:
+        command: of the controller, within the image.
+        image: with this library, and the code of the run, at the same path in all pods.
+        claim: name of a PersistentVolumeClaim, ReadWriteMany, for the files that the run shares; None: none are shared.
+        mount: where it is mounted; relative paths of the configuration are in it.
+        shm: size of /dev/shm, which holds up to three versions of the weights.
+    """
+
+    name: str
+    command: list[str]
+    image: str
+    nodes: int = 1
+    gpus_per_node: int = 0
+    cpus: int = 4
+    memory: str = "16Gi"
+    shm: str = "16Gi"
+    claim: str | None = None
+    mount: str = "/work"
+    python: str = "python"
+    namespace: str = "default"
+
+    def manifests(self, secret: str | None = None) -> list[Manifest]:
+        """Return the objects to create, in this order.
+
+        Raises:
+            ValueError: Kubernetes takes no such name, image, amount or path, or a word has a NUL.
+        """
+        self._check()
+        workers = f"{self.name}-workers"
+        labels = {"app.kubernetes.io/name": "forge", "forge/run": self.name}
+        # Names of the pods of a StatefulSet are known before it exists, so the controller can be given its hosts.
+        hosts = ",".join(f"{workers}-{number}.{workers}:{PORT}" for number in range(self.nodes))
+        from_secret = {"secretKeyRef": {"name": f"{self.name}-secret", "key": "secret"}}
+        shared_env = [
+            {"name": "FORGE_SECRET", "valueFrom": from_secret},
+            *variable("HOME", "/tmp"),
+            *variable("USER", "forge"),
+        ]
+        amounts = {"cpu": str(self.cpus), "memory": self.memory}
+        devices = {"nvidia.com/gpu": str(self.gpus_per_node)} if self.gpus_per_node else {}
+        volumes: list[Manifest] = [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shm}},
+            {"name": "tmp", "emptyDir": {}},
+        ]
+        mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]
+        # Nothing is writable but the volumes, unless there is no shared one for the run's folder.
+        if self.claim is not None:
+            volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": self.claim}})
+            mounts.append({"name": "shared", "mountPath": self.mount})
+        common = {
+            "image": self.image,
+            "workingDir": self.mount,
+            "volumeMounts": mounts,
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                # Without a claim the run's folder is in the image's own.
+                "readOnlyRootFilesystem": self.claim is not None,
+            },
+        }
+        # Workers ask for all GPUs of their node; the controller asks for none.
+        worker = common | {
+            "name": "worker",
+            "command": [literal(self.python), "-m", "forge", "worker"],
+            "args": ["--listen", f"$(POD_IP):{PORT}", "--grace", str(GRACE - 10)],
+            "env": [*shared_env, {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+            "ports": [{"name": "forge", "containerPort": PORT}],
+            "resources": {"requests": amounts, "limits": amounts | devices},
+            "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 5},
+            "startupProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 2, "failureThreshold": 150},
+        }
+        controller = common | {
+            "name": "controller",
+            "command": [*map(literal, self.command)],
+            "env": [*shared_env, *variable("FORGE_HOSTS", hosts), *variable("FORGE_EXPECT_HOSTS", str(self.nodes))],
+            "resources": {"requests": amounts, "limits": amounts},
+        }
+        pod = {
+            "volumes": volumes,
+            "enableServiceLinks": False,
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,  # may write to the volumes
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+        }
+        # A run that was saved to be continued, or that lost its node, has not failed.
+        retried = [
+            {"action": "Ignore", "onExitCodes": {"containerName": "controller", "operator": "In", "values": [REQUEUE]}},
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        ]
+
+        def header(kind: str, version: str, name: str) -> Manifest:
+            metadata = {"name": name, "namespace": self.namespace, "labels": labels}
+            return {"apiVersion": version, "kind": kind, "metadata": metadata}
+
+        worker_labels = labels | {"forge/role": "worker"}
+        return [
+            header("Secret", "v1", f"{self.name}-secret")
+            | {"type": "Opaque", "stringData": {"secret": secret or secrets.token_hex(32)}},
+            header("Service", "v1", workers)
+            | {
+                "spec": {
+                    "clusterIP": "None",
+                    "publishNotReadyAddresses": True,
+                    "selector": worker_labels,
+                    "ports": [{"name": "forge", "port": PORT}],
+                }
+            },
+            header("StatefulSet", "apps/v1", workers)
+            | {
+                "spec": {
+                    "serviceName": workers,
+                    "replicas": self.nodes,
+                    "podManagementPolicy": "Parallel",
+                    "selector": {"matchLabels": worker_labels},
+                    "template": {
+                        "metadata": {"labels": worker_labels},
+                        "spec": pod | {"terminationGracePeriodSeconds": GRACE, "containers": [worker]},
+                    },
+                }
+            },
+            header("Job", "batch/v1", self.name)
+            | {
+                "spec": {
+                    "backoffLimit": RETRIES,
+                    "podFailurePolicy": {"rules": retried},
+                    "template": {
+                        "metadata": {"labels": labels | {"forge/role": "controller"}},
+                        "spec": pod
+                        | {
+                            "restartPolicy": "Never",
+                            "terminationGracePeriodSeconds": GRACE,
+                            "containers": [controller],
+                        },
+                    },
+                }
+            },
+        ]
+
+    def _check(self) -> None:
+        check_words([*self.command, self.python])
+        if re.fullmatch(LABEL, self.name) is None or not self.name[0].isalpha() or len(self.name) > MAX_NAME:
+            raise ValueError(
+                f"{self.name[:80]!a} cannot be the name of Kubernetes' objects: set run.name to at most {MAX_NAME} "
+                "letters, digits and dashes, the first a letter and the last no dash"
+            )
+        quantity = r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?"
+        # Each of these is a value in a manifest: a wrong one would be rejected much later, by a message without its
+        # option.
+        for option, value, pattern, limit in (
+            ("namespace", self.namespace, LABEL, 63),
+            ("claim", self.claim or "x", rf"{LABEL}(\.{LABEL})*", 253),
+            ("image", self.image, r"[A-Za-z0-9][A-Za-z0-9._:/@-]*", 1024),
+            ("memory", self.memory, quantity, 32),
+            ("shm", self.shm, quantity, 32),
+            ("mount", self.mount, r"(?!.*/\.\.(/|$))/[^:]*", 1024),
+        ):
+            if re.fullmatch(pattern, value) is None or len(value) > limit or not value.isprintable():
+                raise ValueError(f"--{option} {value[:80]!a} is not what Kubernetes takes there")
+        if not self.python or self.python.startswith("-"):
+            raise ValueError(f"--python {self.python[:80]!a} is not a program of the image")
+
+    def create(self) -> list[str]:
+        """Create all of it, with the configuration that kubectl uses, or a pod's own; return the created objects.
+
+        Raises:
+            ImportError: the client is not installed; names the package. RuntimeError: the cluster did not accept an
+                object; names it, with the reason.
+        """
+        try:
+            from kubernetes import client, config, utils
+        except ImportError:
+            raise ImportError(
+                "`forge launch kubernetes` needs a client: pip install kubernetes, or use --dry-run "
+                "and kubectl apply -f"
+            ) from None
+        # As kubectl does: ~/.kube/config, or the account of the pod in which this runs.
+        try:
+            config.load_config()
+        except config.ConfigException as error:
+            raise RuntimeError(f"no Kubernetes cluster is configured here: {error}") from None
+        created: list[str] = []
+        # In order: what a job refers to is created before it.
+        for manifest in self.manifests():
+            label = f"{manifest['kind']} {manifest['metadata']['name']}"
+            try:
+                utils.create_from_dict(client.ApiClient(), manifest, namespace=self.namespace)
+            except utils.FailToCreateError as error:
+                reason = "; ".join(f"{failure.status} {failure.reason}" for failure in error.api_exceptions)
+                raise RuntimeError(
+                    f"{label} was not created: {reason}; created before it: {created or 'nothing'}"
+                ) from None
+            created.append(label)
+        return created
+
+
+def literal(word: str) -> str:
+    """Escape a word of a container's command: Kubernetes replaces $(NAME) by the value of a variable."""
+    return word.replace("$", "$$")
+
+
+def variable(name: str, value: str) -> list[dict[str, str]]:
+    """Return a variable of a container's environment."""
+    return [{"name": name, "value": literal(value)}]

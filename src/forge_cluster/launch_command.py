@@ -1,0 +1,201 @@
+"""`forge launch slurm|ssh|kubernetes CONFIG`: a run on several machines."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge.cli.recipes import RECIPES
+from forge.cli.table import Subparsers
+
+if TYPE_CHECKING:
+    from forge.config.sections import Arguments
+    from forge.recipes.schema import TrainingRecipe
+
+TEXT = "start a run on several machines, by Slurm, ssh or Kubernetes"
+Runs = list[tuple[str, list[str]]]  # the name and the command line of each
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "launch",
+        help=TEXT,
+        description=f"{TEXT}; forge launch slurm --help lists the options of one",
+        epilog="example: forge launch slurm apps/grpo/gsm8k.yaml --nodes 2 --gpus-per-node 8 --dry-run",
+    )
+    parser.add_argument("launcher", choices=list(LAUNCHERS))
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, help="CONFIG and options, then overrides of the configuration"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Launch the runs; invalid input ends the program with one line."""
+    from forge.cli.sweep import variants
+    from forge.config.sections import Arguments, ConfigError
+    from forge.recipes.resume import read_config
+    from forge.system.masking import masked
+
+    from .credentials import check_certificates
+
+    parser = argparse.ArgumentParser(
+        prog=f"forge launch {args.launcher}",
+        description="Overrides of the configuration may follow: --training.steps 500",
+        epilog=f"example: forge launch {args.launcher} apps/grpo/gsm8k.yaml {LAUNCHERS[args.launcher][2]}--dry-run",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("--recipe", choices=list(RECIPES), default="train", help="default: train")
+    parser.add_argument("--nodes", type=int, default=1, help="machines with a worker")
+    parser.add_argument("--gpus-per-node", type=int, default=0)
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help="a run for each value")
+    parser.add_argument("--seeds", type=int, default=None, help="a run for each seed from 0")
+    parser.add_argument("--setup", default="", help="shell lines before the run: modules, environments")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
+    LAUNCHERS[args.launcher][0](parser)
+    # Options of the launcher come first; all unknown ones are overrides of the configuration.
+    options, overrides = parser.parse_known_args(args.rest)
+    module, config_name, _ = RECIPES[options.recipe]
+    config_type = getattr(importlib.import_module(module), config_name)
+    try:
+        runs = []
+        for suffix, variant in variants(options.sweep, options.seeds):
+            words = ["--config", options.config, *overrides, *variant]
+            arguments = Arguments.parse(words)
+            _check_words(arguments, options)
+            cfg = read_config(config_type, arguments)
+            if not cfg.checkpoint.every:  # otherwise the job fails, after its time in the queue
+                raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
+            name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
+            recipe = [options.recipe, options.config, *overrides, *variant, "--run.name", name, "--resume", "auto"]
+            runs.append((name, [sys.executable, "-m", "forge", *recipe]))
+        if args.launcher in ("slurm", "ssh") and not options.dry_run:  # their workers run in this environment
+            check_certificates()
+        LAUNCHERS[args.launcher][1](options, cfg, runs)
+    except ConfigError as error:
+        hint = "" if "--recipe" in args.rest else f" (read as a configuration of forge {options.recipe}, see --recipe)"
+        raise SystemExit(masked(f"error: {error}{hint}")) from error
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        raise SystemExit(masked(f"error: {error}")) from error
+
+
+def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
+    """Raise ValueError if a secret would be in a script, a manifest or the list of processes, which others can read."""
+    from forge.system.masking import masked, without_secrets
+
+    remedy = (
+        f"which others could read in what is submitted: put it into {options.config}, or into the job's environment"
+    )
+    for name, text in arguments.overrides:
+        if without_secrets(text, name) != text:
+            raise ValueError(f"--{name} holds a secret, {remedy}")
+    stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) has no secret
+    if masked(stated) != stated:
+        raise ValueError(f"--setup holds a secret, {remedy}")
+
+
+def _slurm_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--partition")
+    parser.add_argument("--cpus-per-node", type=int, default=None, help="cores of each node; default: Slurm's, often 1")
+    parser.add_argument("--time", help="limit of the job, as sbatch takes it; the run saves itself before")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="a further line, without dashes: account=x"
+    )
+
+
+def _slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+    from .slurm import SlurmJob, quoted
+
+    partition = [f"partition={quoted(options.partition)}"] if options.partition else []
+    job = SlurmJob(
+        cfg.run.name,
+        [command for _, command in runs],
+        Path.cwd(),
+        Path(cfg.run.root).absolute(),
+        options.nodes,
+        options.gpus_per_node,
+        options.time,
+        (*partition, *options.sbatch),
+        options.setup,
+        f"{shlex.quote(sys.executable)} -m forge",
+        options.cpus_per_node,
+    )
+    print(job.script() if options.dry_run else f"submitted job {job.submit()}, output in {job.runs}/slurm-*.out")
+
+
+def _ssh_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", required=True, help="machines as ssh takes them, separated by commas")
+    parser.add_argument("--python", default=sys.executable, help="the Python there; default: this one's path")
+
+
+def _ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+    from .processes import run_as_child
+    from .ssh import check, workers
+
+    hosts = options.hosts.split(",")
+    check(hosts, os.getcwd(), options.python)
+    if options.dry_run:
+        worker = [options.python, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
+        print("\n".join(shlex.join(["ssh", host, *worker]) for host in hosts))
+        print("\n".join(shlex.join(command) for _, command in runs))
+        return
+    codes = []
+    with workers(hosts, os.getcwd(), options.python) as environment:
+        for _, command in runs:  # one after the other: each has all machines
+            codes.append(run_as_child(command, {**os.environ, **environment}))
+    if any(codes):
+        raise SystemExit(next(filter(None, codes)))
+
+
+def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", required=True, help="with this library and the run's code")
+    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--claim", help="PersistentVolumeClaim (ReadWriteMany) for models, data and the run's folder")
+    parser.add_argument("--mount", default="/work", help="where it is, and the working directory; default: /work")
+    parser.add_argument("--python", default="python", help="of the image")
+    parser.add_argument("--cpus", type=int, default=4, help="of each pod")
+    parser.add_argument("--memory", default="16Gi", help="of each pod")
+    parser.add_argument("--shm", default="16Gi", help="/dev/shm of each pod: three versions of the weights")
+
+
+def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+    from .kubernetes import KubernetesJob
+    from .words import documents
+
+    for name, command in runs:
+        # Names of runs may hold what Kubernetes does not allow.
+        job = KubernetesJob(
+            name.lower().replace("_", "-").replace(".", "-"),
+            [options.python, *command[1:]],
+            options.image,
+            options.nodes,
+            options.gpus_per_node,
+            options.cpus,
+            options.memory,
+            options.shm,
+            options.claim,
+            options.mount,
+            options.python,
+            options.namespace,
+        )
+        if options.dry_run:
+            print(documents(job.manifests()), end="")
+        else:
+            print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
+
+
+# By launcher: a function that adds its options, a function that starts runs, and the options of an example.
+LAUNCHERS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[..., None], str]] = {
+    "slurm": (_slurm_options, _slurm, "--nodes 2 --gpus-per-node 8 "),
+    "ssh": (_ssh_options, _ssh, "--hosts node1,node2 "),
+    "kubernetes": (_kubernetes_options, _kubernetes, "--image registry/forge:0.1 --nodes 2 "),
+}

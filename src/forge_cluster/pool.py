@@ -1,0 +1,396 @@
+"""The hosts of a run: leased for the run, reacquired after an outage, and divided among its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.observability.console import log_failure
+from forge.system.addresses import join_address
+
+from .credentials import Credentials
+from .inventory import Inventory
+from .machine import Machine, describe
+from .rooms import Demand, HostRoom, NoHostRoom, choose_rooms
+from .wire import LEASE, HostError, split
+
+log = logging.getLogger(__name__)
+
+EXPECT = "FORGE_EXPECT_HOSTS"  # environment variable: how many hosts to wait for
+REGISTRATION_TIMEOUT = 300.0  # seconds to wait for them: a scheduler starts nodes minutes apart
+RETRY_INTERVAL = 1.0  # seconds between attempts to reach a host
+# Seconds after which a replica that waits for room checks again, though no host changed: its service may have lost
+# its last other replica meanwhile.
+RECHECK_INTERVAL = 1.0
+
+Callback = Callable[[str], Coroutine[Any, Any, None]]  # awaited with the address of a host
+
+
+@dataclass
+class Allocation:
+    """The machines of a replica, and its GPUs on each. Its processes are divided evenly over them."""
+
+    demand: Demand
+    machines: list[Machine]
+    gpus: dict[str, list[str]]  # by `Machine.peer_address`
+
+    @property
+    def procs(self) -> int:
+        """Processes on each machine."""
+        return self.demand.procs // len(self.machines)
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of the machines is lost."""
+        return any(machine.lost.done() for machine in self.machines)
+
+
+def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
+    """Return HOST:PORT of each host: from a list, words separated by commas, a file with one address a line, or a
+    folder of such files, which workers write by `--register`.
+
+    Raises:
+        OSError: the file cannot be read. ValueError: an address is invalid, or listed twice.
+    """
+    words = list(hosts)
+    if isinstance(hosts, str):
+        # Names of hosts have no slash: a text with one is a path.
+        words = hosts.split(",")
+        if os.sep in hosts:
+            path = Path(hosts)
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
+            words = [line.split()[0] for line in lines if line]
+    addresses = [join_address(*split(word.strip())) for word in words]
+    repeated = {address for address in addresses if addresses.count(address) > 1}
+    if repeated:
+        raise ValueError(f"hosts has {', '.join(sorted(repeated))} twice")
+    return addresses
+
+
+async def expected_addresses(hosts: str | Sequence[str]) -> list[str]:
+    """Return the addresses of hosts, once there are as many as FORGE_EXPECT_HOSTS says.
+
+    Raises:
+        NoHostRoom: fewer have registered within five minutes. Otherwise as `parse_addresses`.
+    """
+    count = _expected_count()
+    deadline = time.monotonic() + REGISTRATION_TIMEOUT
+    while True:
+        try:
+            addresses = await asyncio.to_thread(parse_addresses, hosts)
+        except FileNotFoundError:  # no worker has registered yet
+            addresses = []
+        if len(addresses) >= count and (addresses or not count):
+            return addresses
+        if time.monotonic() > deadline:
+            registered = ", ".join(addresses) or "none"
+            raise NoHostRoom(
+                f"{len(addresses)} of {count} hosts have registered within {REGISTRATION_TIMEOUT:g} s: {registered}"
+            )
+        await asyncio.sleep(0.2)
+
+
+def _expected_count() -> int:
+    return int(os.environ.get(EXPECT, "0"))
+
+
+class Pool:
+    """The hosts of this controller.
+
+    Args:
+        hosts: see `parse_addresses`; a file or folder is read again while the run lives.
+        wait: seconds that a service without any replica waits for a host.
+    """
+
+    def __init__(self, hosts: str | Sequence[str], credentials: Credentials, wait: float) -> None:
+        self.hosts = hosts
+        self.wait = wait
+        self._credentials = credentials
+        self._machines: dict[str, Machine] = {}  # those that are up
+        self._rooms: dict[str, HostRoom] = {}
+        self._allocations: dict[Hashable, Allocation] = {}
+        self._failures: dict[str, str] = {}  # the reason why a host is not up
+        self._supervising: dict[str, asyncio.Task] = {}  # one task for each host, in the order of `hosts`
+        self._reading: asyncio.Task | None = None
+        self._changed = asyncio.Event()
+        self._on_up: list[Callback] = []
+        self._callbacks: set[asyncio.Task] = set()
+        self.on_leaving: Callable[[str], object] | None = None  # called when every host will be taken away
+        self.on_lost: list[Callback] = []
+
+    async def open(self) -> None:
+        """Lease every host that is up.
+
+        Raises:
+            NoHostRoom: no host is up; lists the reasons.
+        """
+        addresses = await expected_addresses(self.hosts)
+        deadline = time.monotonic() + REGISTRATION_TIMEOUT
+        await asyncio.gather(*map(self._lease, addresses))
+        # Workers that register may still be booting.
+        while len(self._machines) < _expected_count() and time.monotonic() < deadline:
+            await asyncio.sleep(RETRY_INTERVAL)
+            await asyncio.gather(*(self._lease(address) for address in addresses if address not in self._machines))
+        if not self._machines:
+            raise NoHostRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
+        # A host that is down at the start may join later.
+        for address in addresses:
+            if address in self._failures:
+                log.warning("%s; it is tried again", self._failures[address])
+            self._supervise(address)
+        self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(log_failure)
+
+    @property
+    def machines(self) -> list[Machine]:
+        """The hosts that are up, in the order of `hosts`."""
+        return [self._machines[address] for address in self._supervising if address in self._machines]
+
+    async def allocate(
+        self,
+        key: Hashable,
+        demand: Demand,
+        limited: Callable[[], bool],
+        kind: Hashable = None,
+        max_hosts: int | None = None,
+    ) -> Allocation:
+        """Return the machines of a replica: those that it had if none is lost, or others as soon as there is room.
+
+        Args:
+            limited: whether the wait has a limit now, because its service has no other replica.
+            kind: the service, whose replicas are spread over at most `max_hosts` hosts.
+
+        Raises:
+            NoHostRoom: there was no room within `wait` seconds.
+        """
+        allocation = self._allocations.get(key)
+        if allocation is not None:
+            if not allocation.lost:
+                return allocation
+            self.release(key)
+        began = time.monotonic()
+        warned = False
+        while True:
+            rooms = self._open_rooms(demand)
+            try:
+                preferred = choose_rooms(list(rooms.values()), demand, self._rooms_of(kind, rooms), max_hosts)
+                break
+            except NoHostRoom as error:
+                # A replica that waits for one host is common, and its component logs the loss: no warning then.
+                away = [reason for address, reason in self._failures.items() if address not in self._machines]
+                text = f"{error}{'; ' if away else ''}{'; '.join(away)}"
+                if limited() and time.monotonic() - began > self.wait:
+                    raise NoHostRoom(f"{text} (waited {self.wait:g} s)") from None
+                if not warned:
+                    log.log(logging.DEBUG if demand.host else logging.WARNING, "%s; waiting for a host", text)
+                    warned = True
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), RECHECK_INTERVAL)
+        # No await from the choice to here: another replica would reserve the same room.
+        machines = []
+        gpus = {}
+        for address, room in rooms.items():
+            if room in preferred:
+                machine = self._machines[address]
+                machines.append(machine)
+                gpus[machine.peer_address] = room.reserve(demand, demand.procs // len(preferred))
+        self._allocations[key] = Allocation(demand, machines, gpus)
+        return self._allocations[key]
+
+    def _open_rooms(self, demand: Demand) -> dict[str, HostRoom]:
+        """Return the rooms of the hosts that a demand may use, by address."""
+        rooms = {}
+        for address in self._supervising:
+            machine = self._machines.get(address)
+            if machine is None or machine.leaving.is_set():
+                continue
+            if demand.host is None or join_address(*split(demand.host)) in (address, machine.peer_address):
+                rooms[address] = self._rooms[address]
+        return rooms
+
+    def _rooms_of(self, kind: Hashable, rooms: dict[str, HostRoom]) -> list[HostRoom]:
+        """Return the rooms that the replicas of a service are in, each once."""
+        if kind is None:
+            return []
+        allocations = [
+            allocation for key, allocation in self._allocations.items() if isinstance(key, tuple) and key[0] == kind
+        ]
+        addresses = [machine.address for allocation in allocations for machine in allocation.machines]
+        return [rooms[address] for address in dict.fromkeys(addresses) if address in rooms]
+
+    def release(self, key: Hashable) -> None:
+        """Release the machines of a replica, if it has any."""
+        allocation = self._allocations.pop(key, None)
+        if allocation is None:
+            return
+        for machine in allocation.machines:
+            # The room of a host that came back is a new one.
+            if self._machines.get(machine.address) is machine:
+                gpus = allocation.gpus[machine.peer_address]
+                self._rooms[machine.address].release(allocation.demand, allocation.procs, gpus)
+        self._changed.set()
+
+    def on_up(self, call: Callback) -> None:
+        """Start `call(address)` for every host that is up, and for those that come up later."""
+        self._on_up.append(call)
+        for machine in self.machines:
+            self._run(call(machine.peer_address))
+
+    async def close(self) -> None:
+        """End the lease of every host."""
+        tasks = [*self._supervising.values(), *self._callbacks, *([self._reading] if self._reading else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for machine in self._machines.values():  # also those that are not supervised yet
+            machine.end()
+        self._machines.clear()
+
+    async def _lease(self, address: str) -> None:
+        machine = Machine(address, self._credentials)
+        try:
+            await machine.lease()
+            check_versions(machine.inventory)
+        # A failure is kept, not raised: the other hosts may be enough.
+        except (OSError, HostError, ValueError) as error:
+            self._failures[address] = str(error)
+            if machine.leased:
+                machine.end(logging.DEBUG)
+            return
+        except BaseException:
+            if machine.leased:
+                machine.end(logging.DEBUG)
+            raise
+        # From here on the host is part of the pool: its room is offered, and its end is watched.
+        self._failures.pop(address, None)
+        self._machines[address] = machine
+        self._rooms[address] = HostRoom.of_host(machine.inventory)
+        log.info("host %s: %s", machine, machine.inventory)
+        self._run(self._when_leaving(machine))
+        for call in self._on_up:
+            self._run(call(machine.peer_address))
+        self._changed.set()
+
+    def _run(self, callback: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            try:
+                await callback
+            except Exception as error:  # of a component on a host that is bad, or was lost meanwhile
+                log.warning("%s: %s", type(error).__name__, error)
+
+        task = asyncio.create_task(run())
+        self._callbacks.add(task)
+        task.add_done_callback(self._callbacks.discard)
+
+    async def _when_leaving(self, machine: Machine) -> None:
+        await machine.leaving.wait()
+        if all(machine.leaving.is_set() for machine in self.machines) and self.on_leaving is not None:
+            self.on_leaving("SIGTERM at every host")
+
+    def _supervise(self, address: str) -> None:
+        task = asyncio.create_task(self._reacquire(address))
+        self._supervising[address] = task
+        task.add_done_callback(log_failure)
+
+    async def _reacquire(self, address: str) -> None:
+        """Lease a host again whenever it was lost and comes back."""
+        while True:
+            machine = self._machines.get(address)
+            if machine is not None:
+                reason = await asyncio.shield(machine.lost)
+                del self._machines[address]
+                self._failures[address] = f"host {machine} was lost: {reason}"
+                for call in self.on_lost:
+                    self._run(call(machine.peer_address))
+            await asyncio.sleep(RETRY_INTERVAL)
+            await self._lease(address)
+
+    async def _read(self) -> None:
+        """Lease hosts that are added to the file or folder."""
+        while isinstance(self.hosts, str) and os.sep in self.hosts:
+            await asyncio.sleep(RETRY_INTERVAL)
+            try:
+                addresses = await asyncio.to_thread(parse_addresses, self.hosts)
+            except (OSError, ValueError) as error:
+                log.warning("%s cannot be read, its hosts stay as they are: %s", self.hosts, error)
+                continue
+            for address in addresses:
+                if address not in self._supervising:
+                    self._supervise(address)
+            # A host that was removed from the file and is up stays with the run until it is lost.
+            for address in set(self._supervising) - {*addresses}:
+                if address not in self._machines:
+                    self._supervising.pop(address).cancel()
+                    self._failures.pop(address, None)
+
+
+def check_versions(inventory: Inventory) -> None:
+    """Check that a host has the versions of this controller.
+
+    Raises:
+        ValueError: names the packages that differ.
+    """
+    versions = Inventory.of_this_machine(()).versions
+    differences = [
+        f"{name} {inventory.versions.get(name)}, here {version}"
+        for name, version in versions.items()
+        if inventory.versions.get(name) != version and name != "python"
+    ]
+    # Pickled code runs on the same minor version of Python only.
+    if inventory.versions.get("python", "").split(".")[:2] != versions["python"].split(".")[:2]:
+        differences.insert(0, f"Python {inventory.versions.get('python')}, here {versions['python']}")
+    if differences:
+        host = socket.gethostname()
+        raise ValueError(f"host {inventory.name} has other versions than {host}: {'; '.join(differences)}")
+
+
+async def survey(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
+    """Return the inventories of the hosts that are free, and for each other host the reason why it is not. Waits for as
+    many as FORGE_EXPECT_HOSTS says."""
+    began = time.monotonic()
+    while True:
+        inventories, failures = await _survey_once(hosts, credentials)
+        elapsed = time.monotonic() - began
+        enough = len(inventories) >= _expected_count()
+        # The run before this one may have ended less than a lease ago.
+        ending = any("is held by" in failure for failure in failures) and elapsed < LEASE
+        if (enough and not ending) or elapsed > REGISTRATION_TIMEOUT:
+            return inventories, failures
+        await asyncio.sleep(RETRY_INTERVAL)
+
+
+async def _survey_once(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
+    addresses = await expected_addresses(hosts)
+    descriptions = await asyncio.gather(
+        *(describe(address, credentials) for address in addresses), return_exceptions=True
+    )
+    inventories = []
+    failures = []
+    for address, description in zip(addresses, descriptions, strict=True):
+        # Errors of one host are findings; any other is a fault of this program.
+        if isinstance(description, OSError | HostError | ValueError):
+            failures.append(str(description))
+            continue
+        if isinstance(description, BaseException):
+            raise description
+        inventory, holder = description
+        # A host of another run cannot be used, though it is up.
+        if holder is not None:
+            failures.append(f"host {address} is held by {holder}")
+            continue
+        try:
+            check_versions(inventory)
+            inventories.append(inventory)
+        except ValueError as error:
+            failures.append(str(error))
+    return inventories, failures

@@ -1,0 +1,145 @@
+"""`forge launch slurm`: the batch script of a run, as a person would write it. Slurm 22.05 and newer."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.runtime.names import REQUEUE
+
+from .words import check_words
+
+GRACE = 3600  # seconds that workers serve after SIGTERM; Slurm's own GraceTime is shorter
+BEFORE_END = 300  # seconds before the time limit at which Slurm sends SIGUSR1, to write a checkpoint in
+
+# The job: a worker on every machine, and the run on the first.
+SCRIPT = """#!/bin/bash
+{options}
+
+# Each node runs a worker, which registers in a folder that all nodes see. The first node also runs the controller,
+# which takes the workers from there.
+cd {folder}
+export FORGE_HOSTS={runs}/hosts-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
+export FORGE_EXPECT_HOSTS=$SLURM_JOB_NUM_NODES
+export FORGE_SECRET=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')
+mkdir -p "$FORGE_HOSTS"
+{setup}
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1{cpus} --no-kill --kill-on-bad-exit=0 --export=ALL \\
+    {forge} worker --listen :0 --register "$FORGE_HOSTS" --grace {grace} &
+workers=$!
+
+{command} &
+controller=$!
+# Sent by Slurm before the time limit (--signal): the run saves itself and ends.
+trap 'kill -USR1 $controller 2>/dev/null' USR1 TERM
+while :; do
+    wait $controller; code=$?
+    kill -0 $controller 2>/dev/null || break   # otherwise a signal has ended the wait
+done
+[ $code -le 128 ] || {{ wait $controller; code=$?; }}
+kill $workers 2>/dev/null; wait $workers 2>/dev/null
+rm -rf "$FORGE_HOSTS"
+
+# {requeue}: it was saved, and has to be continued. A job that was cancelled is not.
+if [ $code = {requeue} ] && [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+def quoted(value: str) -> str:
+    """Quote a value as sbatch reads it from a line of options: one word, whatever it contains."""
+    if re.fullmatch(r"[\w%@:.,/+=-]*", value, re.ASCII):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job of one run, or an array of several.
+
+    Args:
+        commands: the command line of each run, as words; an array has one task for each.
+        runs: the folder of all runs, seen by all nodes.
+        options: further lines of sbatch, without the dashes: partition=gpu.
+        setup: shell lines before the run: modules, environments.
+        forge: the program on the nodes.
+    """
+
+    name: str
+    commands: list[list[str]]
+    folder: Path
+    runs: Path
+    nodes: int = 1
+    gpus_per_node: int = 0
+    time: str | None = None
+    options: tuple[str, ...] = ()
+    setup: str = ""
+    forge: str = "forge"
+    cpus_per_node: int | None = None
+
+    def script(self) -> str:
+        """Return the batch script.
+
+        Raises:
+            ValueError: an option has a line break or another control character, after which sbatch reads the rest as
+                another option or command; or a word has a NUL.
+        """
+        output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
+        lines = [
+            f"job-name={quoted(self.name)}",
+            f"nodes={self.nodes}",
+            "ntasks-per-node=1",
+            *([f"gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
+            *([f"cpus-per-task={self.cpus_per_node}"] if self.cpus_per_node else []),
+            *([f"time={quoted(self.time)}"] if self.time else []),
+            "requeue",
+            "no-kill",
+            "open-mode=append",
+            f"signal=B:USR1@{BEFORE_END}",
+            f"output={quoted(f'{self.runs}/{output}')}",
+            *([f"array=0-{len(self.commands) - 1}"] if len(self.commands) > 1 else []),
+            *self.options,
+        ]
+        # The options are lines of the script: a line break in one would begin a command.
+        for line in lines:
+            if not line.isprintable():
+                raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
+        check_words([str(self.folder), *(word for command in self.commands for word in command)])
+        # An array job runs the command that its task number selects.
+        command = shlex.join(self.commands[0])
+        if len(self.commands) > 1:
+            cases = "\n".join(f"    {n}) set -- {shlex.join(words)} ;;" for n, words in enumerate(self.commands))
+            command = f'case $SLURM_ARRAY_TASK_ID in\n{cases}\nesac\n"$@"'
+        return SCRIPT.format(
+            options="\n".join(f"#SBATCH --{line}" for line in lines),
+            folder=shlex.quote(str(self.folder)),
+            runs=shlex.quote(str(self.runs)),
+            setup=self.setup,
+            forge=self.forge,
+            cpus=f" --cpus-per-task={self.cpus_per_node}" if self.cpus_per_node else "",
+            command=command,
+            grace=GRACE,
+            requeue=REQUEUE,
+        )
+
+    def submit(self) -> str:
+        """Submit the script to sbatch; return the job's number.
+
+        Raises:
+            RuntimeError: sbatch is missing or rejected the script; quotes its error.
+        """
+        self.runs.mkdir(parents=True, exist_ok=True)
+        try:
+            process = subprocess.run(
+                ["sbatch", "--parsable"], input=self.script(), capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:
+            raise RuntimeError("sbatch is not on this machine: submit from a login node, or see --dry-run") from None
+        if process.returncode:
+            raise RuntimeError(f"sbatch did not accept the job: {process.stderr.strip()}")
+        return process.stdout.strip().partition(";")[0]

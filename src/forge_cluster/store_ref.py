@@ -1,0 +1,176 @@
+"""A run's weight store as components on several hosts are given it, see `forge.actors.publication.share`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from forge.runtime.controller import runtime
+from forge.runtime.controller.remote_service import RemoteService
+from forge.runtime.store import MissingVersion, Store, VersionStore
+from forge.runtime.store.manifest import Manifest
+from forge.runtime.store.transfer import OpenVersion, RankPart, publish_together
+
+from .pool import Pool
+from .versions import HostVersions
+from .weight_cache import COPY, HOME, WeightCache, cache_name, host_of, local_store
+
+T = TypeVar("T")
+GRACE = 15.0  # seconds that a call may take beyond the limit of what it asks for
+
+
+class StoreRef:
+    """A picklable reference to the `store` of a run on several hosts; `connect` gives the store for this process.
+
+    Args:
+        store: the store of the home host.
+        home: a handle to the home cache.
+    """
+
+    def __init__(self, store: VersionStore, home: RemoteService) -> None:
+        self.store = store
+        self._home = home
+
+    def connect(self) -> Store:
+        """The store as this process can use it."""
+        host, local = local_store(self.store)
+        return HostStore(host, local, self._home, self._home.named(cache_name(host)))
+
+
+async def share(store: VersionStore, pool: Pool) -> StoreRef:
+    """Let a store reach all hosts of a pool, also those that join later."""
+    home = await WeightCache.options(mesh_name=cache_name(HOME)).as_actor(store)
+    await home.link.call_one(home)
+
+    async def start_cache(host: str) -> None:
+        cache = runtime().services.get(cache_name(host))
+        if cache is None:
+            await WeightCache.options(mesh_name=cache_name(host), host=host).as_actor(store, home)
+        else:  # the host came back: the cache waits for it, or was given up
+            await cache.scale(1)
+
+    async def publish_again(host: str) -> None:
+        """Have the trainer publish again what only the lost host had: others may be waiting for it."""
+        for key in store.keys():  # noqa: SIM118 - a store is not a mapping
+            newest = store.versions(key)[-1]
+            hosts = {host_of(segment) for segment in store.manifest(key, newest).segments}
+            if key in store.publishers and host in hosts:
+                await store.publishers[key](newest)
+
+    pool.on_lost.append(publish_again)
+    pool.on_up(start_cache)
+    return StoreRef(store, cast(RemoteService, home))  # which it is once it is pickled
+
+
+class HostStore(Store):
+    """The store of a run on several hosts, for the processes of one. Its methods block: call them from a thread, within
+    an endpoint.
+
+    Args:
+        host: the host of this process.
+        local: the store in this host's memory.
+        home, cache: the weight caches of the home host and of this one.
+        timeout: seconds for one transfer.
+    """
+
+    def __init__(
+        self, host: str, local: HostVersions, home: RemoteService, cache: RemoteService, timeout: float = 300.0
+    ) -> None:
+        self.host = host
+        self.local = local
+        self._home = home
+        self._cache = cache
+        self._timeout = timeout
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="forge-host-store", daemon=True).start()
+
+    def put(
+        self,
+        key: str,
+        value: Tensor | Mapping[str, Any],
+        version: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        timeout: float = 300.0,
+    ) -> int:
+        """Publish here if the store is on this host, otherwise send the parts to its host."""
+        if self.host == HOME:
+            return self.local.put(key, value, version, dtype=dtype, timeout=timeout)
+        part = RankPart.of_value(key, value, version, dtype)
+        with self.local.segments.writing(max(part.size, 1)) as (name, memory):
+            written = part.write(name, memory)
+
+            def publish(parts: list[Manifest]) -> int:
+                return self._wait(self._home.publish.route([part.to_json() for part in parts]))
+
+            def write() -> Manifest:
+                return written.on_host(self.host)
+
+            number = publish([write()]) if part.ranks.world == 1 else publish_together(part, write, publish, timeout)
+            # Before the segment is unlocked: other processes of this host may reuse it then.
+            self.local.keep_part(replace(written, version=number), f"rank{part.ranks.rank}")
+        return number
+
+    @contextmanager
+    def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
+        """Fetch a version to this host once, and read it from there."""
+        if version is None:
+            versions = self.versions(key)
+            version = versions[-1] if versions else 0
+        manifest = self.local.part(key, version, COPY)
+        # A copy may have been reused since it was made: then it is fetched once more.
+        for is_retry in (False, True):
+            if manifest is None or is_retry:
+                fetched = self._cache.fetch.options(timeout=self._timeout + GRACE).route(key, version, self._timeout)
+                manifest = Manifest.from_json(self._wait(fetched))
+            try:
+                with self.local.segments.reading(manifest.segments) as memory:
+                    yield OpenVersion(manifest, memory)
+                    return
+            except FileNotFoundError:
+                if is_retry:
+                    raise MissingVersion(f"{key} version {version} left {self.host} while it was opened") from None
+
+    def versions(self, key: str) -> list[int]:
+        """Complete versions on the store's host."""
+        return self._ask("versions", key)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Keys on the store's host."""
+        return self._ask("keys", prefix)
+
+    def delete(self, key: str) -> None:
+        """Delete on the store's host."""
+        return self._ask("delete", key)
+
+    def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
+        """Wait on the store's host."""
+        return self._ask("wait", key, min_version, timeout=timeout)
+
+    def manifest(self, key: str, version: int) -> Manifest:
+        """Manifest of a version on the store's host."""
+        return self._ask("manifest", key, version)
+
+    def identities(self, key: str) -> dict[int, set[str]]:
+        """Known identities on the store's host."""
+        return self._ask("identities", key)
+
+    def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
+        """Add identities on the store's host."""
+        return self._ask("adopt", key, identities)
+
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self.host == HOME:
+            return getattr(self.local, method)(*args, **kwargs)
+        return self._wait(self._home.ask.route(method, *args, **kwargs))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        # The calls to caches have timeouts themselves.
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

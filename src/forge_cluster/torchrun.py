@@ -1,0 +1,78 @@
+"""Start of a run by launchers that start the same program on every machine, such as torchrun, mpirun or srun:
+
+    FORGE_SECRET=... torchrun --nnodes 4 --nproc-per-node 1 --rdzv-endpoint HOST:29400 \\
+        -m forge_cluster.torchrun train CONFIG --training.steps 100
+
+Rank 0 is the controller and has a worker, all others have a worker. It reads RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. The workers' addresses, and nothing else, are exchanged by torch.distributed's store.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from datetime import timedelta
+
+from .credentials import SECRET, read_secret
+from .processes import run_as_child
+
+MEETING_TIMEOUT = timedelta(minutes=10)  # machines of one job may boot minutes apart
+# Variables of the launcher, which the run must not see: it has its own ranks.
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main() -> int:
+    """Start the worker of this rank, and at rank 0 the run; return its exit code."""
+    import torch.distributed as dist
+
+    try:
+        rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        address = os.environ["MASTER_ADDR"]
+    except (KeyError, ValueError) as error:
+        raise SystemExit(f"error: {error} is missing or no number: start this with torchrun or the like") from None
+    if SECRET not in os.environ and world == 1:
+        os.environ[SECRET] = secrets.token_hex(32)
+    # Before the ranks wait for one another.
+    try:
+        secret = read_secret()
+    except ValueError as error:
+        raise SystemExit(f"error: {SECRET}: {error}") from None
+    if secret is None:
+        raise SystemExit(f"error: {SECRET} is not set: set it to the same 32 characters or more on every machine")
+    # torchrun's own store may be at the address.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(address, port, world, is_master=serves, timeout=MEETING_TIMEOUT)
+    except dist.DistError as error:
+        action = "listen" if serves else "reach rank 0"
+        raise SystemExit(f"error: rank {rank} cannot {action} at MASTER_ADDR {address}:{port}: {error}") from None
+    # Every restart of torchrun meets under new keys.
+    attempt = f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    command = [sys.executable, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(f"{secret}\n")
+    worker.stdin.flush()
+    try:
+        listening = worker.stdout.readline().strip()
+        if not listening:
+            raise SystemExit(f"error: the worker of rank {rank} ended with {worker.wait()}")
+        store.set(f"{attempt}/{rank}", listening)
+        if rank:
+            store.wait([f"{attempt}/over"], timedelta(days=365))
+            return int(store.get(f"{attempt}/over"))
+        hosts = [store.get(f"{attempt}/{number}").decode() for number in range(world)]
+        environment = {name: value for name, value in os.environ.items() if name not in RANKS}
+        environment |= {"FORGE_HOSTS": ",".join(hosts), "FORGE_EXPECT_HOSTS": str(world), SECRET: secret}
+        code = run_as_child([sys.executable, "-m", "forge", *sys.argv[1:]], environment)
+        store.set(f"{attempt}/over", str(code))
+        return code
+    finally:
+        worker.stdin.close()
+        worker.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""Weights between hosts: each host has a store in its shared memory, and a cache that copies versions into it.
+
+A version stays in the memory of the hosts that wrote it; the home store, on the controller's host, has its manifest. A
+process that reads a version has its host's cache copy it once for all processes there. Caches form a chain: each reads
+from the one that asked before it, chunk by chunk as they arrive there, through RDMA windows (InfiniBand where it is,
+TCP otherwise). So a version leaves its writer once, and reaches n hosts in the time of one transfer and n chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from forge.observability import Reduce, record_metric
+from forge.runtime.controller import ForgeActor, endpoint
+from forge.runtime.controller.remote_service import RemoteService
+from forge.runtime.names import HOST, STORE
+from forge.runtime.store import MissingVersion, VersionStore
+from forge.runtime.store.manifest import Manifest
+
+from .rdma import Window
+from .versions import HostVersions
+
+log = logging.getLogger(__name__)
+
+# Large enough that a window's set-up does not count, small enough that the next host starts early.
+CHUNK = 16 << 20  # bytes
+# Chunks that are read at once. One by one 210 MB took 2.19 s at 1 Gbit/s, by two 2.06, by three 1.94; the wire alone
+# takes 1.68.
+READS = 3
+CHUNK_TIMEOUT = 60.0  # seconds for one of them
+RETRY_DELAY = 2.0  # seconds between attempts to read a version whose writers are lost
+IDLE = 60.0  # seconds after which a cache closes memory that no other one has asked for
+KEPT_CHAINS = 8  # versions back for which the home cache knows who reads from whom
+HOME = "home"  # the host of the controller
+COPY = "copy"  # what a host's store calls a version that was copied to it
+
+
+@dataclass
+class Source:
+    """A segment that other caches read from, while it arrives or later. `ready` counts its chunks."""
+
+    memory: Tensor
+    ready: int
+    resources: ExitStack
+    windows: dict[int, Window] = field(default_factory=dict)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str | None = None
+    version: tuple[str, int] | None = None  # the key and the number, of what came from another host
+    idle_timer: asyncio.TimerHandle | None = None
+
+    def announce(self, chunks: int) -> None:
+        """Let readers continue: this many chunks have arrived."""
+        self.ready = chunks
+        self.grown.set()
+        self.grown = asyncio.Event()
+
+
+class WeightCache(ForgeActor):
+    """Weight cache of one host. The home cache tracks where every version is; a run survives the loss of any other.
+
+    Args:
+        store: the store of the home host.
+        home: a handle to the home cache; None: this is the home cache, and `link` gives it a handle to itself.
+    """
+
+    vital = False
+
+    def __init__(self, store: VersionStore, home: RemoteService | None = None) -> None:
+        self.home_store = store
+        self._home = home
+
+    def setup(self) -> None:
+        """Open the store of this host. ValueError: it is on another host."""
+        self.host, self.store = local_store(self.home_store)
+        if not self.store.is_local():
+            raise ValueError(f"the weight cache of {self.store.root} must run on the host where it is")
+        self._sources: dict[str, Source] = {}
+        self._fetching: dict[tuple[str, int], asyncio.Task[str]] = {}
+        self._chains: dict[tuple[str, int], list[str]] = {}
+
+    @property
+    def home(self) -> RemoteService:
+        """The handle to the home cache."""
+        assert self._home is not None
+        return self._home
+
+    @endpoint
+    async def link(self, home: RemoteService) -> None:
+        """Give the home cache a handle to itself, by which it reaches the others."""
+        self._home = home
+
+    @endpoint
+    async def publish(self, parts: list[str]) -> int:
+        """Publish the parts of all ranks, whose segments may be on other hosts; see `VersionStore.publish`. Home cache
+        only."""
+        return await asyncio.to_thread(self.store.publish, [Manifest.from_json(part) for part in parts])
+
+    @endpoint
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the home store. Home cache only."""
+        return await asyncio.to_thread(getattr(self.store, method), *args, **kwargs)
+
+    @endpoint
+    async def locate(self, key: str, version: int, host: str, avoid: list[str]) -> tuple[str, str | None]:
+        """The manifest of a version, and the host whose cache `host` reads it from. Home cache only.
+
+        Args:
+            avoid: hosts whose caches did not answer.
+
+        Returns:
+            the manifest as JSON; the host, or None for those that wrote the version.
+
+        Raises:
+            MissingVersion: it was never published, or is no longer kept.
+        """
+        versions = await asyncio.to_thread(self.store.versions, key)
+        if version not in versions:
+            raise MissingVersion(f"{key} version {version} is not in the store; it holds {versions or 'none'}")
+        manifest = await asyncio.to_thread(self.store.manifest, key, version)
+        for outdated in [link for link in self._chains if link[0] == key and link[1] < version - KEPT_CHAINS]:
+            del self._chains[outdated]
+        # Each host reads from the one that asked before it: a host that asks again keeps its place in the chain.
+        chain = self._chains.setdefault((key, version), [])
+        if host not in chain:
+            chain.append(host)
+        earlier_hosts = [name for name in chain[: chain.index(host)] if name not in avoid]
+        return manifest.on_host(HOME).to_json(), earlier_hosts[-1] if earlier_hosts else None
+
+    @endpoint
+    async def fetch(self, key: str, version: int, timeout: float) -> str:
+        """Have a version in this host's store; returns its manifest there.
+
+        Raises:
+            MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
+        """
+        if (key, version) not in self._fetching:
+            task = asyncio.get_running_loop().create_task(self._fetch(key, version, time.monotonic() + timeout))
+            self._fetching[key, version] = task
+            task.add_done_callback(lambda _: self._fetching.pop((key, version)))
+        # One caller that stops waiting must not end the transfer of all.
+        return await asyncio.wait_for(asyncio.shield(self._fetching[key, version]), timeout)
+
+    @endpoint
+    async def chunk(self, name: str, index: int, size: int) -> Window:
+        """A window to a chunk, of `size` bytes, of a segment that is on this host or arrives here.
+
+        Args:
+            name: from `whole_name`.
+
+        Raises:
+            MissingVersion: it is neither.
+        """
+        deadline = time.monotonic() + CHUNK_TIMEOUT
+        while name not in self._sources:
+            if host_of(name) == self.host:
+                resources = ExitStack()
+                memory = await asyncio.to_thread(self._open, name, resources)
+                opened = Source(memory, -(-len(memory) // CHUNK), resources)
+                if self._sources.setdefault(name, opened) is not opened:  # another request was quicker
+                    resources.close()
+            elif not self._fetching or time.monotonic() > deadline:
+                raise MissingVersion(f"{name} is not on {self.host}")
+            else:
+                # The chain may ask for a segment before the transfer to this host has begun.
+                await asyncio.sleep(0.01)
+        source = self._sources[name]
+        self._restart_idle_timer(name, source)
+        while source.ready <= index:
+            if source.error is not None:
+                raise MissingVersion(source.error)
+            await asyncio.wait_for(source.grown.wait(), CHUNK_TIMEOUT)
+        if index not in source.windows:
+            source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
+        return source.windows[index]
+
+    async def _fetch(self, key: str, version: int, deadline: float) -> str:
+        avoid: list[str] = []
+        while True:
+            text, parent = await self.home.locate.route(key, version, self.host, avoid)
+            manifest = Manifest.from_json(text)
+            foreign = sorted(segment for segment in manifest.segments if host_of(segment) != self.host)
+            names = {segment: local_name(segment) for segment in manifest.segments}
+            began = time.monotonic()
+            try:
+                with ExitStack() as writing:
+                    for segment in foreign:
+                        names[segment] = await self._copy(manifest.within(segment), parent, writing)
+                    copied = manifest.renamed(names)
+                    await asyncio.to_thread(self.store.keep_part, copied, COPY)
+                for segment in foreign:  # their memory is not reused while others read it
+                    whole = whole_name(manifest.within(segment))
+                    if whole in self._sources:
+                        resources = self._sources[whole].resources
+                        lock = self.store.segments.reading([names[segment]])
+                        await asyncio.to_thread(resources.enter_context, lock)
+                # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
+                for name, source in [*self._sources.items()]:
+                    if source.version is not None and source.version[0] == key and source.version[1] < version - 1:
+                        await self._release(name, source)
+                if foreign:
+                    record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
+                    record_metric("weight_sync/seconds", time.monotonic() - began, Reduce.MEAN)
+                return copied.to_json()
+            except (KeyError, RuntimeError, TimeoutError) as error:  # the version, a cache, or a host is lost
+                # The memory of what did arrive is not kept.
+                for segment in foreign:
+                    name = whole_name(manifest.within(segment))
+                    if name in self._sources:
+                        await self._release(name, self._sources[name])
+                writers = ", ".join(sorted({host_of(segment) for segment in foreign}))
+                if parent is None and time.monotonic() > deadline - RETRY_DELAY:
+                    raise MissingVersion(
+                        f"{key} version {version} could not be read from {writers}: {error}"
+                    ) from error
+                log.warning("%s version %d could not be read from %s: %s", key, version, parent or writers, error)
+                if parent is not None:
+                    avoid.append(parent)
+                else:  # its trainer is replaced, and publishes it again
+                    await asyncio.sleep(RETRY_DELAY)
+
+    async def _copy(self, wanted: Manifest, parent: str | None, writing: ExitStack) -> str:
+        """Copy a segment from another host into this host's store; returns its name here."""
+        (segment,) = wanted.segments
+        whole = whole_name(wanted)
+        size = wanted.extent(segment)
+        name, memory = await asyncio.to_thread(writing.enter_context, self.store.segments.writing(size))
+        cache = self.home.named(cache_name(parent or host_of(segment)))
+        assert wanted.version is not None
+        source = Source(memory, 0, ExitStack(), version=(wanted.key, wanted.version))
+        self._sources[whole] = source
+        try:
+            await self._receive(whole, source, cache)
+        except BaseException as error:
+            self._fail(whole, source, error)
+            raise
+        self._restart_idle_timer(whole, source)
+        return name
+
+    async def _receive(self, name: str, source: Source, cache: RemoteService) -> None:
+        """Read a segment from another cache, chunk by chunk."""
+        chunk = cache.chunk.options(timeout=CHUNK_TIMEOUT)
+        parts = source.memory.split(CHUNK)
+
+        async def read(number: int) -> None:
+            window: Window = await chunk.route(name, number, len(parts[number]))
+            await window.read_into(parts[number], CHUNK_TIMEOUT)
+
+        reads: deque[asyncio.Task[None]] = deque()
+        try:
+            for number in range(len(parts)):
+                reads.append(asyncio.create_task(read(number)))
+                if len(reads) == READS:
+                    await reads[0]
+                    reads.popleft()
+                    source.announce(number + 1 - len(reads))
+            while reads:
+                await reads[0]
+                reads.popleft()
+                source.announce(len(parts) - len(reads))
+        finally:
+            # The memory is given back after this: nothing may write into it any more.
+            await asyncio.gather(*reads, return_exceptions=True)
+
+    def _fail(self, name: str, source: Source, error: BaseException) -> None:
+        """Let those who read from here not wait for chunks that never come."""
+        source.error = f"{name} did not arrive on {self.host}: {error}"
+        source.grown.set()
+        if self._sources.get(name) is source:
+            del self._sources[name]
+
+    def _open(self, segment: str, resources: ExitStack) -> Tensor:
+        """The memory of a segment that was written on this host."""
+        name = local_name(segment)
+        try:
+            return resources.enter_context(self.store.segments.reading([name]))[name]
+        except FileNotFoundError:
+            raise MissingVersion(f"{segment} is no longer on {self.host}") from None
+
+    def _restart_idle_timer(self, segment: str, source: Source) -> None:
+        if source.idle_timer is not None:
+            source.idle_timer.cancel()
+        loop = asyncio.get_running_loop()
+        source.idle_timer = loop.call_later(IDLE, lambda: loop.create_task(self._release(segment, source)))
+
+    async def _release(self, segment: str, source: Source) -> None:
+        if self._sources.get(segment) is source:
+            del self._sources[segment]
+        if source.idle_timer is not None:
+            source.idle_timer.cancel()
+        windows = source.windows
+        source.windows = {}
+        await asyncio.gather(*(window.close() for window in windows.values()))
+        source.resources.close()
+
+
+def local_store(store: VersionStore) -> tuple[str, HostVersions]:
+    """Return the host of this process, and the store in its memory; `store` is that of the home host."""
+    if store.is_local():
+        return HOME, HostVersions(store.root, store.keep)
+    local = HostVersions(os.environ[STORE], store.keep)
+    local.prepare()
+    return os.environ[HOST], local
+
+
+def cache_name(host: str) -> str:
+    """The name of the service that is a host's weight cache."""
+    return "weights_" + re.sub(r"\W", "_", host)
+
+
+def whole_name(part: Manifest) -> str:
+    """What caches call the bytes of a segment in a version: a later one may have the same segment."""
+    (segment,) = part.segments
+    return f"{segment}/{part.version}"
+
+
+def host_of(segment: str) -> str:
+    """The host in a segment's full name, NAME@HOST, or in that of what caches send of it."""
+    return segment.partition("@")[2].partition("/")[0]
+
+
+def local_name(segment: str) -> str:
+    """A segment's name on its host."""
+    return segment.partition("@")[0]

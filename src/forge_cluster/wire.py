@@ -1,0 +1,101 @@
+"""Messages between a controller and the daemons of its hosts: JSON, one a line, over mutual TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from typing import Any
+
+from .credentials import NAME, Credentials
+
+Json = Any  # a value of JSON
+Message = dict[str, Json]
+
+# Of daemons; the controller needs none.
+PORT = 7070
+# Seconds of silence after which either end counts the other as lost; a host ends its processes then. Eight messages are
+# sent in that time, so that a lost packet or a busy moment does not end a run.
+LEASE = 4.0
+BEAT = LEASE / 8
+# Seconds. A machine that is up answers in milliseconds, one that is down not at all.
+CONNECT_TIMEOUT = 5.0
+MAX_MESSAGE = 1 << 20  # bytes: the longest ones carry an environment
+
+
+class HostError(RuntimeError):
+    """The error that a host reported for a request."""
+
+
+async def connect(address: str, credentials: Credentials) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the daemon at HOST:PORT.
+
+    Raises:
+        OSError: it cannot be reached or does not accept this peer; the message has the remedy.
+    """
+    host, port = split(address)
+    context = credentials.context(server=False)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT):
+            return await asyncio.open_connection(host, port, ssl=context, server_hostname=NAME, limit=MAX_MESSAGE)
+    except TimeoutError:
+        raise ConnectionError(f"host {address} gave no answer within {CONNECT_TIMEOUT:g} s") from None
+    except OSError as error:
+        raise with_remedy(error, address) from None
+
+
+def with_remedy(error: OSError, address: str) -> OSError:
+    """Return the error of a connection to `address`, with its remedy."""
+    text = str(error).upper().replace(" ", "_")
+    if "EXPIRED" in text:
+        return ConnectionError(f"host {address}: a certificate has expired; start the workers again: {error}")
+    if isinstance(error, ssl.SSLError):
+        return ConnectionError(
+            f"host {address} has another secret, or something else listens there: give every machine of a run the "
+            f"same FORGE_SECRET ({error})"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return ConnectionError(f"no worker listens at {address}: start one there with `forge worker`")
+    return ConnectionError(f"host {address}: {error}")
+
+
+def split(address: str) -> tuple[str, int]:
+    """Split HOST:PORT, HOST, or [IPv6]:PORT into a pair.
+
+    Raises:
+        ValueError: the address has another form.
+    """
+    host, colon, port = address.rpartition(":")
+    # The last colon of [IPv6] is part of the address.
+    if not colon or address.endswith("]"):
+        host = address
+        port = str(PORT)
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{address!r} is not HOST:PORT; IPv6 addresses are written as [ADDRESS]:PORT")
+    if not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT: {port!r} is not a port")
+    return host, int(port)
+
+
+async def receive(reader: asyncio.StreamReader, timeout: float | None = LEASE) -> Message | None:
+    """Read the next message; None when the other end has closed the connection.
+
+    Raises:
+        TimeoutError: none came in time. ValueError: it is not a message. OSError: the connection is lost.
+    """
+    async with asyncio.timeout(timeout):
+        line = await reader.readline()
+    if not line.endswith(b"\n"):
+        return None
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"expected a JSON object, got {line[:80]!r}")
+    return message
+
+
+def send(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Send a message. It is buffered, and lost with the connection."""
+    if not writer.is_closing():  # asyncio's TLS transport raises AttributeError otherwise
+        writer.write(json.dumps(message).encode() + b"\n")

@@ -1,0 +1,125 @@
+"""`forge worker`: make this machine a host for runs of other machines."""
+
+from __future__ import annotations
+
+import argparse
+
+from forge.cli.table import Subparsers
+
+TEXT = "let a run on another machine start processes here; both need the same FORGE_SECRET"
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "worker", help=TEXT, description=TEXT, epilog="example: forge worker --listen 10.0.0.2:7070 --gpus 0,1"
+    )
+    parser.add_argument(
+        "--listen",
+        default=None,
+        metavar="ADDRESS[:PORT]",
+        help="default: the address of this machine, port 7070; port 0 is a free one, see --register",
+    )
+    parser.add_argument("--gpus", default=None, help="the GPUs that runs may use, 0,1,2; default: all that are visible")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="at SIGTERM, tell the run and serve for so long until it has saved itself; default: end at once",
+    )
+    # These are of programs that start workers: ssh, a job of a cluster, a launcher.
+    parser.add_argument("--stdin", action="store_true", help="read the secret from standard input, end when it closes")
+    parser.add_argument("--once", action="store_true", help="end after the first run")
+    parser.add_argument("--register", default=None, metavar="FOLDER", help="write the address to a file in this folder")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve until a signal ends the worker; invalid input ends it with one line."""
+    import asyncio
+    import logging
+    import os
+    import signal
+    import socket
+    import sys
+    from pathlib import Path
+
+    from forge.system.addresses import join_address, listening_error
+    from forge.system.files import write_atomic
+
+    from .credentials import SECRET, NoSecret, read_secret
+    from .host import Daemon, routable_address
+    from .inventory import count_gpus
+    from .wire import PORT, split
+
+    try:
+        # By standard input the secret is in no command line and no environment that other users see.
+        if args.stdin:
+            os.environ[SECRET] = sys.stdin.readline().strip()
+        address, port = split(args.listen) if args.listen else ("", PORT)
+        address = address or routable_address()
+        if address in ("0.0.0.0", "::"):
+            raise ValueError(f"--listen {address} is every address: give one, or omit the option")
+        secret = read_secret()
+        if secret is None:
+            raise NoSecret(
+                f"{SECRET} is not set: every process that has it can run programs here. Make one with "
+                "`openssl rand -hex 32`, and give it to the workers and the controller"
+            )
+        folder = Path(args.register) if args.register else None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        gpus = tuple(filter(None, args.gpus.split(","))) if args.gpus is not None else count_gpus()
+        # The other machines have certificates too: without the package nothing can be served.
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(f"error: {error}: a worker needs certificates: pip install cryptography") from error
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"error: {error}") from error
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s forge worker: %(message)s", datefmt="%H:%M:%S")
+    log = logging.getLogger("forge.worker")
+    file = folder / socket.gethostname() if folder is not None else None
+
+    def ready(port: int) -> None:
+        location = join_address(address, port)
+        log.info("listening at %s, %d GPUs", location, len(gpus))
+        if args.stdin:
+            print(location, flush=True)
+            os.dup2(2, 1)  # nothing reads later output of this worker and its processes
+        if file is not None:
+            write_atomic(file, f"{location}\n")
+
+    async def serve() -> None:
+        daemon = Daemon(gpus, secret, address, port, args.once)
+        task = asyncio.ensure_future(daemon.serve(ready))
+        loop = asyncio.get_running_loop()
+
+        # A machine that will be taken away serves on until its run has saved its state.
+        async def leave() -> None:
+            if args.grace and daemon.leave():
+                log.warning("SIGTERM: the run was notified, and has %g s", args.grace)
+                await asyncio.wait([asyncio.ensure_future(daemon.released())], timeout=args.grace)
+            task.cancel()
+
+        leaving: list[asyncio.Task] = []  # a reference keeps it alive
+        loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave())))
+        # A worker ends with the terminal or the connection that started it.
+        for number in (signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+        if args.stdin:
+            loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 1024) else task.cancel())
+        try:
+            await task
+        except asyncio.CancelledError:
+            log.info("ended")
+        finally:
+            if file is not None:
+                file.unlink(missing_ok=True)
+
+    try:
+        asyncio.run(serve())
+    except OSError as error:
+        raise SystemExit(
+            f"error: {listening_error(address, port, error, f'--listen {join_address(address, 0)}')}"
+        ) from error

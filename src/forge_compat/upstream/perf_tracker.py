@@ -1,0 +1,129 @@
+"""`forge.observability.perf_tracker` of torchforge: timers whose steps are metrics."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from forge.observability import Reduce, record_metric
+
+from .env import DISABLE_PERF_METRICS, METRIC_TIMER_USES_GPU
+
+F = TypeVar("F", bound=Callable[..., Any])
+GIGABYTE = 1024**3
+
+
+class Tracer:
+    """Times the steps between `start` and `stop`, as `<prefix>/<step>/duration_avg_s` and `duration_max_s`.
+
+    Each `step` ends the time since the one before; `stop` records `<prefix>/total_duration_avg_s` and
+    `total_duration_max_s`. Times are in seconds. It may be started again.
+
+    Args:
+        prefix: of the metrics' names.
+        track_memory: also record the most GPU memory in use until `stop`, in GB: `<prefix>/memory_peak_max_gb`.
+        timer: "cpu", or "gpu", which waits for the work on the GPU at each step; METRIC_TIMER_USES_GPU overrides it.
+    """
+
+    def __init__(self, prefix: str, track_memory: bool = False, timer: str = "cpu") -> None:
+        if timer not in ("cpu", "gpu"):
+            raise ValueError(f'timer must be "cpu" or "gpu", got {timer!r}')
+        self.prefix = prefix
+        self.track_memory = track_memory and torch.cuda.is_available()
+        uses_gpu = timer == "gpu" if METRIC_TIMER_USES_GPU.get_value() is None else asks_for_gpu()
+        self.waits = uses_gpu and torch.cuda.is_available()
+        self.is_off = bool(DISABLE_PERF_METRICS.get_value())
+        self.began: float | None = None
+        self.last = 0.0
+
+    def start(self) -> None:
+        """Begin. ValueError: it has begun."""
+        if self.began is not None:
+            raise ValueError(f"tracer {self.prefix} has already been started: call stop first")
+        if self.track_memory:
+            torch.cuda.reset_peak_memory_stats()
+        self.began = self._now()
+        self.last = self.began
+
+    def step(self, name: str) -> None:
+        """End a step of this name. ValueError: it has not begun."""
+        self._check("step")
+        now = self._now()
+        self._record(f"{self.prefix}/{name}/duration", now - self.last)
+        self.last = now
+
+    def stop(self) -> None:
+        """End, and record the total. ValueError: it has not begun."""
+        self._check("stop")
+        assert self.began is not None
+        self._record(f"{self.prefix}/total_duration", self._now() - self.began)
+        if self.track_memory and not self.is_off:
+            name = f"{self.prefix}/memory_peak_max_gb"
+            record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
+        self.began = None
+
+    def _check(self, verb: str) -> None:
+        if self.began is None:
+            raise ValueError(f"tracer {self.prefix} must be started before calling {verb}")
+
+    def _now(self) -> float:
+        # Kernels run after the call that starts them: without this a step would have the time of its launch alone.
+        if self.waits:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _record(self, name: str, seconds: float) -> None:
+        if self.is_off:
+            return
+        mean, longest = f"{name}_avg_s", f"{name}_max_s"
+        record_metric(mean, seconds, Reduce.MEAN)
+        record_metric(longest, seconds, Reduce.MAX)
+
+
+def asks_for_gpu() -> bool:
+    """Whether METRIC_TIMER_USES_GPU is true."""
+    return str(METRIC_TIMER_USES_GPU.get_value()).lower() in ("true", "1", "yes")
+
+
+class trace:
+    """Time a block or a function with a `Tracer`: `with trace("x") as tracer:` or `@trace("x")`.
+
+    Args:
+        prefix, track_memory, timer: as of `Tracer`.
+    """
+
+    def __init__(self, prefix: str, track_memory: bool = False, timer: str = "cpu") -> None:
+        self.arguments = prefix, track_memory, timer
+        self.tracer = Tracer(*self.arguments)
+
+    def __enter__(self) -> Tracer:
+        self.tracer.start()
+        return self.tracer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.tracer.stop()
+
+    def __call__(self, function: F) -> F:
+        arguments = self.arguments
+
+        # A tracer for each call, as calls may overlap.
+        @functools.wraps(function)
+        async def timed_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with trace(*arguments):
+                return await function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with trace(*arguments):
+                return function(*args, **kwargs)
+
+        wrapper = timed_coroutine if inspect.iscoroutinefunction(function) else timed
+        return wrapper  # type: ignore[return-value]  # the same signature as the function

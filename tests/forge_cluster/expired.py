@@ -1,0 +1,18 @@
+"""Speak to a worker with a certificate that has expired: `python -m tests.forge_cluster.expired HOST:PORT`."""
+
+import asyncio
+import datetime
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from forge_cluster.credentials import Credentials
+from forge_cluster.machine import describe
+from tests.forge_cluster.machines import SECRET
+
+with TemporaryDirectory() as folder:
+    own = Credentials.make(SECRET, Path(folder), lifetime=-datetime.timedelta(hours=1))
+    try:
+        print(asyncio.run(describe(sys.argv[1], own)))
+    except OSError as error:
+        print(error)

@@ -1,0 +1,93 @@
+"""Mutual TLS from one secret, and the daemon's answers, within one process."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+from pathlib import Path
+
+import pytest
+
+from forge_cluster import credentials
+from forge_cluster.credentials import Credentials, NoSecret, read_secret
+from forge_cluster.wire import connect, receive, send
+
+SECRET = "a secret that is long enough to be one"
+
+
+def made(folder: Path, name: str, secret: str = SECRET, **more) -> Credentials:
+    (folder / name).mkdir(mode=0o700, exist_ok=True)
+    return Credentials.make(secret, folder / name, **more)
+
+
+async def exchange(server: Credentials, client: Credentials) -> dict | None:
+    """What a client gets from a server that answers once."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        send(writer, {"got": await receive(reader)})
+        await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server.context(server=True))
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        reader, writer = await connect(f"127.0.0.1:{port}", client)
+        send(writer, {"do": "x"})
+        try:
+            return await receive(reader)
+        finally:
+            writer.close()
+
+
+def test_peers_with_the_same_secret_talk(tmp_path):
+    found = asyncio.run(exchange(made(tmp_path, "a"), made(tmp_path, "b", addresses=["10.1.2.3", "node-7"])))
+    assert found == {"got": {"do": "x"}}
+
+
+def test_peers_with_another_secret_do_not(tmp_path):
+    with pytest.raises(ConnectionError, match="has another secret, or something else listens there"):
+        asyncio.run(exchange(made(tmp_path, "a"), made(tmp_path, "b", SECRET + "!")))
+
+
+def test_an_expired_server_is_named(tmp_path):
+    old = made(tmp_path, "a", lifetime=-datetime.timedelta(hours=1))
+    with pytest.raises(ConnectionError, match="a certificate has expired; start the workers again"):
+        asyncio.run(exchange(old, made(tmp_path, "b")))
+
+
+def test_an_expired_client_gets_no_answer(tmp_path):
+    old = made(tmp_path, "b", lifetime=-datetime.timedelta(hours=1))
+    with pytest.raises((ConnectionError, AssertionError)):
+        assert asyncio.run(exchange(made(tmp_path, "a"), old)) is not None
+
+
+def test_nobody_listens(tmp_path):
+    with pytest.raises(ConnectionError, match=r"no worker listens at 127.0.0.1:1: start one there with `forge worker`"):
+        asyncio.run(connect("127.0.0.1:1", made(tmp_path, "a")))
+
+
+def test_keys_are_private(tmp_path):
+    own = made(tmp_path, "a")
+    assert {path.stat().st_mode & 0o777 for path in (own.ca, own.certificate, own.key)} == {0o600}
+    assert SECRET not in own.key.read_text()
+
+
+def test_a_secret_is_read_from_a_private_file(tmp_path, monkeypatch):
+    monkeypatch.delenv(credentials.SECRET, raising=False)
+    assert read_secret() is None
+    monkeypatch.setenv(credentials.SECRET, SECRET)
+    assert read_secret() == SECRET
+    monkeypatch.setenv(credentials.SECRET, "short")
+    with pytest.raises(NoSecret, match="the secret has 5 characters, 32 are needed"):
+        read_secret()
+    file = tmp_path / "secret"
+    monkeypatch.setenv(credentials.SECRET, str(file))
+    with pytest.raises(NoSecret, match="names a file that could not be read"):
+        read_secret()
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o644)
+    with pytest.raises(NoSecret, match=f"chmod 600 {file}"):
+        read_secret()
+    os.chmod(file, 0o600)
+    assert read_secret() == SECRET

@@ -1,0 +1,271 @@
+"""No value of a configuration, name, path or host is another line, option or command of what a launcher writes: parsers
+and shells that know nothing of this library say what they read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from forge.cli import main
+from forge_cluster.kubernetes import KubernetesJob
+from forge_cluster.slurm import SlurmJob
+from forge_cluster.ssh import workers
+from forge_cluster.words import check_host, documents
+from tests.forge_cluster.kube import VERSION, expanded
+from tests.forge_cluster.machines import environment
+
+HOSTILE = [
+    "x\ntouch PWNED\n#",
+    "x\r\ntouch PWNED\r\n",
+    "$(touch PWNED)",
+    "`touch PWNED`",
+    "; touch PWNED;",
+    "&& touch PWNED",
+    "'; touch PWNED; '",
+    '"; touch PWNED; "',
+    "\\'; touch PWNED #",
+    "${IFS}touch${IFS}PWNED",
+    "$HOME $(FORGE_SECRET) $$(FORGE_SECRET) $$$(HOME) $",
+    "-oProxyCommand=touch PWNED",
+    "--wrap=touch PWNED",
+    "-rf",
+    "a\u2028touch PWNED\u2029",
+    "a\x85touch PWNED\x0b\x0c",
+    "!!python/object/apply:os.system [touch PWNED]",
+    "&a [*a, *a]",
+    "x: {y: z} # --- \n...\n---\n",
+    "1e-6",
+    "0o17",
+    "yes",
+    "~",
+    "%j%A%x",
+    "*",
+    "!$",
+    "{a,b}",
+    "\x1b]0;touch PWNED\x07",
+    "\ufeff-",
+    "é \U0001f600",
+    "\tx",
+    " ",
+    "",
+    "x" * 10_000,
+    "EOF\n#SBATCH --wrap=id",
+]
+ONE_LINE = r"\A[^\n]+\Z"
+
+
+def attempted(function: Any, *given_values: Any) -> tuple[Any, str]:
+    """What a function returns, and what its ValueError says."""
+    try:
+        return function(*given_values), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def examples(function: Any) -> Any:
+    for text in HOSTILE:
+        function = example(text)(function)
+    return function
+
+
+def stub(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def recorded(script: str, folder: Path, **variables: str) -> list[list[str]]:
+    """What a script starts, run by bash with programs that write down their words: `forge`, and all of Slurm's."""
+    programs, log = folder / "programs", folder / "log"
+    programs.mkdir(exist_ok=True)
+    log.mkdir(exist_ok=True)
+    for file in log.iterdir():
+        file.unlink()
+    stub(programs, "forge", f'printf \'%s\\0\' "$@" "$PWD" >{shlex.quote(str(log))}/$$')
+    stub(programs, "srun", "exec true")
+    stub(programs, "scontrol", "exec true")
+    stub(programs, "squeue", "echo RUNNING")
+    here = folder / "here"
+    here.mkdir(exist_ok=True)
+    own = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": "/nowhere", "LC_ALL": "C.UTF-8", **variables}
+    done = subprocess.run(["bash"], input=script.encode(), env=own, cwd=here, capture_output=True, check=False)
+    assert not any(folder.rglob("PWNED")), done
+    return [file.read_bytes().decode().split("\0")[:-1] for file in log.iterdir()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_bash_gives_the_programs_of_a_slurm_job_their_words(text: str, tmp_path: Path):
+    place = tmp_path / (re.sub(r"/", "", text)[:80] or "x")
+    place.mkdir()
+    job = SlurmJob("run", [["forge", "train", text]], place, tmp_path / "runs")
+    if text.isprintable() and len(text) < 200:
+        job = SlurmJob(text, [["forge", "train", text]], place, tmp_path / "runs" / text, time=text)
+    found = recorded(job.script(), tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="1")
+    assert found == [["train", text, str(place)]]
+    several = SlurmJob("run", [["forge", "no"], ["forge", "train", text]], place, tmp_path / "runs")
+    found = recorded(several.script(), tmp_path, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_TASK_ID="1")
+    assert found == [["train", text, str(place)]]
+
+
+@examples
+@given(st.text())
+def test_kubernetes_gives_the_controller_its_words(text: str):
+    job = KubernetesJob("run", ["python", "-m", "forge", text], "registry.example/forge:1", claim="shared")
+    if "\0" in text or re.search("[\ud800-\udfff]", text):
+        with pytest.raises(ValueError, match=ONE_LINE):
+            job.manifests()
+        return
+    read = list(yaml.safe_load_all(documents(job.manifests("s"))))
+    assert read == job.manifests("s")
+    [container] = read[-1]["spec"]["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable.get("value", "SEKRET") for variable in container["env"]}
+    assert expanded(container["command"], variables) == ["python", "-m", "forge", text]
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-6", "0o17", "0x1", "1_000", "yes", "No", "~", "null", ".5", "1:30", "2026-01-01", "+1", "="]
+)
+def test_text_is_quoted_where_another_parser_of_yaml_would_read_a_number(text: str):
+    assert documents([{"x": text}]) == f'x: "{text}"\n'
+
+
+@pytest.mark.slow
+@examples
+@given(st.text())
+def test_kubernetes_gets_a_name_that_it_takes_or_one_line_says_so(text: str):
+    validate = pytest.importorskip("kubernetes_validate")
+    for option in ("name", "image", "namespace", "claim", "mount", "memory", "shm", "python"):
+        values: dict[str, Any] = {"name": "run", "image": "r/forge:1", "claim": "shared"} | {option: text}
+        job = KubernetesJob(command=["forge"], **values)
+        made, fault = attempted(job.manifests, "s")
+        if made is None:
+            assert re.search(ONE_LINE, fault)
+            continue
+        assert text.isprintable() or option == "python"
+        assert not text.startswith("-")
+        for manifest in yaml.safe_load_all(documents(made)):
+            validate.validate(manifest, VERSION, strict=True)
+            assert re.fullmatch("[a-z][a-z0-9-]{0,51}", manifest["metadata"]["name"])
+
+
+@pytest.mark.parametrize("name", ["Run", "9run", "a_b", "a.b", "-a", "a-", "", "a" * 45, "é", "a\n", "a b", "a/../b"])
+def test_a_name_that_kubernetes_does_not_take_is_one_line(name: str):
+    with pytest.raises(ValueError, match=r"\A[^\n]*set run\.name to at most 44[^\n]*\Z"):
+        KubernetesJob(name, ["forge"], "r/forge:1").manifests()
+
+
+def test_pods_have_as_few_rights_as_they_need():
+    manifests = KubernetesJob("run", ["forge"], "r/forge:1", claim="shared").manifests("of-the-run")
+    pods = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Job", "StatefulSet")]
+    assert len(pods) == 2
+    for pod in pods:
+        assert pod["automountServiceAccountToken"] is False
+        assert {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}.items() <= pod[
+            "securityContext"
+        ].items()
+        assert pod["securityContext"]["runAsUser"] > 0
+        for container in pod["containers"]:
+            rights = container["securityContext"]
+            assert rights["allowPrivilegeEscalation"] is False
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            assert rights["readOnlyRootFilesystem"] is True
+            assert {"/tmp", "/dev/shm"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+    secret, *others = documents(manifests).split("---\n")
+    assert "of-the-run" in secret
+    assert "of-the-run" not in "".join(others)
+
+
+@examples
+@given(st.text())
+def test_a_host_is_no_option_of_ssh(text: str):
+    _, fault = attempted(check_host, text)
+    if fault:
+        assert re.search(ONE_LINE, fault)
+    else:
+        assert re.fullmatch(r"[\w.:@%+/\[\]-]+", text, re.ASCII)
+        assert not re.search("(^|@|//)-", text)
+
+
+@pytest.mark.parametrize(
+    "host", ["node1", "user@node-3", "10.0.0.1", "::1", "user@[fe80::1%eth0]", "ssh://u@h:22", "a.b.c"]
+)
+def test_a_host_may_be_a_name_or_an_address(host: str):
+    check_host(host)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["ssh", "--hosts=-oProxyCommand=touch PWNED"], "--hosts"),
+        (["ssh", "--hosts", "a,-oProxyCommand=x"], "--hosts"),
+        (["ssh", "--hosts", "a,,b"], "--hosts"),
+        (["ssh", "--hosts", "user@-oProxyCommand=x"], "--hosts"),
+        (["ssh", "--hosts", "`id`@host"], "--hosts"),
+        (["ssh", "--hosts", "a", "--python=-c"], "--python"),
+        (["kubernetes", "--image", "--privileged"], "expected one argument"),
+        (["kubernetes", "--image=-x"], "--image"),
+        (["kubernetes", "--image", "x", "--namespace", "A"], "--namespace"),
+        (["kubernetes", "--image", "x", "--run.name", "../x"], "run.name"),
+        (["slurm", "--run.name", "x\ntouch PWNED\n#"], "line break"),
+        (["slurm", "--partition", "x\n#SBATCH --wrap=id"], "line break"),
+    ],
+)
+def test_a_launcher_says_in_one_line_what_it_does_not_take(words, named, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", words[0], "tests/forge_cluster/tiny.yaml", "--dry-run", *words[1:]])
+    said = str(caught.value.code) if isinstance(caught.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert named in said
+    assert "\n" not in said
+
+
+def test_a_partition_is_one_option(capsys):
+    main(["launch", "slurm", "tests/forge_cluster/tiny.yaml", "--dry-run", "--partition", "gpu --wrap=id"])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "partition" in line]
+    assert shlex.split(line.removeprefix("#SBATCH ")) == ["--partition=gpu --wrap=id"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_the_machine_that_ssh_reaches_gets_the_folder_and_the_python(text: str, tmp_path: Path, monkeypatch):
+    """A stand-in of ssh hands the command to a shell, as sshd does."""
+    place = tmp_path / (re.sub("/", "", text)[:80] or "x")
+    place.mkdir()
+    python = place / "python"
+    stub(
+        place,
+        "python",
+        f'printf \'%s\\0\' "$PWD" "$PYTHONPATH" "$@" >{shlex.quote(str(tmp_path / "log"))}; echo at:1; read -r _',
+    )
+    stub(tmp_path, "ssh", '[ "$1 $2" = "-- node" ] || exit 3\nexec sh -c "$3"')
+    monkeypatch.setenv("PYTHONPATH", text[:200])
+    with workers(["node"], str(place), str(python), [str(tmp_path / "ssh")]) as environment:
+        assert environment["FORGE_HOSTS"] == "at:1"
+    words = (tmp_path / "log").read_bytes().decode().split("\0")
+    assert words == [str(place), text[:200], "-m", "forge", "worker", "--listen", ":0", "--stdin", ""]
+    assert not any(tmp_path.rglob("PWNED"))
+
+
+GIVEN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29400", "HOME": "/nowhere"}
+
+
+@pytest.mark.processes
+def test_torchrun_at_a_port_that_is_taken_is_one_line():
+    command = [sys.executable, "-m", "forge_cluster.torchrun", "train", "x.yaml"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "RANK": "0"}
+        variables = environment(**GIVEN | taken)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: rank 0 cannot listen at MASTER_ADDR 127.0.0.1:")
+    assert "Traceback" not in done.stderr

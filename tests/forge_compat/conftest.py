@@ -1,0 +1,3 @@
+"""A small model and a weight store."""
+
+from tests.actors.conftest import model, store  # noqa: F401

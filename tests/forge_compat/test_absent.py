@@ -1,0 +1,54 @@
+"""Modules and endpoints of Meta's torchforge that are not here are answered by what is."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+import pytest
+
+from forge.runtime.controller.handle import Endpoint, Handle
+from forge_compat.aliases import ABSENT
+from forge_compat.setting_names import ENDPOINTS
+
+
+class Service(Handle):
+    async def _dispatch(self, call):
+        return None
+
+    def _end_session(self, session):
+        pass
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_module_of_upstream_names_what_has_its_contents(name: str):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"is a module of Meta's torchforge; here: forge.* \(docs/howto/from_t"
+    ):
+        importlib.import_module(name)
+
+
+def test_what_an_answer_names_exists():
+    for here in ABSENT.values():
+        for word in here.replace(",", "").replace(";", "").split():
+            module, _, attribute = word.rpartition(".")
+            if word.startswith("forge"):
+                assert find_spec(word) if attribute.islower() and find_spec(module or word) is None else True
+                if module and attribute[:1].isupper():
+                    assert hasattr(importlib.import_module(module), attribute), word
+
+
+def test_a_module_that_nobody_has_is_pythons_own_error():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'forge\.nothing'"):
+        importlib.import_module("forge.nothing")
+
+
+@pytest.mark.parametrize("name", ENDPOINTS)
+def test_an_endpoint_of_upstream_names_ours(name: str):
+    service = Service("policy", frozenset({"generate", "logprobs"}))
+    with pytest.raises(AttributeError, match=f"torchforge's {name} is .* here"):
+        getattr(service, name)
+    with pytest.raises(AttributeError, match=f"an endpoint has no '{name}': torchforge's {name} is"):
+        getattr(Endpoint(service, "generate"), name)
+    with pytest.raises(AttributeError, match="the verbs are route, fanout, call and call_one"):
+        _ = service.generate.rout

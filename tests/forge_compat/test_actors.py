@@ -1,0 +1,335 @@
+"""Actors and helpers of Meta's torchforge by its names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from forge.data_models.completion import Completion
+from forge.observability.metric_actors import get_or_create_metric_logger
+from forge.observability.perf_tracker import Tracer, trace
+from forge.util import get_logger, get_world_size_and_rank, log_once
+from forge.util.config import parse
+from forge.util.ops import compute_logprobs
+from transformers import AutoModelForCausalLM
+
+from forge.actors import Generator, Trainer
+from forge.losses import ReinforceLoss
+from forge.observability import Reduce, record_metric
+from forge.observability.metrics import drain
+from forge.runtime.controller import endpoint, run, shutdown
+from forge_compat.actors import ReferenceModel, ReplayBuffer, TitanTrainer
+
+
+@dataclass
+class OwnEpisode:
+    """An episode as torchforge's GRPO program defines one."""
+
+    number: int
+    policy_version: int
+
+
+def collated(parts):
+    return [[episode.number for episode in part] for part in parts]
+
+
+def test_the_buffer_gives_each_rank_its_part_or_none():
+    async def main():
+        buffer = await ReplayBuffer.as_local(batch_size=2, dp_size=2, max_policy_age=1, collate=collated)
+        assert await buffer.sample.call_one(curr_policy_version=0) is None
+        for number in range(5):
+            await buffer.add.call_one(OwnEpisode(number, policy_version=number % 2))
+        # Those of version 0 are too old for version 2: numbers 1 and 3 are left.
+        await buffer.evict.call_one(curr_policy_version=2)
+        assert (await buffer.counts.route())["too_old"] == 3
+        assert await buffer.sample.call_one(curr_policy_version=2) is None
+        for number in range(5, 8):
+            await buffer.add.call_one(OwnEpisode(number, policy_version=2))
+        assert await buffer.sample.call_one(curr_policy_version=2) == [[1, 3], [5, 6]]
+        await buffer.clear.call_one()
+        assert (await buffer.counts.route())["size"] == 0
+        await shutdown()
+
+    asyncio.run(main())
+    with pytest.raises(TypeError, match="'max_buffer_size': torchforge's max_buffer_size is capacity"):
+        ReplayBuffer.as_actor(batch_size=2, max_buffer_size=8)
+
+
+@pytest.mark.processes
+def test_forward_of_the_reference_is_that_of_transformers(model):
+    tokens = torch.randint(3, 20, (3, 12), generator=torch.Generator().manual_seed(0))
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        expected = policy(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[:, 4:, 0]
+
+    async def main():
+        reference = await ReferenceModel.as_local(model)
+        return await reference.forward.route(tokens, 5, return_logprobs=True)
+
+    scores = run(main())
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected, atol=2e-5, rtol=0)
+    with pytest.raises(ValueError, match="forward gives no logits"):
+        ReferenceModel(model).forward(tokens, 5, return_logprobs=False)
+    with pytest.raises(ValueError, match=r"got \(3, 12\) with max_req_tokens = 12"):
+        ReferenceModel(model).forward(tokens, 12)
+
+
+@pytest.mark.processes
+def test_versions_of_the_generators(model, store):
+    async def main():
+        policy, trainer = await asyncio.gather(
+            Generator.as_service(str(model), store=store, max_tokens=4),
+            Trainer.as_actor(str(model), loss=ReinforceLoss(clip_ratio=0.2), store=store, seq_len=64),
+        )
+        assert await policy.get_version.fanout() == [0]
+        await trainer.push_weights.call(0)
+        assert await policy.update_weights.fanout(0) == [0]
+        completion: Completion = await policy.generate.route("abc>")
+        assert completion.generator_version == 0
+        assert completion.stop_reason in ("stop", "length")
+
+    run(main())
+
+
+def test_torchforges_sections_are_arguments_of_the_trainer():
+    trainer = TitanTrainer(
+        model={"name": "qwen3", "flavor": "1.7B", "hf_assets_path": "hf://Qwen/Qwen3-1.7B"},
+        optimizer={"name": "AdamW", "lr": 1e-5, "eps": 1e-7},
+        lr_scheduler={"warmup_steps": 3},
+        training={"local_batch_size": 16, "seq_len": 2048, "max_norm": 0.5, "dtype": "bfloat16", "gc_freq": 1},
+        compile={"enable": False},
+        parallelism={"tensor_parallel_degree": 2, "disable_loss_parallel": True},
+        checkpoint={"enable": True, "folder": "./checkpoint", "interval": 500},
+        activation_checkpoint={"mode": "selective", "selective_ac_option": "op"},
+        loss=ReinforceLoss(clip_ratio=0.2),
+    )
+    assert trainer.model == "Qwen/Qwen3-1.7B"
+    settings = trainer.optimizer
+    assert (settings.learning_rate, settings.epsilon, settings.warmup_steps) == (1e-5, 1e-7, 3)
+    assert settings.max_grad_norm == 0.5
+    assert trainer.settings == {
+        "backend": "titan",
+        "seq_len": 2048,
+        "dtype": "bfloat16",
+        "compile": False,
+        "gradient_checkpointing": True,
+    }
+    assert trainer.layout.tensor_parallel_degree == 2
+    loss = ReinforceLoss(clip_ratio=0.2)
+    assert TitanTrainer("m", optimizer={"learning_rate": 1.0}, loss=loss).optimizer.learning_rate == 1.0
+    with pytest.raises(TypeError, match=r"no setting for training.mixed_precision = 'x' \(docs/howto/from_torchforge"):
+        TitanTrainer("m", training={"mixed_precision": "x"}, loss=loss)
+    with pytest.raises(ValueError, match="model needs hf_assets_path"):
+        TitanTrainer({"name": "qwen3"}, loss=loss)
+
+
+def titan(**settings):
+    return TitanTrainer(**{"model": "m", "loss": ReinforceLoss(clip_ratio=0.2), **settings})
+
+
+def test_what_torchforges_sections_say_is_done_or_an_error():
+    for name, value in (("SGD", "'SGD'"), ("Adam", "'Adam'"), (3, "3")):
+        with pytest.raises(ValueError, match=f"^optimizer.name must be AdamW, got {value}: others are optimizer="):
+            titan(optimizer={"name": name, "lr": 1e-5})
+    with pytest.raises(TypeError, match=r"no setting for lr_scheduler\.decay_ratio = 0\.8"):
+        titan(lr_scheduler={"decay_ratio": 0.8})
+    with pytest.raises(TypeError, match="optimizer must be a mapping of its settings, got 'AdamW'"):
+        titan(optimizer="AdamW")
+    for mode, is_on in ((None, False), ("none", False), ("selective", True), ("full", True)):
+        assert titan(activation_checkpoint={"mode": mode}).settings["gradient_checkpointing"] is is_on
+    with pytest.raises(ValueError, match=r"activation_checkpoint\.mode must be one of none, selective, .*'some'"):
+        titan(activation_checkpoint={"mode": "some"})
+
+
+def test_the_section_of_checkpoints_does_nothing_but_for_a_step_to_load():
+    titan(checkpoint={"load_step": -1, "keep_latest_k": 3, "enable": True}, comm={"init_timeout_seconds": 3})
+    with pytest.raises(TypeError, match=r"checkpoint\.load_step = 100: call load_checkpoint with its path"):
+        titan(checkpoint={"load_step": 100})
+
+
+@pytest.mark.parametrize("model", [None, "", 3])
+def test_no_name_of_a_model_is_not_the_name_none(model):
+    for component in (Generator, ReferenceModel, Trainer, TitanTrainer):
+        settings = {"loss": ReinforceLoss()} if issubclass(component, Trainer) else {}
+        with pytest.raises(ValueError, match=f"model must be a folder or hub id, got {model!r}"):
+            component(model, **settings)
+    with pytest.raises(ValueError, match="model needs hf_assets_path, a folder or hub id"):
+        titan(model={"hf_assets_path": None})
+
+
+LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
+
+
+@pytest.mark.parametrize(
+    ("component", "settings", "error", "message"),
+    [
+        (Generator, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
+        (Generator, {"model": "m", "engine_args": {}}, TypeError, "torchforge's engine_args is generator.vllm here"),
+        (Generator, {"model": "m", "slots": "8"}, ValueError, "slots must be a whole number"),
+        (Generator, {"model": None}, ValueError, "model must be a folder or hub id, got None"),
+        (Generator, {"model": "m", "sampling": {"foo": 1}}, TypeError, "unexpected keyword argument 'foo'"),
+        (Generator, {"model": "m", "max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+        (ReferenceModel, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
+        (Trainer, {**LOSS, "foo": 1}, TypeError, "unknown key 'foo'"),
+        (Trainer, {**LOSS, "lora": {"rnk": 8}}, TypeError, "unknown key 'lora.rnk'"),
+        (Trainer, {**LOSS, "head": "tail"}, ValueError, "head must be one of policy, value, reward; got 'tail'"),
+        (Trainer, {**LOSS, "temperature": 0}, ValueError, "temperature must be"),
+        (Trainer, {**LOSS, "parallelism": {"degree": 2}}, TypeError, "unknown key 'degree'"),
+        (TitanTrainer, {**LOSS, "foo": 1}, TypeError, "unknown key 'foo'"),
+        (TitanTrainer, {**LOSS, "optimizer": {"lrr": 1}}, TypeError, "unknown key 'lrr'"),
+        (TitanTrainer, {**LOSS, "optimizer": {"lr": "fast"}}, ValueError, "learning_rate must be a number, got 'fast'"),
+        (TitanTrainer, {"model": "m"}, TypeError, "missing a required .*'loss'"),
+        (ReplayBuffer, {"batch_size": -1}, ValueError, "batch_size must be a whole number of at least 1, got -1"),
+        (ReplayBuffer, {"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
+        (ReplayBuffer, {"batch_size": "4"}, ValueError, "batch_size must be .* got '4': remove the quotes"),
+        (ReplayBuffer, {"batch_size": 4, "dp_size": 0}, ValueError, "dp_size must be a whole number of at least 1"),
+        (
+            ReplayBuffer,
+            {"batch_size": 4, "max_policy_age": "1"},
+            ValueError,
+            "max_policy_age must be a whole number of at least 0",
+        ),
+        (
+            ReplayBuffer,
+            {"batch_size": 4, "capacity": None},
+            ValueError,
+            "capacity must be a whole number of at least 1, got None",
+        ),
+    ],
+)
+def test_wrong_settings_are_errors_of_the_call_before_anything_starts(component, settings, error, message):
+    for start in (component.options(procs=1).as_service, component.options(procs=1).as_actor):
+        with pytest.raises(error, match=message) as caught:
+            start(**settings)  # not awaited, and without an event loop: nothing can have started
+        assert "\n" not in str(caught.value)
+
+
+def test_the_constructor_of_a_users_subclass_runs_in_its_process_alone():
+    constructed = []
+
+    class Named(ReplayBuffer):
+        pass
+
+    class Constructed(ReplayBuffer):
+        def __init__(self, **settings):
+            constructed.append(settings)
+            super().__init__(**settings)
+
+    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+        Named.as_actor(batch_size=0)
+    Constructed.as_actor(batch_size=0).close()
+    assert not constructed
+
+
+def test_logprobs_of_a_response():
+    logits = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 8]])
+    # By cross entropy, which is another way to the same number.
+    expected = -torch.nn.functional.cross_entropy(
+        (logits[:, 2:5] / 0.7).flatten(0, 1), tokens.flatten(), reduction="none"
+    ).view(2, 3)
+    torch.testing.assert_close(compute_logprobs(logits, tokens, 0.7), expected)
+    torch.testing.assert_close(compute_logprobs(logits[:, 2:5], tokens, 0.7, align=False), expected)
+    assert compute_logprobs(logits.bfloat16(), tokens).dtype == torch.float32
+
+
+def test_a_tracer_records_its_steps():
+    drain()
+    tracer = Tracer("loop")
+    with pytest.raises(ValueError, match="must be started before calling step"):
+        tracer.step("a")
+    tracer.start()
+    with pytest.raises(ValueError, match="has already been started"):
+        tracer.start()
+    for _ in range(2):
+        tracer.step("a")
+    tracer.stop()
+    snapshot = drain()
+    assert snapshot.moments["loop/a/duration_avg_s", Reduce.MEAN].count == 2
+    values = snapshot.values()
+    assert 0 <= values["loop/a/duration_avg_s"] <= values["loop/a/duration_max_s/max"]
+    assert values["loop/total_duration_avg_s"] >= 2 * values["loop/a/duration_avg_s"] - 1e-9
+
+    @trace("call")
+    async def asked(number: int) -> int:
+        return number
+
+    @trace("call")
+    def plain(number: int) -> int:
+        return number
+
+    assert (asyncio.run(asked(3)), plain(4)) == (3, 4)
+    with trace("block") as inner:
+        inner.step("half")
+    moments = drain().moments
+    assert moments["call/total_duration_avg_s", Reduce.MEAN].count == 2
+    assert ("block/half/duration_max_s", Reduce.MAX) in moments
+    with pytest.raises(ValueError, match='timer must be "cpu" or "gpu"'):
+        Tracer("x", timer="tpu")
+
+
+class Recorder(ReplayBuffer):
+    """Records a metric in its own process."""
+
+    @endpoint
+    async def record(self) -> None:
+        record_metric("seen", 3.0, Reduce.SUM)
+
+
+@pytest.mark.processes
+def test_the_metric_logger_merges_all_processes(caplog):
+    async def main():
+        logger = await get_or_create_metric_logger(process_name="Controller")
+        assert await get_or_create_metric_logger() is logger
+        await logger.init_backends.call_one({"console": {"logging_mode": "global_reduce"}})
+        recorder = await Recorder.as_actor(batch_size=1)
+        await recorder.record.route()
+        record_metric("seen", 4.0, Reduce.SUM)
+        with caplog.at_level(logging.INFO, logger="forge.metrics"):
+            values = await logger.flush.call_one(7)
+        assert values["seen"] == 7.0
+        assert "step 7" in caplog.text
+        assert "seen: 7" in caplog.text
+        with pytest.raises(ValueError, match="logging_mode per_rank_reduce is unsupported"):
+            await logger.init_backends.call_one({"console": {"logging_mode": "per_rank_reduce"}})
+        with pytest.raises(ValueError, match="the backends are console, wandb"):
+            await logger.init_backends.call_one({"tensorboard": {}})
+        await logger.finish.call_one()
+        assert await get_or_create_metric_logger() is not logger
+
+    run(main())
+
+
+def test_a_program_with_a_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: m\nsize: 2\ntrainer: {model: {hf_assets_path: 'hf://${model}'}, steps: '${size}', x: 1}\n")
+    seen = []
+
+    @parse
+    def main(cfg) -> None:
+        seen.append((cfg.trainer.model.hf_assets_path, cfg.trainer.steps, cfg.get("absent", 5), dict(**cfg.trainer)))
+
+    monkeypatch.setattr(sys, "argv", ["program", "--config", str(file), "size=7", "~trainer.x"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code is None
+    assert seen == [("m", 7, 5, {"model": {"hf_assets_path": "m"}, "steps": 7})]
+    for word, message in (("trainer.y", "section.key=value"), ("~trainer.y", "has no key 'trainer.y'")):
+        monkeypatch.setattr(sys, "argv", ["program", "--config", str(file), word])
+        with pytest.raises(SystemExit, match=message):
+            main()
+
+
+def test_the_rest_of_forge_util(caplog):
+    assert get_world_size_and_rank() == (1, 0)
+    logger = get_logger("INFO")
+    with caplog.at_level(logging.INFO, logger="forge"):
+        for _ in range(3):
+            log_once(logger, "a line that is once in the log")
+    assert caplog.text.count("a line that is once in the log") == 1

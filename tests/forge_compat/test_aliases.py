@@ -1,0 +1,57 @@
+"""Older names of packages: the same modules, from Python and from the command line."""
+
+import importlib
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from forge_compat.aliases import ALIASES
+
+
+@pytest.mark.parametrize(("old", "new"), ALIASES.items())
+def test_an_older_name_is_the_same_module(old: str, new: str):
+    module = importlib.import_module(old)
+    assert module is importlib.import_module(new)
+    assert module.__name__ == new
+    assert module.__spec__ is not None
+    assert module.__spec__.name == new
+
+
+def test_modules_within_and_their_classes_exist_once():
+    from forge.controller.options import Options
+    from forge.data.rewards import ExactMatch
+    from forge.data.rewards.math import MathReward
+    from forge.verifiers import MathVerifier
+
+    from forge.runtime.controller import Options as options_of_today
+
+    assert Options is options_of_today
+    assert MathReward().__class__.__module__ == "forge.rewards.rules.math"
+    assert MathVerifier.__module__ == "forge.rewards.rule_verifiers"
+    assert pickle.loads(pickle.dumps(ExactMatch())) == ExactMatch()
+
+
+def test_a_store_by_the_name_of_the_documents():
+    import forge.store as ts
+
+    from forge.runtime import store
+
+    assert ts.put is store.put
+    assert ts.MissingVersion is store.MissingVersion
+
+
+def test_a_module_that_does_not_exist_is_named_as_it_was_written():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'forge\.controller\.servcie'"):
+        importlib.import_module("forge.controller.servcie")
+
+
+@pytest.mark.processes
+def test_a_program_by_its_older_name():
+    errors = []
+    for module in ("forge.cluster.torchrun", "forge_cluster.torchrun"):
+        ended = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True)
+        errors.append((ended.returncode, ended.stderr))
+    assert errors[0] == errors[1]
+    assert "start this with torchrun" in errors[0][1]

@@ -1,0 +1,109 @@
+"""Services by the verbs of Meta's torchforge, on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forge.runtime.controller import ForgeActor, ServiceStopped, endpoint, run, shutdown
+from tests.runtime.controller.components import Counter
+
+
+class Asker(ForgeActor):
+    """Has a service of another process, and endpoints with names of torchforge's."""
+
+    def __init__(self, service) -> None:
+        self.service = service
+
+    @endpoint
+    async def session_of(self) -> list[str]:
+        session = await self.service.start_session()
+        names = [(await self.service.where.route(sess_id=session))[0] for _ in range(4)]
+        await self.service.terminate_session(session)
+        return names
+
+    @endpoint
+    async def metrics(self) -> str:
+        try:
+            await self.service.get_metrics()
+        except TypeError as error:
+            return str(error)
+        return "no error"
+
+    @endpoint
+    async def choose(self) -> str:
+        return "its own"
+
+
+@pytest.mark.processes
+def test_sessions_metrics_and_calls_by_the_names_of_torchforge():
+    async def main():
+        service = await Counter.options(num_replicas=2).as_service(start=10)
+        session = await service.start_session()
+        assert session != await service.start_session()
+        # In turn without a session, all at one replica with it.
+        first = (await service.where.route(sess_id=session))[0]
+        places = await asyncio.gather(*(service.where.route(sess_id=session) for _ in range(6)))
+        assert {name for name, _pid in places} == {first}
+        spread = await asyncio.gather(*(service.where.route() for _ in range(6)))
+        assert len({name for name, _pid in spread}) == 2
+        await service.terminate_session(session)
+
+        assert await service.call_all("add", 1) == [11, 11]
+        assert await service.add.choose(2) == 13
+        metrics = await service.get_metrics()
+        assert [row.state for row in metrics.replicas] == ["up", "up"]
+        summary = await service.get_metrics_summary()
+        assert summary["service"] == {"total_replicas": 2, "healthy_replicas": 2, "queue_depth": 0}
+        assert sum(row["total_requests"] for row in summary["replicas"].values()) == 1 + 6 + 6 + 2 + 1
+        asker = await Asker.as_actor(service)
+        assert len(set(await asker.session_of.route())) == 1
+        assert "counter.get_metrics is for the controller" in await asker.metrics.route()
+        assert await asker.choose.route() == "its own"
+
+        await Counter.shutdown(service)
+        with pytest.raises(ServiceStopped):
+            await service.add.route(1)
+
+    run(main())
+
+
+def test_an_endpoint_has_a_name_of_torchforges_first():
+    async def main() -> None:
+        local = await Asker.as_local(None)
+        try:
+            assert await local.choose.route() == "its own"
+            with pytest.raises(TypeError, match="for the controller"):
+                await local.get_metrics()
+            with pytest.raises(AttributeError, match="no endpoint 'call_som'"):
+                local.call_som  # noqa: B018
+        finally:
+            await shutdown()
+
+    asyncio.run(main())
+
+
+def test_arguments_of_torchforges_are_answered():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'engine_args': tor"):
+        Counter.as_service(engine_args={})
+
+
+@pytest.mark.processes  # the first of a test process makes the folder of runs
+def test_a_provisioner_of_torchforges_is_for_this_machine():
+    from forge.controller.provisioner import init_provisioner
+
+    from forge.types import LauncherConfig, ProvisionerConfig
+
+    async def main() -> None:
+        local = ProvisionerConfig(launcher_config=LauncherConfig(job_name="grpo", services={"policy": {"procs": 1}}))
+        try:
+            assert await init_provisioner(local) is await init_provisioner()
+        finally:
+            await shutdown()
+        with pytest.raises(
+            ValueError, match=r"launcher = slurm does nothing here: run `forge launch slurm CONFIG`, or h"
+        ):
+            await init_provisioner(ProvisionerConfig(launcher_config=LauncherConfig(launcher="slurm")))
+
+    asyncio.run(main())
