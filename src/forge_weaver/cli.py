@@ -47,9 +47,7 @@ def add_to(commands: Any) -> None:
     fit.add_argument("--class-balance", type=float, help="share of right responses, where it is known")
     fit.add_argument("--one-right", action="store_true", help="exactly one response of each problem is right")
     fit.add_argument("--labelled", type=int, default=0, help="let it see the labels of the first so many problems")
-    fit.add_argument(
-        "--out", required=True, help="the aggregator, .npz; with --verifiers the folder of an ensemble"
-    )
+    fit.add_argument("--out", required=True, help="the aggregator, .npz; with --verifiers the folder of an ensemble")
     fit.add_argument("--verifiers", help="YAML file of the verifiers that gave the scores")
 
     predict = _step(steps, "predict", _predict, "add the probability of being right as one more column")
@@ -119,7 +117,9 @@ def _score(args: argparse.Namespace) -> None:
 
     start = time.perf_counter()
     asyncio.run(score()).save(args.out)
-    print(f"{panel.describe()}\nall of it took {time.perf_counter() - start:.1f} s\nwritten: {args.out}")
+    for reason, count in panel.missing.most_common():
+        print(f"{count} x missing, {reason}")
+    print(f"all of it took {time.perf_counter() - start:.1f} s\nwritten: {args.out}")
 
 
 def _fit(args: argparse.Namespace) -> None:
