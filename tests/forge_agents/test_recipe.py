@@ -193,7 +193,10 @@ def test_a_program_of_the_task_folder_that_is_missing_ends_the_run_with_one_line
     ("agent", "problem"),
     [
         ({"comand": ["true"]}, r"episode\.agent\.comand.*command"),
-        ({"command": ["true"], "function": chat}, "needs one of command, function and collection, got command, function"),
+        (
+            {"command": ["true"], "function": chat},
+            "needs one of command, function and collection, got command, function",
+        ),
         ({"command": ["true"]}, "needs either a test or a reward"),
         ({"command": ["true"], "test": {"command": ["true"]}, "reward": "ExactMatch"}, "either a test or a reward"),
         ({"function": "apps.agent.main:plya"}, r"episode\.agent\.function .* was not found"),
