@@ -117,7 +117,9 @@ def _score(args: argparse.Namespace) -> None:
 
     start = time.perf_counter()
     asyncio.run(score()).save(args.out)
-    print(f"{panel.describe()}\nall of it took {time.perf_counter() - start:.1f} s\nwritten: {args.out}")
+    for reason, count in panel.missing.most_common():
+        print(f"{count} x missing, {reason}")
+    print(f"all of it took {time.perf_counter() - start:.1f} s\nwritten: {args.out}")
 
 
 def _fit(args: argparse.Namespace) -> None:

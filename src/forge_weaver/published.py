@@ -20,8 +20,8 @@ CLIP = 0.01  # rates and class balance lie at least this far from 0 and 1: no ve
 @dataclasses.dataclass
 class PublishedWeaver(Aggregator):
     """Verdicts (accept or reject) with two rates per verifier, by moment matching (Ratner et al. 2019, as in
-    Saad-Falcon et al. 2025): with mu[i a, y] = P(verifier i says a | y), O the second moments of all (i, a) and P = diag(1 - pi,
-    pi), minimise
+    Saad-Falcon et al. 2025): with mu[i a, y] = P(verifier i says a | y), O the second moments of all (i, a) and
+    P = diag(1 - pi, pi), minimise
 
         |off-diagonal blocks of (O - mu P mu')|^2 + |mu P 1 - diag O|^2 + 10 |sum over a of mu - 1|^2
 

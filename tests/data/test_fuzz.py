@@ -160,11 +160,8 @@ SENT = st.one_of(
 
 
 @pytest.mark.costly
-@given(
-    messages=st.lists(SENT, max_size=8),
-    bodies=st.lists(st.binary(max_size=40) | SENT.map(lambda t: t.encode("utf-8", "replace")), max_size=4),
-)
-def test_a_served_environment_answers_anything(messages, bodies):
+@given(messages=st.lists(SENT, max_size=8))
+def test_a_served_environment_answers_anything(messages):
     async def main():
         async with serve(Counting) as url, aiohttp.ClientSession() as http:
             async with http.ws_connect(f"{url}/ws") as socket:
@@ -175,12 +172,6 @@ def test_a_served_environment_answers_anything(messages, bodies):
                     if answer.type == aiohttp.WSMsgType.CLOSE:
                         break
                     assert isinstance(json.loads(answer.data)["type"], str)
-            for body in bodies:
-                for path in ("reset", "step", "mcp"):
-                    async with http.post(
-                        f"{url}/{path}", data=body, headers={"Content-Type": "application/json"}
-                    ) as got:
-                        assert got.content_type == "application/json", await got.text()
             async with OpenEnvClient(url) as client, client.session() as session:
                 assert not (await session.reset(seed=1)).done
 
@@ -240,10 +231,8 @@ def small_table() -> ScoreTable:
     return ScoreTable(scores, ("a", "b"), labels=np.ones((2, 3)), answers=[["1"] * 3] * 2, prompts=["p", "q"])
 
 
-@pytest.fixture(scope="module", params=[".npz", ".parquet"])
+@pytest.fixture(scope="module", params=[".npz"])
 def saved(request, tmp_path_factory) -> tuple[Path, bytes]:
-    if request.param == ".parquet":
-        pytest.importorskip("pyarrow")
     path = tmp_path_factory.mktemp("tables") / f"table{request.param}"
     save_table(small_table(), path)
     return path, path.read_bytes()

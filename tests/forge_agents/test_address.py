@@ -139,7 +139,7 @@ def test_an_address_that_does_not_work_is_one_line(files, changes, problem):
 
 
 def test_an_address_of_a_command_does_nothing(files):
-    with pytest.raises(ConfigError, match=r"episode\.agent\.address does nothing: it is of a function"):
+    with pytest.raises(ConfigError, match=r"episode\.agent\.address is of a function"):
         build(AgentConfig, {"command": ["true"], "reward": "ExactMatch", "address": {"listen": "a:1", **files}})
 
 

@@ -41,7 +41,7 @@ def unused_address():
 
 
 def test_clients_of_each_dialect_reach_the_provider(forwarding):
-    _, access, close_provider, close = forwarding
+    access = forwarding[1]
     with openai.OpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0) as client:
         answer = client.chat.completions.create(model="gpt", messages=HELLO)
         assert answer.choices[0].message.content == "Done."

@@ -321,7 +321,7 @@ EXTRAS = [
     ),
     (["--generator.engine", "vllm"], "vllm", "make a separate environment and install 'vllm=="),
     (["--trainer.backend", "titan"], "torchtitan", "needs TorchTitan 0.3.0: pip install torchtitan==0.3.0"),
-    (["--environment", "forge_envs.mcp:StdioTools"], "mcp", "MCP tools need the mcp package: pip install 'mcp>=1.24,"),
+    (["--environment", "forge_envs.mcp:StdioTools"], "mcp", "MCP tools need the mcp package: pip install 'mcp>=2,<3"),
     (
         ["--environment", "forge_envs.openenv:OpenEnvEnvironment"],
         *("aiohttp", "OpenEnv needs aiohttp: pip install aiohttp"),

@@ -268,24 +268,6 @@ def test_special_tokens_that_a_response_spells_are_text(reward_model):
     assert tokenizer.eos_token_id not in as_text
 
 
-def test_calls_that_come_together_share_batches(reward_model, monkeypatch):
-    verifier, sizes = RewardModel(reward_model), []
-    stream = verifier.model.stream
-    monkeypatch.setattr(verifier.model, "stream", lambda rows, *how: sizes.append(len(rows)) or stream(rows, *how))
-
-    async def many():
-        alone = await verifier.score(PROMPT, ["abc"])
-        together = await asyncio.gather(*(verifier.score(PROMPT, ["abc", "d" * (i % 30)]) for i in range(40)))
-        return alone, together
-
-    alone, together = asyncio.run(many())
-    assert len(sizes) <= 4
-    assert sum(sizes) == 81
-    assert {round(t.values[0, 0] - alone.values[0, 0], 5) for t in together} == {0.0}
-    with pytest.raises(RuntimeError, match="was closed"):
-        asyncio.run(verifier.close()) or scored(verifier)
-
-
 def test_a_fingerprint_is_that_of_weights_and_settings(reward_model, encoder, tmp_path):
     same = RewardModel(reward_model).fingerprint
     assert RewardModel(reward_model, name="other").fingerprint == same

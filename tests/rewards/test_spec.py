@@ -30,7 +30,7 @@ def values(classifier):
     return {
         "rules": ["ThinkingReward", "tests.rewards.test_spec:always"],
         "reward_models": [{"path": classifier}, {"path": classifier, "name": "second", "scale": "probability"}],
-        "judges": [{**JUDGE, "votes": 3, "prices": [1, 2.5]}],
+        "judges": [{**JUDGE, "votes": 3}],
         "math": True,
         "answer_frequency": "final_answer",
         "timeout": 20,
@@ -90,7 +90,6 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "credit": "some"}]}, r"plugins\[0\].credit: .*'all' or"),
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "sandbox": {"memry_mb": 1}}]}, "did you mean 'memory_mb'"),
         ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\].votes must be at least 1, got 0"),
-        ({"judges": [{**JUDGE, "prices": [1.0]}]}, r"'judges\[0\].prices\[1\]' must be set"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
         ({"math": True, "cache": "no/such/folder/cache"}, "folder of no/such/folder/cache"),
     ],

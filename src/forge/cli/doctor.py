@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from .table import Subparsers
 
@@ -32,8 +31,12 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print a report; exit code 1 if there is a problem."""
     if args.target == "reward":
-        examine_reward(args)
-        return
+        from importlib.metadata import entry_points
+
+        for point in entry_points(group="forge.doctor", name="reward"):
+            point.load()(args)
+            return
+        raise SystemExit("error: forge doctor reward needs the package forge_inspect")
     if args.reward or args.data or args.tests:
         raise SystemExit("error: --data and --tests are of forge doctor reward package.module:name")
     if args.target == "machine":
@@ -51,54 +54,6 @@ def run(args: argparse.Namespace) -> None:
     print(diagnosis.render())
     if diagnosis.problems:
         raise SystemExit(1)
-
-
-def examine_reward(args: argparse.Namespace) -> None:
-    """Print what was found about a reward."""
-    from ..rewards.doctor import examine
-    from ..rewards.doctor.findings import test_file
-    from ..rewards.rules import load_reward
-
-    if not args.reward or not args.data:
-        raise SystemExit("error: which reward, on which rows? forge doctor reward package.module:name --data FILE")
-    if not args.timeout > 0:
-        raise SystemExit(f"error: --timeout must be above 0, got {args.timeout:g}")
-    try:
-        load_reward(args.reward)  # a wrong name is one line here, and a traceback in its process
-        cases = _read_cases(args)
-        result = examine(args.reward, cases, limit=args.timeout)
-        if args.tests is not None:
-            serious = [finding for finding in result.findings if finding.severity != "note"]
-            args.tests.write_text(test_file(args.reward, serious, args.timeout))
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from None
-    right, wrong = ("unknown" if value is None else f"{value:.3f}" for value in (result.right, result.wrong))
-    print(f"{result.calls} calls on {result.rows} rows: right answers earn {right}, answers of other rows {wrong};")
-    print(f"a call takes {1000 * result.median_seconds:.1f} ms, the slowest {result.slowest:.2f} s")
-    for finding in result.findings:
-        print(finding.line)
-    if not result.findings:
-        print("nothing was found")
-    if result.has_fault:
-        raise SystemExit(1)
-
-
-def _read_cases(args: argparse.Namespace) -> list[Any]:
-    """The first rows of the data that can be read. ValueError, OSError: there are none."""
-    from ..data.files import open_rows
-    from ..data.prompts import PromptFormat, plain_columns, with_ground_truth
-    from ..rewards.doctor.calls import Case
-    from ..rewards.doctor.examine import ROWS
-
-    target_field = None if args.target_field in ("null", "none", "") else args.target_field
-    form = PromptFormat(None, "{question}", target_field, args.prompt_field, args.target_pattern)
-    cases = []
-    for row in map(with_ground_truth, open_rows(args.data, split="train")):
-        prompt, target = form.render(row)
-        cases.append(Case(prompt, target or None, plain_columns(row, None, [])))
-        if len(cases) == ROWS:
-            break
-    return cases
 
 
 def examine_machine() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from jsonschema.exceptions import best_match
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -21,9 +21,9 @@ Schema = Mapping[str, Any]
 Arguments = Mapping[str, Any]
 
 _LONGEST = 1 << 16  # characters of a value that is read as Python
-_MAPS = ("properties", "$defs", "definitions", "dependentSchemas", "dependencies")  # of schemas by name
-_NEGATIONS = ("not", "disallow", "oneOf", "if", "then", "else", "maxContains")  # of a laxer schema they are stricter
-_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+_SLOW = ("pattern", "patternProperties", "uniqueItems")
+# Of a laxer schema these are stricter, or depend on the names that patterns match.
+_STRICTER = ("not", "disallow", "if", "contains", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 
 
 class Parameters:
@@ -45,14 +45,18 @@ class Parameters:
         try:
             kind = validator_for(self._schema, default=Draft202012Validator)
             kind.check_schema(self._schema, format_checker=None)  # patterns may be JavaScript's
-            checked = _without_slow if _has_slow(self._schema) else lambda schema: schema
+            # A part that names its own version would be checked by that version's class.
+            self._schema = _without_versions(self._schema)
+            text = json.dumps(self._schema)
+            if any(f'"{word}"' in text for word in _SLOW):
+                nothing: Any = lambda *_: None  # noqa: E731
+                one_of = kind.VALIDATORS.get("anyOf", nothing)
+                kind = extend(kind, dict.fromkeys((*_SLOW, *_STRICTER), nothing) | {"oneOf": one_of})
             # With an empty registry, for the default one requests the addresses in a server's schema.
-            self._validator = kind(checked(self._schema), registry=Registry())
+            self._validator = kind(self._schema, registry=Registry())
             self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
             parts = list(self._parts(self._schema, set()))
-            properties_of_parts = [
-                {name: checked(parameter) for name, parameter in part.get("properties", {}).items()} for part in parts
-            ]
+            properties_of_parts = [dict(part.get("properties", {})) for part in parts]
         except Exception as error:  # of whatever a server sends as a schema: there is no common class
             raise ValueError(f"the parameters of {function.get('name')} are no JSON Schema: {_cut(error)}") from None
         self.properties: dict[str, Any] = {}
@@ -140,44 +144,10 @@ def parameters_of(function: Schema) -> Parameters:
         return Parameters({})
 
 
-def _has_slow(part: object) -> bool:
-    """Whether any part of a schema is slow to check."""
-    if isinstance(part, Mapping):
-        kinds = {"pattern": str, "patternProperties": Mapping, "uniqueItems": bool}
-        return any(isinstance(part.get(word), kind) for word, kind in kinds.items()) or any(
-            map(_has_slow, part.values())
-        )
-    return isinstance(part, list) and any(map(_has_slow, part))
-
-
-def _without_slow(schema: Any) -> Any:
-    """The schema without what is slow to check. It takes all values that the schema takes, and others."""
-    if isinstance(schema, list):
-        return [_without_slow(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    omitted = {"pattern", "patternProperties", "uniqueItems", *_NEGATIONS, *_UNEVALUATED}
-    # Names that a pattern would match are not additional.
-    omitted |= {"additionalProperties"} if "patternProperties" in schema else set()
-    kept: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word in omitted:
-            continue
-        if word in _MAPS and isinstance(value, Mapping):
-            kept[word] = {name: _without_slow(part) for name, part in value.items()}
-        else:
-            kept[word] = _without_slow(value)
-        # They are values and no schemas; but a reference may name a part of them as one.
-        if word in ("const", "enum") and kept[word] != value:
-            del kept[word]
-    if "oneOf" in schema:
-        kept.setdefault("anyOf", _without_slow(schema["oneOf"]))
-    return kept
-
-
-def quick(schema: Any) -> Any:
-    """A schema as `Parameters` checks it: without patterns and what else may take hours."""
-    return _without_slow(schema) if _has_slow(schema) else schema
+def _without_versions(schema: Any) -> Any:
+    if isinstance(schema, Mapping):
+        return {word: _without_versions(part) for word, part in schema.items() if word != "$schema"}
+    return [_without_versions(part) for part in schema] if isinstance(schema, list) else schema
 
 
 def _read(text: str, python: bool) -> Any:

@@ -44,7 +44,7 @@ class ToolEnvironment(Environment):
         self.state = state
         self.messages: list[Message] = []
         self._call = RewardCall(score, getattr(score, "__name__", type(score).__name__))
-        if self._call.form in ("group", "batch"):
+        if self._call.form == "group":
             raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
 
     @property

@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from ..observability import record_metric
 from ..types import Completion, Prompt
 
 Message = Mapping[str, Any]
 # Of one response; all but the first three are of the prompt, too.
-OF_A_RESPONSE = ("response", "solution_str", "completion", "messages", "prompt", "target")  # `solution_str` is verl's
+OF_A_RESPONSE = ("response", "completion", "messages", "prompt", "target")
 # Of a prompt and all of its responses.
-OF_A_GROUP = ("responses", "completions", "messages", "prompt", "target")
-# TRL's, lists over a batch, which here is the group.
-OF_A_BATCH = ("completions", "completion_ids", "prompts", "prompt", "target", "log_metric", "log_extra")
+OF_A_GROUP = ("responses", "completions", "messages", "prompt", "target", "conversational")
 KNOWN = "prompt, response, target, completion, messages, or columns of the rows (responses: all of a prompt at once)"
-Form = Literal["positional", "response", "group", "batch"]
+Form = Literal["positional", "response", "group"]
 
 
 class MissingColumn(ValueError):
@@ -69,8 +68,7 @@ class RewardCall:
     """What each parameter of a reward function stands for.
 
     A function of one response names `response` or `completion`, one of a group `responses`; all other names are of the
-    prompt, or columns of its row. A function of TRL's form names `completions` or `completion_ids`: all of its
-    arguments are lists. One that names none of these takes prompt, response and target by position.
+    prompt, or columns of its row. One that names none of these takes prompt, response and target by position.
 
     Attributes:
         form: which of these it is.
@@ -104,9 +102,7 @@ class RewardCall:
                 remedy = f"name its parameters {KNOWN}"
                 raise ValueError(f"the reward {name}{signature} names nothing of a response: {remedy}") from None
             return
-        known: tuple[str, ...] = {"response": OF_A_RESPONSE, "group": OF_A_GROUP, "batch": OF_A_BATCH}[self.form]
-        if self.form == "batch" and any(p.name == "trainer_state" for p in parameters):
-            raise ValueError(f"the reward {name} takes trainer_state, which is TRL's own: leave that parameter out")
+        known = OF_A_GROUP if self.form == "group" else OF_A_RESPONSE
         # What is neither of the response nor of the prompt is a column.
         self.names = frozenset(p.name for p in parameters)
         self.columns = tuple(p.name for p in parameters if p.name not in known and p.default is p.empty)
@@ -121,70 +117,31 @@ class RewardCall:
     @property
     def reads_tokens(self) -> bool:
         """Whether it takes more of a completion than its text."""
-        return bool({"completion", "completion_ids"} & self.names) or (
-            self.form == "group" and "completions" in self.names
-        )
+        return bool({"completion", "completions"} & self.names)
 
-    def arguments(self, answers: Answers, number: int) -> dict[str, Any]:
-        """The arguments for one response. MissingColumn: the row lacks one."""
-        values: dict[str, Any] = {
-            "prompt": answers.prompt,
-            "response": answers.responses[number],
-            "solution_str": answers.responses[number],
-            "target": answers.target,
-        }
-        if "completion" in self.names:
-            values["completion"] = answers.completions[number]
-        if "messages" in self.names:
+    def arguments(self, answers: Answers, number: int | None = None) -> dict[str, Any]:
+        """The arguments for one response, or for all of them. MissingColumn: the row lacks one."""
+        values: dict[str, Any] = {"prompt": answers.prompt, "target": answers.target}
+        if number is None:
+            values["responses"] = list(answers.responses)
+            values["completions"] = list(answers.completions)
+            values["messages"] = [answers.conversation(number) for number in range(len(answers.responses))]
+            values["conversational"] = answers.conversational
+        else:
+            values["response"], values["completion"] = answers.responses[number], None
+            if "completion" in self.names:
+                values["completion"] = answers.completions[number]
             values["messages"] = answers.conversation(number)
-        return self._named(values, self._row(answers))
-
-    def group_arguments(self, answers: Answers) -> dict[str, Any]:
-        """The arguments for all responses of a prompt. MissingColumn: the row lacks one."""
-        count = len(answers.responses)
-        row = self._row(answers)
-        if self.form == "group":
-            values: dict[str, Any] = {
-                "prompt": answers.prompt,
-                "target": answers.target,
-                "responses": list(answers.responses),
-                "completions": list(answers.completions),
-            }
-            if "messages" in self.names:
-                values["messages"] = [answers.conversation(number) for number in range(count)]
-            return self._named(values, row)
-        # TRL gives what the data set had: messages for messages, text for text.
-        prompt: Any = list(answers.messages) if answers.conversational else answers.prompt
-        texts: list[Any] = list(answers.responses)
-        if answers.conversational:
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        values = {
-            "prompts": [prompt] * count,
-            "prompt": [prompt] * count,
-            "completions": texts,
-            "completion_ids": [list(completion.token_ids) for completion in answers.completions],
-            "target": [answers.target] * count,
-            "log_metric": record_metric,
-            "log_extra": lambda *_: None,
-        }
-        # TRL's functions are always given these, and often collect them in **kwargs.
-        collected = {"prompts", "completions", "completion_ids"} if self.takes_all else set()
-        return self._named(values, {name: [value] * count for name, value in row.items()}, collected)
-
-    def _row(self, answers: Answers) -> dict[str, Any]:
-        """The columns that the function takes, by name."""
         for name in self.columns:
             if name not in answers.row:
                 columns = ", ".join(answers.row) or "none"
                 raise MissingColumn(f"the reward {self.name} names {name!r}, and the prompt's row has {columns}")
-        if self.takes_all:
-            return dict(answers.row)
-        return {name: answers.row[name] for name in (*self.columns, *self.optional) if name in answers.row}
-
-    def _named(self, values: dict[str, Any], row: dict[str, Any], given: set[str] | None = None) -> dict[str, Any]:
-        """The values that the function names, and the columns that are none of them."""
-        named = {name: value for name, value in values.items() if name in self.names | (given or set())}
-        return {name: value for name, value in row.items() if name not in values} | named
+        row = {
+            name: value
+            for name, value in answers.row.items()
+            if name not in values and (self.takes_all or name in self.columns or name in self.optional)
+        }
+        return row | {name: value for name, value in values.items() if name in self.names}
 
 
 def _form(parameters: Sequence[inspect.Parameter], group: bool) -> Form:
@@ -198,9 +155,18 @@ def _form(parameters: Sequence[inspect.Parameter], group: bool) -> Form:
         return "group"
     if group:
         return "positional"
-    if {"completions", "completion_ids"} & names:
-        return "batch"
-    return "response" if {"response", "solution_str", "completion"} & names else "positional"
+    return "response" if {"response", "completion"} & names else "positional"
+
+
+@lru_cache(maxsize=1)
+def _adapters() -> tuple[Any, ...]:
+    return tuple(point.load() for point in entry_points(group="forge.reward_forms"))
+
+
+def adapted(function: Any) -> Any:
+    """The function, or one of ours in its place where an extension knows another library's form of it."""
+    found = (adapter(function) for adapter in _adapters())
+    return next((ours for ours in found if ours is not None), function)
 
 
 def columns_of(calls: Sequence[RewardCall]) -> list[str] | None:

@@ -26,20 +26,18 @@ except ImportError as error:
 
 Json = dict[str, Any]
 
-MILLION = 1_000_000
 # Of the library that openai uses: httpx, or httpx2 in later versions.
 _TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]))
 
 
 @dataclass
 class Cost:
-    """Usage of a judge. `money` is in the currency of the prices; `unreported` counts answers without usage."""
+    """Usage of a judge; `unreported` counts answers without usage."""
 
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     unreported: int = 0
-    money: float = 0.0
 
 
 class LMJudge:
@@ -172,13 +170,9 @@ class LMJudge:
         return text or ""
 
     async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:
-        """The choices of an answer. Unscored: all attempts failed, or the budget is spent."""
-        url, budget = self._base + self._path, self._settings.budget
+        """The choices of an answer. Unscored: all attempts failed."""
+        url = self._base + self._path
         for _ in range(self._settings.retries + 1):
-            if budget is not None and self.cost.money >= budget:
-                raise Unscored(f"the budget of {budget:g} is spent")
-            if budget is not None and self.cost.unreported:
-                raise Unscored("the endpoint does not report its usage, which a budget needs")
             try:
                 # As plain JSON: endpoints deviate from the client's types, and the client does not check them.
                 reply: Any = await client.post(self._path, cast_to=object, body=body)
@@ -201,11 +195,8 @@ class LMJudge:
             self.progress += 1
             try:
                 usage = reply["usage"]
-                tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
-                self.cost.prompt_tokens += tokens[0]
-                self.cost.completion_tokens += tokens[1]
-                prices = self._settings.prices
-                self.cost.money += (tokens[0] * prices[0] + tokens[1] * prices[1]) / MILLION
+                self.cost.prompt_tokens += int(usage["prompt_tokens"])
+                self.cost.completion_tokens += int(usage["completion_tokens"])
             except (KeyError, TypeError, ValueError, OverflowError):
                 self.cost.unreported += 1
             return reply["choices"]

@@ -5,37 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from .cache import Cache, Fingerprint, key_of
-from .threads import within
+from .cache import Cache, key_of
+from .threads import in_own_thread, within
 from .verifier import Scores, Verifier, close_all, reason_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Tally:
-    """Statistics of one verifier: numbers (one for each response and column) `scored`, `cached` (of those) and
-    `missing`; the count of each reason; `seconds` of calls, waiting included, which may overlap."""
-
-    scored: int = 0
-    cached: int = 0
-    missing: int = 0
-    seconds: float = 0.0
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        text = f"{self.scored} scored ({self.cached} of them known before), {self.seconds:.1f} s in calls that overlap"
-        if not self.missing:
-            return text
-        common = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
-        return f"{text}; {self.missing} missing: {common}{' ...' if len(self.reasons) > 3 else ''}"
+FINGERPRINT_TIMEOUT = 600.0  # seconds: that of a model reads all its weights
 
 
 class Panel:
@@ -64,8 +45,8 @@ class Panel:
             raise ValueError(f"two verifiers of a panel are called {', '.join(repeated)}: give one another name")
         if timeout <= 0:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
-        self.tallies = [Tally() for _ in self.verifiers]
-        self._fingerprints = [Fingerprint(verifier) for verifier in self.verifiers]
+        self.missing: Counter[str] = Counter()  # unscored responses, by verifier and reason
+        self._fingerprints: dict[int, asyncio.Future[str | None]] = {}
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; exceptions of verifiers become reasons."""
@@ -79,47 +60,55 @@ class Panel:
             start += part.values.shape[1]
         return Scores(np.concatenate([part.values for part in parts], axis=1), reasons)
 
-    def describe(self) -> str:
-        """The tallies as text, one line for each verifier."""
-        pairs = zip(self.verifiers, self.tallies, strict=True)
-        return "\n".join(f"{', '.join(verifier.names)}: {tally}" for verifier, tally in pairs)
-
     @property
     def progress(self) -> float:
-        """The sum over all verifiers, and over reading their fingerprints."""
-        reading = sum(fingerprint.seconds for fingerprint in self._fingerprints)
-        return reading + sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
+        """The sum over all verifiers."""
+        return sum(getattr(verifier, "progress", 0) for verifier in self.verifiers)
 
     async def close(self) -> None:
         """Close all verifiers, even if one raises."""
         await close_all(self.verifiers)
 
     async def _ask(self, number: int, prompt: str, responses: list[str], target: str | None) -> Scores:
-        verifier, tally = self.verifiers[number], self.tallies[number]
+        verifier = self.verifiers[number]
         if not responses:
             return Scores(np.empty((0, len(verifier.names))))
-        start = time.perf_counter()
         # Reading a fingerprint may take minutes, and does not count for the timeout.
-        fingerprint = None if self.cache is None else await self._fingerprints[number]()
+        fingerprint = None if self.cache is None else await self._fingerprint(number)
         try:
             if self.cache is None or fingerprint is None:
                 call = _checked_scores(verifier, prompt, responses, target)
             else:
-                call = self._cached(verifier, self.cache, tally, fingerprint, prompt, responses, target)
+                call = self._cached(verifier, self.cache, fingerprint, prompt, responses, target)
             scores = await within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
         except Exception as error:
             scores = Scores.none(len(responses), len(verifier.names), reason_of(error))
-        tally.seconds += time.perf_counter() - start
-        tally.missing += len(scores.reasons)
-        tally.scored += scores.values.size - len(scores.reasons)
-        tally.reasons.update(scores.reasons.values())
+        self.missing.update(f"{verifier.names[0]}: {reason}" for reason in scores.reasons.values())
         return scores
+
+    async def _fingerprint(self, number: int) -> str | None:
+        """The fingerprint, read once in a thread; None: there is none, or it cannot be read."""
+        verifier = self.verifiers[number]
+
+        async def read() -> str | None:
+            name = f"the fingerprint of {verifier.names[0]}"
+            try:
+                call = partial(getattr, verifier, "fingerprint", None)
+                return await in_own_thread(call, limit=FINGERPRINT_TIMEOUT, name=name)
+            except Exception as error:
+                log.warning("scores are not cached, %s cannot be read: %s", name, reason_of(error))
+                return None
+
+        reading = self._fingerprints.get(number)
+        if reading is None or (not reading.done() and reading.get_loop() is not asyncio.get_running_loop()):
+            reading = self._fingerprints[number] = asyncio.ensure_future(read())
+        # Calls share one reading, which outlives each of them.
+        return reading.result() if reading.done() else await asyncio.shield(reading)
 
     async def _cached(
         self,
         verifier: Verifier,
         cache: Cache,
-        tally: Tally,
         fingerprint: str,
         prompt: str,
         responses: list[str],
@@ -136,7 +125,6 @@ class Panel:
         except sqlite3.Error as error:
             log.warning("the cache %s cannot be read, everything is scored again: %s", cache.path, error)
         parts = {unit: Scores(np.reshape(cached[key], (-1, width))) for unit, key in keys.items() if key in cached}
-        tally.cached += width * sum(unit in parts for unit, _ in positions)
         if uncached := [unit for unit in units if unit not in parts]:
             uncached_responses = [response for unit in uncached for response in unit]
             fresh = await _checked_scores(verifier, prompt, uncached_responses, target)

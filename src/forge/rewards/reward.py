@@ -15,7 +15,7 @@ import numpy as np
 
 from ..observability import record_metric
 from ..types import Completion
-from .arguments import Answers, RewardCall
+from .arguments import Answers, RewardCall, adapted
 from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,9 @@ class FunctionVerifier:
         self.function, self._reported = function, -math.inf
         self.names: tuple[str, ...] = (name or str(getattr(function, "__name__", type(function).__name__)),)
         grouped = hasattr(function, "score_group")
-        self.call = RewardCall(function.score_group if grouped else function, self.names[0], grouped)
+        self.called = function.score_group if grouped else adapted(function)
+        self.call = RewardCall(self.called, self.names[0], grouped)
+        self.may_abstain = getattr(self.called, "may_abstain", False)  # None leaves the decision to other functions
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
@@ -64,29 +66,25 @@ class FunctionVerifier:
         return self._checked(returned, answers)
 
     async def _scored(self, answers: Answers) -> Any:
-        function = getattr(self.function, "score_group", self.function)
-        by_name = self.call.form != "positional"
-        texts = answers.responses
+        function, texts = self.called, answers.responses
 
         # None stands for all responses at once.
-        def arguments(number: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if not by_name:
-                return (answers.prompt, texts if number is None else texts[number], answers.target), {}
-            return (), self.call.group_arguments(answers) if number is None else self.call.arguments(answers, number)
+        def call(number: int | None) -> Any:
+            if self.call.form == "positional":
+                return function(answers.prompt, texts if number is None else texts[number], answers.target)
+            return function(**self.call.arguments(answers, number))
 
         def called(number: int | None) -> object:
             with self._named(answers, number):
-                positional, named = arguments(number)
                 try:
-                    return function(*positional, **named)
+                    return call(number)
                 except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
                     raise self._contained(error) from error
 
         async def awaited(number: int | None) -> object:
             with self._named(answers, number):
-                positional, named = arguments(number)
                 try:
-                    return await function(*positional, **named)
+                    return await call(number)
                 except EXIT_ERRORS as error:
                     raise self._contained(error) from error
 
@@ -94,7 +92,7 @@ class FunctionVerifier:
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if hasattr(self.function, "score_group"):
             return await awaited(None)
-        if self.call.form in ("group", "batch"):
+        if self.call.form == "group":
             return await (awaited(None) if is_async else asyncio.to_thread(called, None))
         if is_async:
             return await asyncio.gather(*(awaited(number) for number in range(len(texts))))
@@ -299,8 +297,8 @@ class Reward:
             if not isinstance(verifier, FunctionVerifier):
                 report_missing(verifier, scores, self._logged)
             applied |= ~np.isnan(part)
-            # In TRL, None says that a function does not apply, and the others decide.
-            total += np.nan_to_num(part) if call.form == "batch" else part
+            # Of some functions, None says that they do not apply, and the others decide.
+            total += np.nan_to_num(part) if getattr(verifier, "may_abstain", False) else part
             for response_steps, scored_steps in zip(steps, scores.steps or (), strict=False):
                 response_steps += [(end, weight * earned) for end, earned in scored_steps]
             for response_extras, scored_extras in zip(extras, scores.extras or (), strict=False):
@@ -365,7 +363,7 @@ async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> S
         return await verifier.score_answers(answers)
     if call.form == "positional" or not (call.columns or call.optional or call.takes_all or call.reads_tokens):
         return await verifier.score(answers.prompt, answers.responses, answers.target)
-    return await verifier.score(**call.group_arguments(answers))
+    return await verifier.score(**call.arguments(answers))
 
 
 def extras_of(score: object) -> dict[str, float]:

@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..config.sections import Section
 from ..data.prompts import PromptFormat
@@ -171,10 +171,6 @@ class JudgeSettings(Section):
     """Seconds for one response from its turn on, retries included."""
     api_key_env: str | None = None
     """Environment variable that holds the key, sent as a bearer token."""
-    prices: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 0.0)
-    """For a million tokens of questions, and of answers."""
-    budget: float | None = None
-    """Nothing is asked once the cost has reached it; requests under way by then still count."""
 
     def _check(self) -> None:
         # Combinations that an endpoint would reject only after the run has started.
@@ -197,7 +193,6 @@ class JudgeSettings(Section):
             ),
             (not yes or not no or yes.lower() == no.lower(), "yes and no must be two different words"),
             (self.system_prompt is not None and self.endpoint != "chat", "system_prompt needs endpoint chat"),
-            (self.budget is not None and not any(self.prices), "a budget needs prices"),
             (
                 self.api_key_env is not None and not os.environ.get(self.api_key_env),
                 f"api_key_env: the environment has no {self.api_key_env}",

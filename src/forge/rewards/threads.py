@@ -1,14 +1,12 @@
-"""Blocking functions beside the event loop: with a time limit, or many calls joined into batches."""
+"""Blocking functions beside the event loop: with a time limit, or one after the other."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from threading import Lock, Thread
+from threading import Event, Thread
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -111,96 +109,50 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -
     return await within(limit, waiting, name)
 
 
-@dataclass(eq=False)
-class _Call(Generic[A, B]):
-    """One call of a `Batcher`: its items, the outcomes so far by position, and the future of the complete list."""
-
-    items: Sequence[A]
-    outcomes: dict[int, B] = field(default_factory=dict)
-    future: Future[list[B]] = field(default_factory=Future)
-
-    def fail(self, error: BaseException) -> None:
-        with suppress(InvalidStateError):  # it is complete or cancelled
-            self.future.set_exception(error)
-
-
 class Batcher(Generic[A, B]):
-    """Joins calls into batches: those that arrive while a batch is computed form the next one, in order of arrival.
-
-    A call returns as soon as its last item has an outcome. Items of cancelled calls are omitted.
+    """Runs `compute` for one call after the other, in one thread.
 
     Args:
         compute: called with the items and a function `is_pending(index)`; yields (index of the item, outcome) in any
-            order, for all items that are still pending (their call was not cancelled). It runs in one thread, one batch
-            at a time.
+            order, for all items while their call is not cancelled.
         name: of the thread.
-        max_items: maximum items of a batch, unless a single call has more.
 
     Attributes:
         progress: number of outcomes so far.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[list[A], Callable[[int], bool]], Iterable[tuple[int, B]]],
-        name: str,
-        *,
-        max_items: int = 1024,
-    ) -> None:
-        self._compute = compute
-        self._name = name
-        self._max_items = max_items
-        self._waiting: deque[_Call[A, B]] = deque()
-        self._lock, self._closed = Lock(), False
+    def __init__(self, compute: Callable[[list[A], Callable[[int], bool]], Iterable[tuple[int, B]]], name: str) -> None:
+        self._compute, self._name = compute, name
         self._pool = ThreadPoolExecutor(1, f"verify {name}")
+        self._closed = False
         self.progress = 0
 
     async def __call__(self, items: Sequence[A]) -> list[B]:
         """The outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
-        call = _Call[A, B](items)
-        with self._lock:
-            if self._closed:
-                raise RuntimeError(f"the verifier {self._name} was closed")
-            if not items:
-                return []
-            self._pool.submit(self._next)
-            self._waiting.append(call)
-        return await asyncio.wrap_future(call.future)
+        cancelled = Event()
+
+        def work() -> list[B]:
+            outcomes: dict[int, B] = {}
+            for index, outcome in self._compute(list(items), lambda _: not cancelled.is_set()):
+                outcomes[index] = outcome
+                self.progress += 1
+            if len(outcomes) < len(items):
+                raise RuntimeError(f"the verifier {self._name} left responses out")
+            return [outcomes[index] for index in range(len(items))]
+
+        if self._closed:
+            raise RuntimeError(f"the verifier {self._name} was closed")
+        future = self._pool.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if self._closed and future.cancelled():
+                raise RuntimeError(f"the verifier {self._name} was closed") from None
+            raise
+        finally:
+            cancelled.set()
 
     def close(self) -> None:
-        """Fail all waiting calls; the batch that is being computed ends on its own."""
-        with self._lock:
-            self._closed = True
-            waiting, self._waiting = self._waiting, deque()
+        """Fail all waiting calls; the one that is being computed ends on its own."""
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for call in waiting:
-            call.fail(RuntimeError(f"the verifier {self._name} was closed"))
-
-    def _next(self) -> None:
-        # Every call submits one `_next`. The first takes all waiting calls along, so that later ones may find none.
-        calls: list[_Call[A, B]] = []
-        with self._lock:
-            size = 0
-            while self._waiting and (not calls or size + len(self._waiting[0].items) <= self._max_items):
-                call = self._waiting.popleft()
-                if not call.future.done():
-                    calls.append(call)
-                    size += len(call.items)
-        if not calls:
-            return
-        # One batch of all items; each outcome goes to its call, which completes with the last one.
-        items = [item for call in calls for item in call.items]
-        positions = [(call, index) for call in calls for index in range(len(call.items))]
-        error: BaseException = RuntimeError(f"the verifier {self._name} left responses out")
-        try:
-            for number, outcome in self._compute(items, lambda number: not positions[number][0].future.done()):
-                call, index = positions[number]
-                call.outcomes[index] = outcome
-                if len(call.outcomes) == len(call.items):
-                    with suppress(InvalidStateError):  # it was cancelled
-                        call.future.set_result([call.outcomes[index] for index in range(len(call.items))])
-                self.progress += 1
-        except BaseException as raised:
-            error = raised
-        for call in calls:
-            call.fail(error)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from forge.cli import main
-from forge.rewards.doctor import examine
-from forge.rewards.doctor.calls import Case, RewardProcess
-from forge.rewards.doctor.findings import test_file as written_tests
+from forge_inspect.reward_doctor import examine
+from forge_inspect.reward_doctor.calls import Case, RewardProcess
+from forge_inspect.reward_doctor.findings import test_file as written_tests
 
 pytestmark = pytest.mark.processes
 

@@ -12,9 +12,9 @@ import sys
 import time
 from typing import Any
 
-from ...types import Prompt
-from ..reward import Reward
-from ..rules import load_reward
+from forge.rewards.reward import Reward
+from forge.rewards.rules import load_reward
+from forge.types import Prompt
 
 
 async def answer(reward: Reward, request: dict[str, Any]) -> dict[str, Any]:

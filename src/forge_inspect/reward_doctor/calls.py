@@ -98,7 +98,7 @@ class RewardProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            command = [sys.executable, "-m", "forge.rewards.doctor.worker", self.name]
+            command = [sys.executable, "-m", "forge_inspect.reward_doctor.worker", self.name]
             # The reward's module may be of the working folder, as in `forge train`.
             paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._process = subprocess.Popen(

@@ -44,7 +44,7 @@ def test_file(name: str, findings: Sequence[Finding], limit: float) -> str:
     lines = [
         f'"""What `forge doctor reward {name}` found. Each test fails as long as the reward does it."""',
         "",
-        "from forge.rewards.doctor.calls import Case, RewardProcess",
+        "from forge_inspect.reward_doctor.calls import Case, RewardProcess",
         "",
         "",
         "def rewards_of(case, responses, target=None):",

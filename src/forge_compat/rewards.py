@@ -1,0 +1,100 @@
+"""Reward functions of TRL and verl as they are: `forge.rewards` looks for them here, by an entry point.
+
+A function of TRL names `completions` or `completion_ids`: its arguments are lists over a batch, which here is the group
+of a prompt; None says that it does not apply. One of verl names `solution_str`, and may give a mapping with the score.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+from forge.observability import record_metric
+from forge.types import Completion
+
+OWN = ("completions", "completion_ids", "prompts", "prompt", "target", "log_metric", "log_extra")  # not columns
+GROUP = ("responses", "completions", "messages", "prompt", "target", "conversational")
+
+
+def adapted(function: Any) -> Callable[..., Any] | None:
+    """A function of TRL's or verl's form as one of ours; None: it is neither. ValueError: it needs TRL's trainer."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return None
+    if "solution_str" in signature.parameters:
+        return _of_verl(function, signature)
+    if {"completions", "completion_ids"} & signature.parameters.keys() and "responses" not in signature.parameters:
+        return _of_trl(function, signature)
+    return None
+
+
+def _of_verl(function: Any, signature: Signature) -> Callable[..., Any]:
+    def scored(response: str, **columns: Any) -> Any:
+        return function(solution_str=response, **columns)
+
+    parameters = [
+        (p.replace(name="response") if p.name == "solution_str" else p).replace(kind=_by_name(p))
+        for p in signature.parameters.values()
+    ]
+    return _named(scored, function, sorted(parameters, key=lambda p: p.kind))
+
+
+def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
+    names = signature.parameters
+    if "trainer_state" in names:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(f"the reward {name} takes trainer_state, which is TRL's own: leave that parameter out")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    always = {"prompts", "completions", "completion_ids"} if takes_all else set()
+
+    def scored(
+        responses: Sequence[str],
+        completions: Sequence[Completion],
+        messages: Sequence[Sequence[Any]],
+        prompt: str,
+        target: str | None,
+        conversational: bool,
+        **columns: Any,
+    ) -> Any:
+        count = len(responses)
+        # TRL gives what the data set had: messages for messages, text for text.
+        prompts = [list(conversation[:-1]) if conversational else prompt for conversation in messages]
+        values: dict[str, Any] = {
+            "prompts": prompts,
+            "prompt": prompts,
+            "completions": [list(conversation[-1:]) for conversation in messages] if conversational else [*responses],
+            "completion_ids": [list(completion.token_ids) for completion in completions],
+            "target": [target] * count,
+            "log_metric": record_metric,
+            "log_extra": lambda *_: None,
+        }
+        own = {name: value for name, value in values.items() if name in names or name in always}
+        return function(**{name: [value] * count for name, value in columns.items() if name not in values}, **own)
+
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in GROUP]
+    columns = [p for p in names.values() if p.name not in OWN and p.kind is not p.VAR_POSITIONAL]
+    parameters += sorted((p.replace(kind=_by_name(p)) for p in columns), key=lambda p: p.kind)
+    wrapped = _named(scored, function, parameters)
+    wrapped.may_abstain = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _by_name(parameter: Parameter) -> Any:
+    return parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
+
+
+def _named(scored: Callable[..., Any], function: Any, parameters: Sequence[Parameter]) -> Callable[..., Any]:
+    """`scored` with the name and the columns of a function, async where that is."""
+    wrapped: Any = scored
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+
+        async def later(**arguments: Any) -> Any:
+            return await scored(**arguments)
+
+        wrapped = later
+    wrapped.__name__ = getattr(function, "__name__", type(function).__name__)
+    wrapped.__signature__ = Signature(parameters)
+    return wrapped
