@@ -39,9 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.actors import Generator
 from forge.engines import load_engine
-from forge.envs import Action, Dialogue, Environment, Step
 from forge.envs.config import EpisodeConfig
-from forge.envs.rollout import rollout
 from forge.runtime.controller import shutdown
 from forge.system.web import bind
 from forge.types import Completion, Sampling
@@ -50,6 +48,8 @@ from forge_agents.gateway import Gateway
 from forge_agents.listener import SharedListener
 from forge_agents.policies import Policy
 from forge_agents.settings import SessionSettings
+from forge_envs import Action, Dialogue, Environment, Step
+from forge_envs.rollout import rollout
 
 QUESTION = "What comes next?"
 MORE = "And then?"

@@ -26,8 +26,8 @@
 import random
 
 import forge
-from forge.envs import Toolbox, ToolEnvironment, ToolError
 from forge.rewards.rules import ExactMatch
+from forge_envs import Toolbox, ToolEnvironment, ToolError
 
 rng = random.Random(0)
 words = sorted({"".join(rng.choices("abcdef", k=3)) for _ in range(400)})

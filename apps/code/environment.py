@@ -1,8 +1,8 @@
 """A programming task, and so many attempts at it."""
 
 from apps.toys import programs
-from forge.envs import Action, Environment, InfrastructureError, Step
 from forge.types import Sample
+from forge_envs import Action, Environment, InfrastructureError, Step
 from forge_sandbox import CodeVerifier
 
 

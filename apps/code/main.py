@@ -11,11 +11,12 @@ from typing import Any
 
 from apps.code.config import CodeConfig
 from apps.code.environment import Programming
-from forge.envs import GroupEnv, MultiTurnEnv
+from forge.envs import GroupEnv
 from forge.observability.console import log
 from forge.recipes import rl
 from forge.recipes.components import Job
 from forge.recipes.launch import launch
+from forge_envs import MultiTurnEnv
 
 
 async def train(cfg: CodeConfig, job: Job) -> None:

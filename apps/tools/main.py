@@ -10,11 +10,11 @@ The training loops are those of `forge.recipes.rl`; `environment` in the configu
 from typing import Any
 
 from apps.toys import expressions
-from forge.envs import Toolbox, ToolEnvironment, ToolError
 from forge.recipes.launch import launch
 from forge.recipes.rl import train
 from forge.recipes.rl_config import RLConfig
 from forge.rewards.rules import ExactMatch
+from forge_envs import Toolbox, ToolEnvironment, ToolError
 
 
 def calc(expression: str) -> str:

@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
 
 
 def _rows(args: argparse.Namespace) -> None:
-    from forge.envs.environment import InfrastructureError
+    from forge_envs.environment import InfrastructureError
 
     try:
         print(write_rows(Path(args.config), args.limit, args.held_out, args.overwrite))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import ConfigError
-from forge.envs.environment import InfrastructureError
 from forge.recipes.components import POLICY
 from forge.types import Sample
+from forge_envs.environment import InfrastructureError
 
 from . import workers
 from .collection_config import WORKERS

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from forge.envs.environment import InfrastructureError
 from forge.system.scratch import Scratch
+from forge_envs.environment import InfrastructureError
 
 from .agent import AgentCommand, CommandResult, Network, environment
 from .forward import Forwarder

@@ -10,13 +10,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.envs.environment import InfrastructureError
+from forge.envs import PolicyService
 from forge.envs.group import GroupEnv
-from forge.envs.rollout import PolicyService
 from forge.observability import Reduce, metrics_of, record_metric
 from forge.recipes.components import POLICY
 from forge.runtime.controller import ForgeError, ServiceStopped
 from forge.types import NO_TURN, Episode, Sample
+from forge_envs.environment import InfrastructureError
 
 from .certificate import EXCLUSIONS, Certificate, total
 from .record import Auxiliary, SessionRecord

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Schema = Mapping[str, Any]
-MAX_CALLS = 64  # of one turn: `forge.envs.calls` reads no more
+MAX_CALLS = 64  # of one turn: `forge_envs.calls` reads no more
 COMPILED = 64  # compiled grammars that an engine keeps: compiling takes up to a second
 INSTALL = 'grammars need llguidance: pip install llguidance, or pip install "torchforge-rl[agents]"'
 # Without flexible whitespace: a model could write spaces without end.
@@ -129,10 +129,10 @@ def json_grammar(schema: Schema) -> str:
 
 
 def calls_grammar(syntax: str, tools: Sequence[Schema], choice: str = "required", parallel: bool = True) -> str:
-    """The grammar of an answer that is a call of a tool or, with `parallel`, several, as `forge.envs.calls` reads them.
+    """The grammar of an answer that is a call of a tool or, with `parallel`, several, as `forge_envs.calls` reads them.
 
     Args:
-        syntax: one of `forge.envs.calls` whose calls are JSON, "hermes" or "llama3".
+        syntax: one of `forge_envs.calls` whose calls are JSON, "hermes" or "llama3".
         tools: schemas in OpenAI's format; a tool takes no argument that its parameters do not have, unless they have
             `additionalProperties`.
         choice: "required", or the name of the one tool that is to be called.

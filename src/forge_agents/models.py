@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 from pydantic import PositiveFloat
 
 from forge.config.sections import ConfigError, Section, build
-from forge.envs.calls import Syntax
 from forge.observability.metrics import METRICS_OF
 from forge.recipes.components import POLICY
 from forge.runtime.controller import Options
+from forge_envs.calls import Syntax
 
 if TYPE_CHECKING:
     from forge.recipes.rl_config import RLConfig

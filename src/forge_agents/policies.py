@@ -11,8 +11,8 @@ from typing import Any
 
 from forge.actors.streams import StreamLost
 from forge.engines.interface import extend
-from forge.envs.dialogue import Dialogue
 from forge.types import Completion
+from forge_envs.dialogue import Dialogue
 
 POLL = 0.05  # seconds between two looks at a stream: at each step of a small model they would cost more than the step
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from forge.data.spelling import UNFINISHED
 from forge.data.turns import thought_of
-from forge.envs.dialogue import Dialogue
+from forge_envs.dialogue import Dialogue
 
 from .messages import Message, Schema
 

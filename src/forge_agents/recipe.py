@@ -15,10 +15,10 @@ from openai import APIConnectionError, APIError, AsyncOpenAI, DefaultAsyncHttpxC
 from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
 from forge.config.sections import build
-from forge.envs.environment import InfrastructureError
 from forge.recipes.components import POLICY
 from forge.system.web import bind
 from forge.types import Sample
+from forge_envs.environment import InfrastructureError
 
 from .actor import GatewayActor, PolicySettings
 from .collection import WorkerPlay, check_collection

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from forge.envs.dialogue import Dialogue
+from forge_envs.dialogue import Dialogue
 
 from .messages import Call, Message, Schema
 

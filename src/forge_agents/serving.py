@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge.envs.dialogue import Dialogue
 from forge.models.tokenizer import open_tokenizer
 from forge.system.web import bind, guard, required_key, web
+from forge_envs.dialogue import Dialogue
 
 from .gateway import Gateway, client_key
 from .policies import Policy

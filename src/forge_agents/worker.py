@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from forge.config import ConfigError
-from forge.envs.environment import InfrastructureError
+from forge_envs.environment import InfrastructureError
 
 from .workers.protocol import MAX_LINE
 

@@ -4,7 +4,7 @@
     await tools.open()
     toolbox = Toolbox(servers=[tools])
 
-Both implement `forge.envs.tools.ToolServer`. They need the SDK: pip install 'mcp>=2,<3'.
+Both implement `forge_envs.tools.ToolServer`. They need the SDK: pip install 'mcp>=2,<3'.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from forge.envs.environment import InfrastructureError
-from forge.envs.tools import ToolError
 from forge.system.bounded_http import MAX_BYTES, bounded_transport
+from forge_envs.environment import InfrastructureError
+from forge_envs.tools import ToolError
 
 from .content import Json, function_schema, text_of
 from .process import copy_command

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Self
 
-from forge.envs.environment import InfrastructureError
+from forge_envs.environment import InfrastructureError
 
 TAIL = 2000  # characters of a log that an error shows
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from forge.envs.environment import CUT, Action, Environment, Step
+from forge_envs.environment import CUT, Action, Environment, Step
 
 try:
     import textarena

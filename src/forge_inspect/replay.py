@@ -14,7 +14,6 @@ import yaml
 
 from forge.actors.replay_buffer import Item, ReplayBuffer
 from forge.config.sections import ConfigError, read, to_dict
-from forge.envs.rollout import turn_seeds
 from forge.observability.console import log
 from forge.observability.folder import CONFIG, LOGS, MARK, clear
 from forge.observability.held_out import HELD_OUT
@@ -31,6 +30,7 @@ from forge.runtime.controller import ForgeError
 from forge.system.checksums import write_sealed
 from forge.system.masking import without_secrets
 from forge.types import Completion, Group, Sample, Seen, Spans
+from forge_envs.rollout import turn_seeds
 
 POLL = 0.02  # seconds between two looks at what the generators hold
 # What the schedule itself lists: with another value it says nothing about the run.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from forge.envs.environment import InfrastructureError
+from forge_envs.environment import InfrastructureError
 
 from .inside import wire
 

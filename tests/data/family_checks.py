@@ -14,9 +14,9 @@ from typing import Any
 
 from forge.data.chat import ChatFormat
 from forge.data.prompts import PromptFormat
-from forge.envs import Dialogue, Environment, Step, rollout, schema_of
-from forge.envs.calls import syntax_of
 from forge.types import Completion
+from forge_envs import Dialogue, Environment, Step, rollout, schema_of
+from forge_envs.calls import syntax_of
 from tests.data.families import ROOT, Family
 
 YES, NONE = "yes", "–"

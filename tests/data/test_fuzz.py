@@ -16,17 +16,17 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.envs import InfrastructureError, read_action
-from forge.envs.calls import SYNTAXES
-from forge.envs.schemas import Parameters
 from forge.models.tokenizer import character_tokenizer
 from forge.rewards.rules import CharacterMatch, ExactMatch, MathReward, ThinkingReward, final_answer
 from forge_agents.dialects.chat import ChatDialect
 from forge_agents.dialects.completions import CompletionsDialect
 from forge_agents.messages import BadRequest, ModelRequest
+from forge_envs import InfrastructureError, read_action
+from forge_envs.calls import SYNTAXES
 from forge_envs.content import text_of
 from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
 from forge_envs.openenv.wire import Reply, action_from_json, step_from_reply
+from forge_envs.schemas import Parameters
 from forge_sandbox.code_verifier import code_block, read_cases
 from forge_sandbox.literals import literal
 from forge_weaver.formats import from_public, load_table, save_table

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat
 from forge.data.supervised import SupervisedDataset
-from forge.envs import Dialogue
+from forge_envs import Dialogue
 from tests.data.templates import CHATML, LLAMA3, THINKING, byte_pairs
 from tests.data.test_chat import said, trained
 

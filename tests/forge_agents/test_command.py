@@ -542,7 +542,7 @@ def test_an_ordinary_user_confines_programs_as_well(url: str, tmp_path: Path) ->
 
 FORBIDDEN = """
 import asyncio, sys
-from forge.envs.environment import InfrastructureError
+from forge_envs.environment import InfrastructureError
 from forge_agents.command import AgentCommand, CommandRunner
 async def main():
     try:

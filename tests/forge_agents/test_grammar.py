@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from forge.engines import EmbeddedEngine
-from forge.envs.calls import read_action
 from forge.models.tokenizer import character_tokenizer
 from forge.types import Completion, Sampling
 from forge_agents.grammar import Grammars, calls_grammar, json_grammar
+from forge_envs.calls import read_action
 from tests.engines.conftest import logits_of, make, random_model  # noqa: F401 (a fixture)
 
 pytest.importorskip("llguidance")

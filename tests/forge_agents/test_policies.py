@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from forge.actors.streams import StreamLost
-from forge.envs.dialogue import Dialogue
 from forge_agents.policies import Policy, sample_turns
+from forge_envs.dialogue import Dialogue
 
 
 def test_a_stream_that_is_lost_continues_from_its_tokens(forced_policy, bpe, monkeypatch):

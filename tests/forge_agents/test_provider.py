@@ -12,7 +12,7 @@ import pytest
 from forge.system.addresses import join_address
 from forge_agents.provider import Provider
 from forge_agents.settings import SessionSettings
-from tests.envs.conftest import bpe, small_model  # noqa: F401
+from tests.forge_envs.core.conftest import bpe, small_model  # noqa: F401
 
 from .conftest import serving
 

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("openai")
 
 from forge.config import ConfigError
-from forge.envs.environment import InfrastructureError
 from forge_agents.worker import Worker
+from forge_envs.environment import InfrastructureError
 
 pytestmark = pytest.mark.processes
 

@@ -1,3 +1,3 @@
 """The tokenizer and the scripted policies of the tests of episodes."""
 
-from tests.envs.conftest import bpe, scripted  # noqa: F401
+from tests.forge_envs.core.conftest import bpe, scripted  # noqa: F401

@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from forge.envs.environment import InfrastructureError
 from forge.system.bounded_http import MAX_BYTES, bounded, bounded_transport
+from forge_envs.environment import InfrastructureError
 from forge_envs.openenv import OpenEnvClient
 from forge_envs.openenv.client import OpenEnvError
 

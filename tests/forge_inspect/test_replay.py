@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from forge.config import ConfigError
-from forge.envs import Action, Environment, Step
 from forge.observability.schedule import _sealed, read_schedule
 from forge.types import Seen
+from forge_envs import Action, Environment, Step
 from forge_inspect.replay import Plan, ReplayDiffers, first_versions, replay
 from tests.recipes.test_recipes import CONFIG, finish, start
 

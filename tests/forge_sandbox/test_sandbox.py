@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.envs.environment import InfrastructureError
+from forge_envs.environment import InfrastructureError
 from forge_sandbox import Sandbox, SandboxError
 
 from .conftest import CASES, ORDINARY, SELF, opened, python_of, whose

@@ -14,9 +14,9 @@ from apps.tools.main import ToolsConfig, calc
 from apps.toys import programs
 from apps.toys.expressions import Expression
 from forge.config import ConfigError, load
-from forge.envs import ToolError
 from forge.recipes.api import Result
 from forge.recipes.launch import launch
+from forge_envs import ToolError
 from tests.recipes.test_recipes import finish
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"

@@ -10,9 +10,9 @@ import forge
 from apps.selfplay.main import SelfPlay
 from forge.actors import Generator
 from forge.algorithms import GRPO
-from forge.envs import ToolEnvironment
-from forge.envs.tools import Toolbox
+from forge_envs import ToolEnvironment
 from forge_envs.samplers import Sampler
+from forge_envs.tools import Toolbox
 from tests.recipes.test_hooks import Replay
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]

@@ -186,7 +186,7 @@ def test_the_routers_loss_and_load_are_those_of_transformers(mixture: Path):
 
 
 def test_several_turns_have_the_experts_that_drew_each():
-    from forge.envs.rollout import _Branch
+    from forge_envs.rollout import _Branch
 
     def turn(prompt: list[int], ids: list[int], expert: int) -> Completion:
         experts = np.full((len(prompt) + len(ids), 1, 1), expert, np.uint8)

@@ -1,7 +1,6 @@
 """The components of a run: thin shells that join the plain libraries to the controller."""
 
 from .dataset import DatasetActor
-from .environments import EnvironmentActor, RemoteEnvironment
 from .generator import Generator
 from .reference import ReferenceModel
 from .replay_buffer import ReplayBuffer
@@ -13,11 +12,9 @@ PolicyActor = Generator  # the name in the torchforge documents
 
 __all__ = [
     "DatasetActor",
-    "EnvironmentActor",
     "Generator",
     "PolicyActor",
     "ReferenceModel",
-    "RemoteEnvironment",
     "RemotePanel",
     "ReplayBuffer",
     "RewardActor",

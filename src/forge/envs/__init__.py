@@ -1,28 +1,5 @@
-"""Environments and tools, and episodes of several turns in them."""
+"""Groups of scored answers, as recipes play and evaluate them. `forge_envs` has episodes of several turns."""
 
-from .calls import read_action
-from .dialogue import Dialogue
-from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
-from .group import GroupEnv, MultiTurnEnv, SingleTurnEnv
-from .rollout import rollout
-from .tool_environment import ToolEnvironment
-from .tools import Toolbox, ToolError, schema_of
+from .group import GroupEnv, PolicyService, SingleTurnEnv
 
-__all__ = [
-    "Action",
-    "Dialogue",
-    "Environment",
-    "GroupEnv",
-    "InfrastructureError",
-    "Message",
-    "MultiTurnEnv",
-    "SingleTurnEnv",
-    "Step",
-    "ToolCall",
-    "ToolEnvironment",
-    "ToolError",
-    "Toolbox",
-    "read_action",
-    "rollout",
-    "schema_of",
-]
+__all__ = ["GroupEnv", "PolicyService", "SingleTurnEnv"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ..config.plugin import resolve
 from ..config.sections import Section
-from .calls import Syntax
-from .templates import TEMPLATES
 
-if TYPE_CHECKING:
-    from .dialogue import Dialogue
+BUILT_IN = ("plain", "chatml", "llama3")  # chat templates of forge_envs.templates
 
 
 class EpisodeConfig(Section):
@@ -27,7 +25,7 @@ class EpisodeConfig(Section):
     """How often an episode that lost its environment is played again."""
     template: bool | str = True
     """True: the tokenizer's chat template; or `plain`, `chatml`, `llama3`, a jinja template or its file."""
-    syntax: Syntax | None = None
+    syntax: str | None = None
     """How tool calls are written; null: found out from the template."""
     chat_options: dict[str, Any] | None = None
     """Further arguments of the chat template, such as enable_thinking."""
@@ -43,19 +41,19 @@ class EpisodeConfig(Section):
             raise ValueError("episode.template must be true, a name, a jinja template or a file: turns need one")
 
     def limits(self) -> dict[str, Any]:
-        """Arguments of `forge.envs.rollout`."""
+        """Arguments of `forge_envs.rollout`."""
         return {name: self[name] for name in ("max_turns", "max_tokens", "step_timeout", "retries")}
 
     @property
     def files(self) -> list[str]:
         """Settings that may be local files."""
-        return [self.template] if isinstance(self.template, str) and self.template not in TEMPLATES else []
+        return [self.template] if isinstance(self.template, str) and self.template not in BUILT_IN else []
 
-    def dialogue(self, model: str) -> Dialogue:
-        """The `Dialogue` of a model's folder, and its errors."""
+    def dialogue(self, model: str) -> Any:
+        """The `forge_envs.Dialogue` of a model's folder, and its errors."""
         from ..models.tokenizer import open_tokenizer
-        from .dialogue import Dialogue
 
         # Heavy imports only where episodes are played.
         tokenizer: Any = open_tokenizer(model)
-        return Dialogue(tokenizer, self.template, self.syntax, self.chat_options, self.thoughts)
+        make_dialogue = resolve("forge_envs.dialogue:Dialogue", "episode")
+        return make_dialogue(tokenizer, self.template, self.syntax, self.chat_options, self.thoughts)

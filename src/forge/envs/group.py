@@ -1,6 +1,6 @@
 """Environments as recipes use them: groups of scored episodes, and evaluation on held-out tasks.
 
-One verb, `rollout`, plays a prompt with a reward function (`SingleTurnEnv`) or a dialogue with tools (`MultiTurnEnv`).
+One verb, `rollout`, plays a prompt with a reward function (`SingleTurnEnv`) or a dialogue (`forge_envs.MultiTurnEnv`).
 Evaluation is the same verb with greedy decoding.
 """
 
@@ -11,17 +11,21 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..observability import phase, record_metric
 from ..types import Episode, Sample
-from .dialogue import Dialogue
-from .environment import Environment
 from .evaluation import NothingScored, summarise
-from .rollout import PolicyService
-from .rollout import rollout as play_episode
 
 MAX_UNSCORED_GROUPS = 64
+
+
+class PolicyService(Protocol):
+    """A service of generators, each episode in a `session()` of it, or any object with such an endpoint."""
+
+    @property
+    def generate(self) -> Any:
+        """`await generate.route(token_ids, max_tokens=, stop_token_ids=, seed=, **sampling) -> Completion`"""
 
 
 class GroupEnv(ABC):
@@ -43,7 +47,7 @@ class GroupEnv(ABC):
         """n scored episodes of the same sample, from the same start.
 
         Args:
-            policy: a service with `generate`, see `forge.envs.rollout.PolicyService`.
+            policy: a service with `generate`, see `PolicyService`.
             seed: of the environment and of what the policy draws.
             sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
@@ -139,31 +143,3 @@ class SingleTurnEnv(GroupEnv):
             return len(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
 
         return bisect.bisect_left(range(len(ids)), end, lo=1, key=characters)
-
-
-class MultiTurnEnv(GroupEnv):
-    """Environments of several turns, one for each episode.
-
-    Args:
-        environment: makes an environment.
-        dialogue: converts between messages and tokens.
-        limits: of `forge.envs.rollout`: max_turns, max_tokens and so on.
-    """
-
-    def __init__(self, environment: Callable[[], Environment], dialogue: Dialogue, **limits: Any) -> None:
-        super().__init__()
-        self.environment, self.dialogue, self.limits = environment, dialogue, limits
-
-    async def play(
-        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
-    ) -> list[Episode]:
-        """Play n episodes concurrently, each in a separate environment."""
-        options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
-        plays = (play_episode(policy, self.environment(), sample, sample=number, **options) for number in range(n))
-        episodes = await asyncio.gather(*plays)
-        for episode in episodes:
-            outcome = episode.outcome
-            episode.info["correct"] = None if outcome is None else outcome >= 1.0
-            if not evaluation:
-                record_metric("episode/infrastructure", episode.info["stop"] == "infrastructure")
-        return episodes

@@ -225,11 +225,9 @@ async def nothing() -> None:
 
 async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
     """Make the environment that the configuration names, or that of its agent."""
-    from ..envs.group import MultiTurnEnv
-
     if cfg.episode.agent is not None:
         return await resolve(f"{AGENTS}:agent_env", "episode.agent")(cfg, job, policy)
-    return MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(job.model), **cfg.limits())
+    return cfg.multi_turn_env(job.model)
 
 
 async def dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
@@ -282,9 +280,7 @@ async def generator(
         options: of their placement; None: those of `services.generator`.
         settings: of `forge.actors.Generator`, such as what differs from its sampling.
     """
-    return await start_generator(
-        cfg, job.model, options, store=await share(job.store), **settings
-    )
+    return await start_generator(cfg, job.model, options, store=await share(job.store), **settings)
 
 
 async def start_generator(

@@ -12,6 +12,7 @@ from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, RowsConfig
 from ..engines.interface import check_length
 from ..envs.config import EpisodeConfig
+from ..envs.group import GroupEnv
 from ..observability.console import log
 from ..runtime.controller import Options
 from . import rules
@@ -284,8 +285,14 @@ class RLConfig(RecipeConfig):
             self.models = resolve(f"{MODELS}:check_models", "models")(self)
         rules.check(rules.MULTI_TURN_RULES, self)
 
+    def multi_turn_env(self, model: str) -> GroupEnv:
+        """Make what plays the episodes of `environment`. ValueError: the chat template does not fit `episode`."""
+        make_env = resolve("forge_envs:MultiTurnEnv", "environment")
+        env: GroupEnv = make_env(self.make_environment(), self.episode.dialogue(model), **self.limits())
+        return env
+
     def limits(self) -> dict[str, Any]:
-        """The limits of an episode, for `forge.envs.MultiTurnEnv`."""
+        """The limits of an episode, for `forge_envs.MultiTurnEnv`."""
         return {"max_turn_tokens": self.grpo.max_tokens, **self.episode.limits()}
 
     def reach(self, config: Any) -> int:

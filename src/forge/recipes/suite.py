@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config.sections import ConfigError
-from ..envs.group import GroupEnv, MultiTurnEnv, SingleTurnEnv
+from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.find import check_family, resolve_model
 from ..observability.held_out import lines
 from ..runtime.controller import run
@@ -66,7 +66,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
         )
         env: GroupEnv
         if cfg.multi_turn:
-            env = MultiTurnEnv(cfg.make_environment(), cfg.episode.dialogue(model), **cfg.limits())
+            env = cfg.multi_turn_env(model)
         else:
             env = SingleTurnEnv(await reward(cfg), with_tokens=cfg.reward.reads_tokens)
         return await plan_evaluation(cfg, first, sets, keeper, env).run(policy, 0)

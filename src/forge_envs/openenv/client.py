@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from forge.envs.environment import InfrastructureError
+from forge_envs.environment import InfrastructureError
 
 from ..content import Json, function_schema
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, as_number

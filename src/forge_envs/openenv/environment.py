@@ -9,9 +9,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
 
-from forge.envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
-from forge.envs.schemas import parameters_of
 from forge.types import Sample
+from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
+from forge_envs.schemas import parameters_of
 
 from ..content import Json, text_of
 from .client import OpenEnvClient, OpenEnvError, Session

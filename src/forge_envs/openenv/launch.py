@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from forge.envs.environment import InfrastructureError
+from forge_envs.environment import InfrastructureError
 
 from ..process import Program, copy_command
 from .client import OpenEnvClient, OpenEnvError

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from forge.envs.environment import Environment, InfrastructureError, Step
 from forge.system.web import bind, guard, listen, required_key
+from forge_envs.environment import Environment, InfrastructureError, Step
 
 from ..content import Json
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, as_number, reply_to_json

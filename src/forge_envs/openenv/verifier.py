@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.envs.environment import Action, InfrastructureError
 from forge.rewards import Scores
 from forge.rewards.verifier import collect
+from forge_envs.environment import Action, InfrastructureError
 
 from .client import OpenEnvClient
 from .environment import OpenEnvEnvironment

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from forge.envs.environment import Action, InfrastructureError, Step, ToolCall
+from forge_envs.environment import Action, InfrastructureError, Step, ToolCall
 
 from ..content import Json
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from forge.envs import Action, InfrastructureError
+from forge_envs import Action, InfrastructureError
 
 pytest.importorskip("gymnasium")
 import gymnasium

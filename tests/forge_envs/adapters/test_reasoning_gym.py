@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from forge.envs import Action
+from forge_envs import Action
 
 pytest.importorskip("reasoning_gym")
 from forge_envs.reasoning_gym import UNRELIABLE, ReasoningGymEnvironment

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from forge.envs import Action
+from forge_envs import Action
 
 pytest.importorskip("textarena")
 from forge_envs.textarena import TextArenaEnvironment

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("mcp")
 from aiohttp import web
 
-from forge.envs import InfrastructureError, ToolError
+from forge_envs import InfrastructureError, ToolError
 from forge_envs.mcp import HTTPTools
 
 

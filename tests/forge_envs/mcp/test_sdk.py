@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.envs import InfrastructureError, ToolError
+from forge_envs import InfrastructureError, ToolError
 from forge_envs.mcp import HTTPTools, StdioTools
 from forge_envs.process import Program
 

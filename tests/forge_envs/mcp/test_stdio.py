@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from forge.envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError
+from forge_envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError
 from forge_envs.mcp import StdioTools
 
 pytestmark = pytest.mark.processes

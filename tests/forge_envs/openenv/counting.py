@@ -5,7 +5,7 @@ import os
 import sys
 from fractions import Fraction
 
-from forge.envs import Action, Environment, InfrastructureError, Step
+from forge_envs import Action, Environment, InfrastructureError, Step
 
 ADD = {
     "type": "function",

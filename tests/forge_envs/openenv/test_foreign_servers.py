@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from forge.envs import Action, InfrastructureError, ToolCall
+from forge_envs import Action, InfrastructureError, ToolCall
 from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError
 
 STATE = {"type": "state", "data": {}}

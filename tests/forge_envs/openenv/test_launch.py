@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.envs import Action, InfrastructureError
+from forge_envs import Action, InfrastructureError
 from forge_envs.openenv import LocalServer, OpenEnvClient, OpenEnvEnvironment
 from forge_envs.process import Program
 

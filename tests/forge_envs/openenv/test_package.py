@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.envs import Action, ToolCall
+from forge_envs import Action, ToolCall
 from forge_envs.openenv import CapacityError, LocalServer, OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
 
 from .counting import ADD, Counting

@@ -6,7 +6,7 @@ import re
 import aiohttp
 import pytest
 
-from forge.envs import Action, InfrastructureError, ToolCall
+from forge_envs import Action, InfrastructureError, ToolCall
 from forge_envs.openenv import CapacityError, OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
 
 from .counting import ADD, Counting

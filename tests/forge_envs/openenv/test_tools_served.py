@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from forge.envs import Action, Toolbox, ToolCall, ToolEnvironment
 from forge.types import Prompt, Sample
+from forge_envs import Action, Toolbox, ToolCall, ToolEnvironment
 from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from forge.config import ConfigError, build
-from forge.envs import Action, Environment, Step
 from forge.recipes.rl_config import RLConfig
+from forge_envs import Action, Environment, Step
 from forge_envs.openenv import OpenEnvVerifier, serve
 
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from forge.envs import Action, Environment, InfrastructureError, Step
+from forge_envs import Action, Environment, InfrastructureError, Step
 from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, Reply, serve
 from forge_envs.openenv.wire import action_from_json, reply_to_json, step_from_reply
 

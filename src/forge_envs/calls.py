@@ -5,7 +5,7 @@
 - "llama3": the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several of them separated by `;`
 - "plain": `add(a=1, b=2)` anywhere in the text; of a tool with one parameter also `search(any text)`
 - "mistral", "deepseek", "harmony" (gpt-oss), "glm" (GLM 4.5 and later), "qwen_xml" (Qwen3-Coder): see
-  `forge.envs.markup`
+  `forge_envs.markup`
 """
 
 from __future__ import annotations

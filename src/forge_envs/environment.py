@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..data.thoughts import without_thoughts
+from forge.data.thoughts import without_thoughts
+
 from .schemas import Arguments, Schema
 
 Message = dict[str, Any]  # {"role": "system" | "user" | "tool", "content": text}; a tool's answer also has its "name"

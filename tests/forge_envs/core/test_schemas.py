@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forge.envs import Action, Toolbox, ToolCall, read_action, schema_of
-from forge.envs.schemas import Parameters
+from forge_envs import Action, Toolbox, ToolCall, read_action, schema_of
+from forge_envs.schemas import Parameters
 
 TREE = {
     "type": "object",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forge.envs import Dialogue, Environment, Step, rollout
+from forge_envs import Dialogue, Environment, Step, rollout
 
 from .conftest import TEXTS
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.envs import read_action, schema_of
-from forge.envs.calls import SYNTAXES
+from forge_envs import read_action, schema_of
+from forge_envs.calls import SYNTAXES
 
 
 def add(a: int, b: int = 0) -> int:

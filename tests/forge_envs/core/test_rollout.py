@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from forge.envs import Dialogue, Environment, InfrastructureError, Step, Toolbox, ToolEnvironment, rollout
 from forge.types import Prompt, Sample
+from forge_envs import Dialogue, Environment, InfrastructureError, Step, Toolbox, ToolEnvironment, rollout
 
 
 class Chat(Environment):

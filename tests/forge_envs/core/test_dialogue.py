@@ -8,8 +8,8 @@ from tokenizers import processors
 from forge.data.files import Rows
 from forge.data.prompts import PromptDataset
 from forge.data.supervised import SupervisedDataset
-from forge.envs import Dialogue, schema_of
-from forge.envs.templates import TEMPLATES
+from forge_envs import Dialogue, schema_of
+from forge_envs.templates import TEMPLATES
 
 
 def search(query: str) -> str:

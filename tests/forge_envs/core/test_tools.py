@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from forge.envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError, schema_of
+from forge_envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError, schema_of
 
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: int = 1, detail: list[str] | None = None) -> dict:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..data.chat import ChatFormat, Thoughts
-from ..data.special_tokens import SpecialTokens
-from ..data.turns import Rewritten
+from forge.data.chat import ChatFormat, Thoughts
+from forge.data.special_tokens import SpecialTokens
+from forge.data.turns import Rewritten
+
 from .calls import SYNTAXES, Schema, Syntax, read_action, syntax_of
 from .environment import Action, Message
 from .templates import TEMPLATES, built_in
@@ -30,7 +31,7 @@ class Dialogue:
         tokenizer: of the policy.
         template: True is the tokenizer's own chat template; or "plain", "chatml", "llama3", the text of a jinja
             template, or a file with it.
-        syntax: of tool calls, see `forge.envs.calls`; None infers it from the template.
+        syntax: of tool calls, see `forge_envs.calls`; None infers it from the template.
         options: further arguments of the template.
         thoughts: those of earlier turns, which many templates omit once a question follows. "keep": turns stay in the
             context as they were sampled; "template": the context is the conversation as the template renders it, and

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.envs import read_action, schema_of
+from forge_envs import read_action, schema_of
 
 
 def write(path: str, text: str, tags: list[str] | None = None) -> str:

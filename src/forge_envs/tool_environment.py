@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..data.prompts import QUESTION_FIELDS
-from ..rewards.arguments import Answers, RewardCall
-from ..types import Prompt, Sample
+from forge.data.prompts import QUESTION_FIELDS
+from forge.rewards.arguments import Answers, RewardCall
+from forge.types import Prompt, Sample
+
 from .environment import Action, Environment, Message, Step
 from .schemas import Schema
 from .tools import Toolbox

@@ -1,4 +1,4 @@
-"""Tool calls between tags, as the families of models write them. See `forge.envs.calls`, which uses these.
+"""Tool calls between tags, as the families of models write them. See `forge_envs.calls`, which uses these.
 
 A delimiter within a value does not end a call. JSON says itself where it ends. The text of a value in XML ends at the
 first closing tag that another tag of the call follows, that is not within quotes, and that closes no tag of the text.

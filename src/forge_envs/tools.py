@@ -11,8 +11,9 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Union
 
-from ..rewards.threads import in_own_thread, within
-from ..rewards.verifier import Unscored
+from forge.rewards.threads import in_own_thread, within
+from forge.rewards.verifier import Unscored
+
 from .environment import Action, InfrastructureError, Message, ToolCall
 from .schemas import Arguments, Parameters
 

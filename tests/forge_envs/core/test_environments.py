@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from forge.actors import EnvironmentActor, RemoteEnvironment
-from forge.envs import Action, Environment, InfrastructureError, Step
 from forge.runtime.controller import run
+from forge_envs import Action, Environment, InfrastructureError, Step
+from forge_envs.actors import EnvironmentActor, RemoteEnvironment
 
 pytestmark = pytest.mark.processes
 

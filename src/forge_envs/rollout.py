@@ -8,24 +8,18 @@ import math
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..types import Completion, Episode, Origin, Turn
+from forge.envs.group import PolicyService
+from forge.types import Completion, Episode, Origin, Turn
+
 from .dialogue import Dialogue
 from .environment import Environment, InfrastructureError, Message, Step
 
 log = logging.getLogger(__name__)
 _CLOSING = 10.0  # seconds for an environment to close
-
-
-class PolicyService(Protocol):
-    """A service of generators, each episode in a `session()` of it, or any object with such an endpoint."""
-
-    @property
-    def generate(self) -> Any:
-        """`await generate.route(token_ids, max_tokens=, stop_token_ids=, seed=, **sampling) -> Completion`"""
 
 
 async def rollout(

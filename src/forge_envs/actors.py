@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
-from ..envs.environment import Action, Environment, InfrastructureError, Step
-from ..runtime.controller import CallTimeout, ForgeActor, PoisonRequest, ReplicaDied, Service, endpoint
+from forge.runtime.controller import CallTimeout, ForgeActor, PoisonRequest, ReplicaDied, Service, endpoint
+
+from .environment import Action, Environment, InfrastructureError, Step
 
 
 class EnvironmentActor(ForgeActor):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.envs import schema_of
-from forge.envs.calls import SYNTAXES, read_action, syntax_of
+from forge_envs import schema_of
+from forge_envs.calls import SYNTAXES, read_action, syntax_of
 
 
 def search(query: str, most: int = 3) -> str:

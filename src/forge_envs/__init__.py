@@ -1,0 +1,26 @@
+"""Environments of several turns, their tools, and environments of other libraries."""
+
+from .calls import read_action
+from .dialogue import Dialogue
+from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
+from .multi_turn import MultiTurnEnv
+from .rollout import rollout
+from .tool_environment import ToolEnvironment
+from .tools import Toolbox, ToolError, schema_of
+
+__all__ = [
+    "Action",
+    "Dialogue",
+    "Environment",
+    "InfrastructureError",
+    "Message",
+    "MultiTurnEnv",
+    "Step",
+    "ToolCall",
+    "ToolEnvironment",
+    "ToolError",
+    "Toolbox",
+    "read_action",
+    "rollout",
+    "schema_of",
+]
