@@ -99,7 +99,7 @@ def test_only_the_controller_knows_monarch():
     assert violations(["runtime/controller"], ["monarch"]) != []
 
 
-EXTENSIONS = ["forge_weaver", "forge_sandbox", "forge_envs", "forge_agents"]
+EXTENSIONS = ["forge_weaver", "forge_sandbox", "forge_envs", "forge_agents", "forge_math"]
 # Agents are confined by the same parts as programs.
 USES = {"forge_agents": {"forge_sandbox"}}
 
