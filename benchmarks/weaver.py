@@ -1,7 +1,7 @@
 """How well the aggregators of forge_weaver do, as Markdown tables.
 
-    python benchmarks/weaver.py recovery|scenarios|drift|speed|all [--seeds 5]
-    python benchmarks/weaver.py rewardmath --rewardmath PATH_TO_NPZ
+    python -m benchmarks.weaver recovery|scenarios|drift|speed|all [--seeds 5]
+    python -m benchmarks.weaver rewardmath --rewardmath PATH_TO_NPZ
 
 recovery    error of the estimated true-positive rates on verdicts whose truth is known, 500 x 100 x 33
 scenarios   selection, area under the ROC curve and calibration on made-up verifiers, 300 x 32 x 24

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = [ROOT / "src" / name for name in ("forge", "forge_agents", "forge_envs", "forge_sandbox", "forge_weaver")]
+PACKAGES = sorted(path for path in (ROOT / "src").glob("forge*") if path.is_dir())
 
 # fmt: off
 # Words that name a role in a sentence, and not what a variable holds.

@@ -24,7 +24,6 @@ FLOORS = [
     ["rewards", "envs", "engines", "runtime"],
     ["training"],
     ["actors"],
-    ["serve"],
     ["recipes"],
     ["cli", "__main__"],
 ]
@@ -99,9 +98,13 @@ def test_only_the_controller_knows_monarch():
     assert violations(["runtime/controller"], ["monarch"]) != []
 
 
-EXTENSIONS = ["forge_weaver", "forge_sandbox", "forge_envs", "forge_agents", "forge_cluster", "forge_compat"]
-# Agents are confined by the same parts as programs.
-USES = {"forge_agents": {"forge_sandbox"}}
+EXTENSIONS = sorted(path.name for path in SOURCE.parent.glob("forge_*"))
+# Agents are confined as programs are; both play in environments, whose tools the reward doctor calls.
+USES = {
+    "forge_agents": {"forge_envs", "forge_sandbox"},
+    "forge_inspect": {"forge_envs"},
+    "forge_sandbox": {"forge_envs"},
+}
 
 
 def test_the_core_imports_no_extension_and_no_app():

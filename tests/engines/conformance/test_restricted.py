@@ -14,7 +14,7 @@ from forge.engines import load_engine
 from forge.types import Sampling
 from forge_agents.grammar import json_grammar
 
-from ...envs.conftest import bpe  # noqa: F401
+from ...forge_envs.core.conftest import bpe  # noqa: F401
 from ..conftest import logits_of, random_model
 from .conftest import LONGEST, Subject
 
