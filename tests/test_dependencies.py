@@ -24,7 +24,6 @@ FLOORS = [
     ["rewards", "envs", "engines", "runtime"],
     ["training"],
     ["actors"],
-    ["serve"],
     ["recipes"],
     ["cli", "__main__"],
 ]
