@@ -20,7 +20,7 @@ ALIASES = {
     "forge.data.rewards": "forge.rewards.rules",
     "forge.store": "forge_compat.store",
     "forge.verifiers": "forge.rewards",
-    "forge.watch": "forge.serve.watch",
+    "forge.watch": "forge_inspect.watch",
     "forge.actors.reference_model": "forge.actors.reference",
     "forge.controller.provisioner": "forge_compat.provisioner",
     "forge.data_models": "forge.types",

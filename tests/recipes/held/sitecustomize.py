@@ -14,7 +14,7 @@ from pathlib import Path
 
 PLACES = {
     "imports": ("forge.recipes.rl", None, None),
-    "start-up": ("forge.runtime.controller.starting", "Standbys", "command"),
+    "start-up": ("forge.runtime.forking.forkserver", "ForkServer", "wait"),
     "first step": ("forge.actors.trainer", "Trainer", "train_step"),
     "checkpoint": ("forge.training.checkpoint", None, "save"),
     "export": ("forge.training.checkpoint", None, "export"),
