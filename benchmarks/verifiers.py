@@ -26,7 +26,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from forge.models import quiet_loading
 from forge.models.tokenizer import character_tokenizer
-from forge.rewards import RewardModel, Verifier
+from forge.rewards import Verifier
+from forge_verifiers import RewardModel
 from forge_weaver import Distilled, load_ensemble, read_problems
 
 SIZES = [(64, "float32"), (128, "float32"), (192, "float32"), (256, "float32"), (256, "bfloat16"), (384, "bfloat16")]

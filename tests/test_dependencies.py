@@ -102,8 +102,9 @@ EXTENSIONS = sorted(path.name for path in SOURCE.parent.glob("forge_*"))
 # Agents are confined as programs are; both play in environments, whose tools the reward doctor calls.
 USES = {
     "forge_agents": {"forge_envs", "forge_sandbox"},
-    "forge_inspect": {"forge_envs"},
+    "forge_inspect": {"forge_envs", "forge_verifiers"},
     "forge_sandbox": {"forge_envs"},
+    "forge_weaver": {"forge_verifiers"},
 }
 
 

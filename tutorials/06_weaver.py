@@ -73,7 +73,7 @@ def judge(name):
 
 
 # %%
-from forge.rewards import Panel, Rule
+from forge_verifiers import Panel, Rule
 from forge_weaver import Problem, score_table
 
 panel = Panel([Rule(judge(name), name) for name in ERRORS])

@@ -8,9 +8,9 @@ from forge.config import Section
 from forge.data.config import DatasetConfig
 from forge.engines import EngineSettings
 from forge.recipes.schema import RunConfig
-from forge.rewards.config import VerifiersConfig
 from forge.runtime.controller import Options
 from forge.system import extras
+from forge_verifiers.config import VerifiersConfig
 from forge_weaver import make
 
 

@@ -14,15 +14,16 @@ import numpy as np
 import yaml
 
 from apps.weaver.config import FitConfig, WeaverConfig
-from forge.actors import Generator, RemotePanel, VerifierActor
+from forge.actors import Generator
 from forge.config import to_dict
 from forge.data.load import load_data
 from forge.models import check_family, open_tokenizer, resolve_model
 from forge.recipes.schema import sample_seed
-from forge.rewards import Panel, Rule
 from forge.rewards.rules import load_reward
 from forge.system.masking import without_secrets
 from forge.types import Sample
+from forge_verifiers import Panel, Rule
+from forge_verifiers.actors import RemotePanel, VerifierActor
 from forge_weaver import Aggregator, Problem, ScoreTable, fit_table, score_table
 
 CONFIG = "config.yaml"

@@ -18,8 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from forge.models import quiet_loading
-from forge.rewards.models import TokenRow
-from forge.rewards.reward_model import RewardModel
+from forge_verifiers.models import TokenRow
+from forge_verifiers.reward_model import RewardModel
 
 from .calibration import Recalibration, auc, ece
 from .selection import selection_accuracy
@@ -106,7 +106,7 @@ def distil(
         folder: must be empty or absent.
         say: called with a log line per epoch.
         **reading: how prompt and response become one text, and `max_tokens` (READING); see
-            `forge.rewards.RewardModel`.
+            `forge_verifiers.RewardModel`.
 
     Raises:
         ValueError: no texts, mismatched shapes, values outside [0, 1], too few prompts, invalid settings, or a folder

@@ -15,11 +15,11 @@ import yaml
 from forge.config import build, to_dict
 from forge.config.yaml_files import read_yaml
 from forge.observability import Reduce, record_metric
-from forge.rewards.config import VerifiersConfig
-from forge.rewards.panel import Panel
 from forge.rewards.reward import report_missing
-from forge.rewards.settings import ModelSettings, RewardModelSettings
 from forge.rewards.verifier import Scores
+from forge_verifiers.config import VerifiersConfig
+from forge_verifiers.panel import Panel
+from forge_verifiers.settings import ModelSettings, RewardModelSettings
 
 from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
 from .binned import Online
@@ -256,7 +256,7 @@ class Distilled:
     Args:
         path: its folder.
         name: of the column; by default the folder's.
-        device, dtype, batch_tokens: see `forge.rewards.RewardModel`.
+        device, dtype, batch_tokens: see `forge_verifiers.RewardModel`.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class Distilled:
 
     def setup(self) -> Distilled:
         """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
-        from forge.rewards import RewardModel
+        from forge_verifiers import RewardModel
 
         self.model = RewardModel(self.path, self.names[0], **self._reading(), **self._settings)
         return self

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from forge.actors import RewardActor, VerifierActor
+from forge.actors import RewardActor
 from forge.config import ConfigError
 from forge.observability.metrics import drain
 from forge.recipes.schema import RewardConfig
-from forge.rewards import Panel
-from forge.rewards.config import VerifiersConfig
 from forge.rewards.reward import BadScore, FunctionVerifier
 from forge.runtime.controller import shutdown
+from forge_verifiers import Panel
+from forge_verifiers.actors import VerifierActor
+from forge_verifiers.config import VerifiersConfig
 from forge_weaver import (
     BinnedDawidSkene,
     CorrelatedMixture,

@@ -17,12 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from apps.real.constraints import FollowsConstraints
-from forge.rewards import AnswerFrequency, MathVerifier, Rule
 from forge.rewards.rules import CharacterMatch, ExactMatch, JsonMatch, MathReward, ThinkingReward, final_answer
-from forge.rewards.settings import ProcessRewardModelSettings
 from forge_envs import read_action, schema_of
 from forge_sandbox.code_verifier import code_block
 from forge_sandbox.literals import literal
+from forge_verifiers import AnswerFrequency, MathVerifier, Rule
+from forge_verifiers.settings import ProcessRewardModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # pytest has its own filters
 

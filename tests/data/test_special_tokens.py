@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from forge.data.special_tokens import SpecialTokens, inert_anywhere, whole
 from forge.models.tokenizer import character_tokenizer
-from forge.rewards import LMJudge
-from forge.rewards.judge import mark_of
+from forge_verifiers import LMJudge
+from forge_verifiers.judge import mark_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -29,7 +29,7 @@ def test_modules_within_and_their_classes_exist_once():
 
     assert Options is options_of_today
     assert MathReward().__class__.__module__ == "forge.rewards.rules.math"
-    assert MathVerifier.__module__ == "forge.rewards.rule_verifiers"
+    assert MathVerifier.__module__ == "forge_verifiers.rule_verifiers"
     assert pickle.loads(pickle.dumps(ExactMatch())) == ExactMatch()
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.thoughts import without_thoughts
-from forge.rewards import AnswerFrequency, MathVerifier
 from forge.rewards.rules import ExactMatch, JsonMatch, MathReward, final_answer
 from forge_math.compare import equal
 from forge_math.notation import same_text, tokens
+from forge_verifiers import AnswerFrequency, MathVerifier
 
 from . import answer_pairs
 

@@ -10,8 +10,8 @@ from time import perf_counter
 
 import pytest
 
-from forge.rewards import Panel
 from forge_sandbox import CodeVerifier
+from forge_verifiers import Panel
 
 pytestmark = pytest.mark.processes
 

@@ -9,8 +9,9 @@ import math
 import numpy as np
 import pytest
 
-from forge.rewards import Panel, Rule, Scores
+from forge.rewards import Scores
 from forge.rewards.reward import Reward
+from forge_verifiers import Panel, Rule
 from forge_weaver import Problem, read_problems, score_table, write_problems
 
 

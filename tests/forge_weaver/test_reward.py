@@ -5,9 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from forge.rewards import Panel, Rule, Scores
-from forge.rewards.config import VerifiersConfig
+from forge.rewards import Scores
 from forge.rewards.reward import Reward
+from forge_verifiers import Panel, Rule
+from forge_verifiers.config import VerifiersConfig
 from forge_weaver import BinnedDawidSkene, Ensemble, Online, RankMean, ScoreTable, load_ensemble, save_ensemble
 
 NAMES = ("a", "b", "c", "d")

@@ -273,7 +273,7 @@ def test_the_code_of_a_model_is_not_run_though_the_terminal_says_yes(load: str, 
     code = "\n".join(
         [
             "from forge.models import check_family, open_tokenizer",
-            "from forge.rewards.models import BatchedModel, ModelSettings",
+            "from forge_verifiers.models import BatchedModel, ModelSettings",
             "from transformers import AutoModelForSequenceClassification",
             f"folder = {str(model)!r}",
             load,

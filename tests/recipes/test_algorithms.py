@@ -137,7 +137,7 @@ def test_the_steps_of_a_response_are_rewarded(tmp_path):
     tiny_model(kind=AutoModelForTokenClassification).save_pretrained(tmp_path / "prm")
     TOKENIZER.save_pretrained(tmp_path / "prm")
     model = {"path": str(tmp_path / "prm"), "marker": "z", "separator": "b"}
-    steps = {"use": "forge.rewards:StepRewards", "model": model, "weight": 0.5}
+    steps = {"use": "forge_verifiers:StepRewards", "model": model, "weight": 0.5}
     rewards = ["--reward.functions", json.dumps(["CharacterMatch", steps]), "--training.steps", "2"]
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"dataset": {"task": "apps.toys.words:Reverse"}, "from_scratch": {}}))

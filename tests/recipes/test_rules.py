@@ -20,7 +20,7 @@ from forge.recipes.sft import SFTConfig
 
 ROWS = {"path": "rows.jsonl"}
 TASK = {"task": "apps.toys.words:Reverse", "prompt_template": "{question}>"}
-STEPS = {"use": "forge.rewards:StepRewards", "model": {"path": "a model", "marker": "<step>"}}
+STEPS = {"use": "forge_verifiers:StepRewards", "model": {"path": "a model", "marker": "<step>"}}
 COLOCATED = {"colocated": True, "async": {"max_policy_age": 0}}
 ENVIRONMENT = {"environment": "apps.tools.main:environment"}
 TEACHER = {"distill": {"teacher": "another model"}}

@@ -11,7 +11,7 @@ from time import monotonic, time
 import pytest
 from aiohttp import web
 
-from forge.rewards import LMJudge, Panel
+from forge_verifiers import LMJudge, Panel
 from tests.forge_agents.serving.conftest import model, served, tokenizer  # noqa: F401
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 10}

@@ -13,8 +13,9 @@ import time
 import numpy as np
 import pytest
 
-from forge.rewards import AnswerFrequency, Cache, Panel, Rule, Scores
+from forge.rewards import Scores
 from forge.rewards.threads import Batcher
+from forge_verifiers import AnswerFrequency, Cache, Panel, Rule
 
 
 class Counting:
@@ -218,7 +219,7 @@ def test_reading_a_fingerprint_costs_no_calls_time_and_is_done_once():
 
 
 def test_a_fingerprint_that_cannot_be_read_costs_the_cache_alone(caplog, monkeypatch):
-    monkeypatch.setattr("forge.rewards.panel.FINGERPRINT_TIMEOUT", 1.0)
+    monkeypatch.setattr("forge_verifiers.panel.FINGERPRINT_TIMEOUT", 1.0)
     release = threading.Event()
     odd = [
         Secretive("key", lambda: {}["weights"]),

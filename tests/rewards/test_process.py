@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from forge.actors import RewardActor
 from forge.data.packing import pack
 from forge.envs.group import SingleTurnEnv
-from forge.rewards.process import ProcessRewardModel
 from forge.runtime.controller import ForgeActor, endpoint, shutdown
 from forge.types import Completion, Prompt, Sample
+from forge_verifiers.process import ProcessRewardModel
 from tests.training.cases import TOKENIZER, tiny_model
 
 RESPONSES = ["ab\n\ncd\n \nefg", "abc", "a\n\n\n\nb"]
@@ -115,7 +115,7 @@ def test_steps_earn_their_own_rewards(folders):
             "model": {"path": str(folders[AutoModelForTokenClassification]), "marker": "z", "separator": "q"},
             "weight": 0.5,
         }
-        functions = [lambda prompt, response, target: 1.0, {"use": "forge.rewards:StepRewards", **steps}]
+        functions = [lambda prompt, response, target: 1.0, {"use": "forge_verifiers:StepRewards", **steps}]
         reward = await RewardActor.as_local(functions)
         episodes = await SingleTurnEnv(reward, TOKENIZER).rollout(
             await Policy.as_local(), Sample(Prompt("hi", (3, 4)), ""), n=2

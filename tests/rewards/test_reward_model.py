@@ -25,8 +25,8 @@ from transformers import (
 from forge.data.packing import pack
 from forge.data.preferences import PreferenceDataset
 from forge.models.tokenizer import character_tokenizer
-from forge.rewards import Panel, RewardModel
 from forge.training import checkpoint
+from forge_verifiers import Panel, RewardModel
 from tests.data.templates import CHATML
 from tests.training.cases import TOKENIZER, make_trainer, write_classifier
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.rewards import AnswerFrequency, MathVerifier, Rule, Scores, Unscored
+from forge.rewards import Scores, Unscored
 from forge.rewards.rules import CharacterMatch, ThinkingReward
+from forge_verifiers import AnswerFrequency, MathVerifier, Rule
 
 
 def score(verifier, responses, target=None):

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from forge.config import ConfigError, build, to_dict
-from forge.rewards.config import VerifiersConfig
+from forge_verifiers.config import VerifiersConfig
 from tests.training.cases import write_classifier
 
 JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "judge"}

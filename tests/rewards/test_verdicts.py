@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.rewards.verdicts import read_verdict
+from forge_verifiers.verdicts import read_verdict
 
 VERDICTS = {
     True: [

@@ -6,7 +6,6 @@ from .reference import ReferenceModel
 from .replay_buffer import ReplayBuffer
 from .reward import RewardActor
 from .trainer import Trainer
-from .verifiers import RemotePanel, VerifierActor
 
 PolicyActor = Generator  # the name in the torchforge documents
 
@@ -15,9 +14,7 @@ __all__ = [
     "Generator",
     "PolicyActor",
     "ReferenceModel",
-    "RemotePanel",
     "ReplayBuffer",
     "RewardActor",
     "Trainer",
-    "VerifierActor",
 ]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config.plugin import load_plugin
-from ..rewards.config import VerifiersConfig
 from ..rewards.reward import Reward, Score
 from ..rewards.rules import load_reward
 from ..runtime.controller import ForgeActor, endpoint
@@ -19,7 +18,7 @@ class RewardActor(ForgeActor):
     Args:
         functions: functions, verifiers, or objects with `score_group`; names that `load_reward` resolves; mappings
             `{"use": "package.module:Name", **settings}` that name one with its settings.
-        verifiers: models, judges and rules whose scores are added as they are.
+        verifiers: a `forge_verifiers.config.VerifiersConfig`, whose scores are added as they are.
         accuracy: the function that decides whether a response is right, see `Reward`.
         weights, names: of the functions, see `Reward`.
     """
@@ -28,7 +27,7 @@ class RewardActor(ForgeActor):
         self,
         functions: Sequence[Any] | None = None,
         *,
-        verifiers: VerifiersConfig | None = None,
+        verifiers: Any = None,
         accuracy: Any = None,
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from ..config.plugin import load_plugin
+from ..config.plugin import load_plugin, resolve
 from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig
 from ..rewards.arguments import RewardCall, columns_of
-from ..rewards.config import VerifiersConfig
 from ..rewards.reward import as_verifier, call_of, check_parts
 from ..rewards.rules import load_reward
 
@@ -21,8 +20,8 @@ class RewardConfig(Section):
     """Names from `forge.rewards.rules` or `package.module:Name`, or verifiers with their settings, `{use:
     package.module:Name, ...}`; from Python also the objects themselves. null: `MathReward` unless `verifiers` is
     set."""
-    verifiers: VerifiersConfig | None = None
-    """Models, judges and rules, with their scores as they are: the keys of the section `verifiers`."""
+    verifiers: Any = None
+    """Models, judges and rules, with their scores as they are ([verifiers.md](verifiers.md)); null: none."""
     weights: list[float] | None = None
     """What each of `functions` is multiplied by; null: 1."""
     names: list[str] | None = None
@@ -31,6 +30,8 @@ class RewardConfig(Section):
     """The function that decides which answers are right; null: the first function of `functions`."""
 
     def _check(self) -> None:
+        if self.verifiers is not None:
+            self.verifiers = resolve("forge_verifiers.config:read_section", "reward.verifiers")(self.verifiers)
         if self.functions == [] and self.verifiers is None:
             raise ValueError("reward.functions is empty: name at least one, or set reward.verifiers")
         for item in self.functions or ():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forge.rewards import LMJudge
+from forge_verifiers import LMJudge
 from tests.forge_agents.serving.conftest import eventually
 
 SAID = [{"role": "user", "content": "hello"}]

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from forge.rewards.verifier import Scores
+
 from .settings import ProcessRewardModelSettings
-from .verifier import Scores
 
 
 class StepRewards:
@@ -20,7 +21,7 @@ class StepRewards:
     the configuration.
 
     Args:
-        model: fields of `forge.rewards.config.ProcessRewardModelSettings`.
+        model: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
         weight: beside other rewards.
 
     Raises:

@@ -8,10 +8,10 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from .rules import MathReward, final_answer
-from .rules.comparison import comparison
-from .threads import ThreadLimiter, within
-from .verifier import Scores, Unscored, collect
+from forge.rewards.rules import MathReward, final_answer
+from forge.rewards.rules.comparison import comparison
+from forge.rewards.threads import ThreadLimiter, within
+from forge.rewards.verifier import Scores, Unscored, collect
 
 TOLERANCE = 1e-6
 MAX_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second

@@ -12,12 +12,13 @@ from importlib import import_module
 from string import Formatter
 from typing import Any
 
-from ..data.special_tokens import inert_anywhere
-from ..system.bounded_http import bounded_transport
+from forge.data.special_tokens import inert_anywhere
+from forge.rewards.threads import within
+from forge.rewards.verifier import Scores, Unscored, collect
+from forge.system.bounded_http import bounded_transport
+
 from .settings import JudgeSettings
-from .threads import within
 from .verdicts import read_verdict
-from .verifier import Scores, Unscored, collect
 
 try:
     from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
@@ -51,7 +52,7 @@ class LMJudge:
     nor for a `Panel`'s timeout as long as the endpoint answers other requests.
 
     Args:
-        url, model, name, settings: fields of `forge.rewards.config.JudgeSettings`.
+        url, model, name, settings: fields of `forge_verifiers.config.JudgeSettings`.
         api_key: sent as a bearer token.
 
     Raises:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ..config.sections import Section
-from ..data.prompts import PromptFormat
+from forge.config.sections import Section
+from forge.data.prompts import PromptFormat
 
 TRUNCATE = "truncate is for pairs, and for responses that eos ends: omit it"
 TEMPLATE = (
@@ -67,7 +67,7 @@ class ModelSettings(Section):
 
 
 class RewardModelSettings(ModelSettings):
-    """A sequence classifier, see `forge.rewards.RewardModel`."""
+    """A sequence classifier, see `forge_verifiers.RewardModel`."""
 
     as_pair: bool = False
     """Give prompt and response as two texts, for cross-encoders."""
@@ -96,7 +96,7 @@ class RewardModelSettings(ModelSettings):
 
 
 class ProcessRewardModelSettings(ModelSettings):
-    """A model that reads steps, see `forge.rewards.ProcessRewardModel`."""
+    """A model that reads steps, see `forge_verifiers.ProcessRewardModel`."""
 
     marker: str
     """Text after each step, one token at its end, at which the model reads the step, such as " ки"."""
@@ -127,7 +127,7 @@ class ProcessRewardModelSettings(ModelSettings):
 
 
 class JudgeSettings(Section):
-    """A language model behind an OpenAI-compatible endpoint, see `forge.rewards.LMJudge`."""
+    """A language model behind an OpenAI-compatible endpoint, see `forge_verifiers.LMJudge`."""
 
     url: str
     """Up to and with the version, such as http://127.0.0.1:8000/v1."""

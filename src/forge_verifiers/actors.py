@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..rewards.config import VerifiersConfig
-from ..rewards.verifier import Scores
-from ..runtime.controller import ForgeActor, Service, endpoint
+from forge.rewards.verifier import Scores
+from forge.runtime.controller import ForgeActor, Service, endpoint
+
+from .config import VerifiersConfig
 
 
 class VerifierActor(ForgeActor):
@@ -30,7 +31,7 @@ class VerifierActor(ForgeActor):
 
     @endpoint
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
-        """[responses, verifiers], see `forge.rewards.Panel`."""
+        """[responses, verifiers], see `forge_verifiers.Panel`."""
         return await self.panel.score(prompt, responses, target)
 
     @endpoint

@@ -11,9 +11,10 @@ from functools import partial
 
 import numpy as np
 
+from forge.rewards.threads import in_own_thread, within
+from forge.rewards.verifier import Scores, Verifier, close_all, reason_of
+
 from .cache import Cache, key_of
-from .threads import in_own_thread, within
-from .verifier import Scores, Verifier, close_all, reason_of
 
 log = logging.getLogger(__name__)
 FINGERPRINT_TIMEOUT = 600.0  # seconds: that of a model reads all its weights

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ..data.supervised import closed
+from forge.data.supervised import closed
+from forge.rewards.threads import Batcher
+from forge.rewards.verifier import Scores
+
 from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .settings import TRUNCATE, RewardModelSettings
-from .threads import Batcher
-from .verifier import Scores
 
 NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose classes are independent
 
@@ -39,7 +40,7 @@ class RewardModel:
     padding token (transformers would use the token before it).
 
     Args:
-        path, name, settings: fields of `forge.rewards.config.RewardModelSettings`.
+        path, name, settings: fields of `forge_verifiers.config.RewardModelSettings`.
 
     Raises:
         ValueError: invalid settings, or settings that do not fit the model.

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import PromptFormat
-from ..data.special_tokens import SpecialTokens
+from forge.data.prompts import PromptFormat
+from forge.data.special_tokens import SpecialTokens
+from forge.rewards.verifier import Unscored
+
 from .settings import ModelSettings
-from .verifier import Unscored
 
 A = TypeVar("A")
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from forge.rewards.threads import Batcher
+from forge.rewards.verifier import Scores, Unscored
+
 from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .settings import ProcessRewardModelSettings
-from .threads import Batcher
-from .verifier import Scores, Unscored
 
 # Settings of language models that change the logits after the head; only the head is computed here.
 _AFTER_HEAD = (
@@ -40,7 +41,7 @@ class ProcessRewardModel:
     no steps, or contains the marker, is unscored.
 
     Args:
-        path, name, settings: fields of `forge.rewards.config.ProcessRewardModelSettings`.
+        path, name, settings: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
 
     Raises:
         ValueError: invalid settings, or settings that do not fit the model.

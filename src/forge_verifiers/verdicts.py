@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..data.thoughts import without_thoughts
+from forge.data.thoughts import without_thoughts
 
 _LEADS = r"(?:(?:my|the|so|final|overall|therefore|thus|hence)[^\w\n]+)*"
 _MARKERS = r"(?:verdict|answer|judge?ment|decision|conclusion|result|grade|rating|label|correct)"

@@ -8,14 +8,15 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat
 
-from ..config.plugin import Object, load_plugin
-from ..config.sections import ConfigError, Section
+from forge.config.plugin import Object, load_plugin
+from forge.config.sections import ConfigError, Section, build
+from forge.rewards.rules import load_reward
+from forge.rewards.verifier import Verifier
+
 from .cache import Cache
 from .panel import Panel
 from .rule_verifiers import AnswerFrequency, MathVerifier, Rule
-from .rules import load_reward
 from .settings import JudgeSettings, ModelSettings, ProcessRewardModelSettings, RewardModelSettings
-from .verifier import Verifier
 
 
 class VerifiersConfig(Section):
@@ -123,6 +124,11 @@ class VerifiersConfig(Section):
 
     def _plugins(self, location: str) -> list[Any]:
         return [load_plugin(item, f"{location}.plugins[{number}]") for number, item in enumerate(self.plugins)]
+
+
+def read_section(values: Any) -> VerifiersConfig:
+    """Return the section of a mapping, or of what it was read to before. ConfigError: names the key."""
+    return values if isinstance(values, VerifiersConfig) else build(VerifiersConfig, values, "reward.verifiers")
 
 
 def models_of(scorers: Iterable[Object]) -> list[ModelSettings]:
