@@ -19,7 +19,7 @@ from forge.recipes.dpo import DPOConfig
 from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft import SFTConfig
-from forge.runtime.controller import Options
+from forge.runtime.controller import Placement
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- made by make_configuration.py -->\n", "<!-- end of the tables -->\n"
@@ -44,7 +44,7 @@ def collect(section: type[Section], where: str, recipe: str, found: Found) -> No
     found.setdefault(section, {}).setdefault(where, []).append(recipe)
     for key, field in keys_of(section).items():
         inner = section_in(field.annotation)
-        if inner is not None and inner is not Options:
+        if inner is not None and inner is not Placement:
             several = {list: "[]", dict: ".NAME"}.get(typing.get_origin(field.annotation), "")
             collect(inner, f"{where}.{key}{several}".lstrip("."), recipe, found)
 
@@ -139,7 +139,7 @@ def made() -> str:
                 lines += [f"{places}: {' '.join((inspect.getdoc(section) or '').split())}", "", *rows, ""]
         lines.pop()
         if title == "services":
-            lines += ["", "Of each service:", "", *table(Options)]
+            lines += ["", "Of each service:", "", *table(Placement)]
     return "\n".join(lines) + "\n"
 
 

@@ -151,7 +151,6 @@ def test_the_kl_without_a_reference_model_is_to_the_generator(config):
         ([*NO_REFERENCE, "--async.max_policy_age", "0"], "grpo.beta does nothing: without services.ref_model"),
         ([*NO_REFERENCE, "--grpo.kl_in", "reward"], "grpo.beta does nothing: without services.ref_model"),
         (["--training.dtype", "float32", "--training.weights_dtype", "bfloat16"], "weights_dtype bfloat16 needs"),
-        (["--trainer.gpus_per_proc", "2", "--trainer.with_gpus", "false"], "gpus_per_proc = 2 does nothing"),
         (["--training.bach_size", "4"], "unknown key 'training.bach_size'; did you mean 'batch_size'"),
         (["--trainning.steps", "4"], "unknown key 'trainning'; did you mean 'training'"),
         (["--training.steps", "many"], "training.steps must be a whole number, got 'many'"),
@@ -360,7 +359,7 @@ def names_in_code():
     """The names that the code reads, and those of sections that it unpacks."""
     read_names: set[str] = set()
     unpacked: set[str] = set()
-    for path in [*ROOT.glob("src/forge/**/*.py"), *ROOT.glob("apps/**/*.py")]:
+    for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("apps/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 read_names.add(node.attr)

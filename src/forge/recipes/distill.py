@@ -18,7 +18,7 @@ from ..data.config import DatasetConfig
 from ..data.packing import pack
 from ..engines.interface import check_length
 from ..envs.group import SingleTurnEnv
-from ..runtime.controller import Options
+from ..runtime.controller import Placement
 from ..training import credit
 from ..types import Episode
 from . import components, rules
@@ -45,7 +45,7 @@ class DistillSettings(Section):
 class DistillServices(SamplingServices):
     """Placement of each component; `ref_model` is the teacher."""
 
-    ref_model: Options = Options()
+    ref_model: Placement = Placement()
 
 
 class DistillConfig(RecipeConfig):

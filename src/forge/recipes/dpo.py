@@ -15,7 +15,7 @@ from ..algorithms import DPOLoss
 from ..config.sections import Section
 from ..data.config import PreferencesConfig
 from ..data.packing import pack
-from ..runtime.controller import Options
+from ..runtime.controller import Placement
 from ..training.step import evaluate_pairs
 from ..types import Batch, Episode
 from . import components
@@ -36,7 +36,7 @@ class DPOSettings(Section):
 class DPOServices(TrainingServices):
     """Placement of each component."""
 
-    ref_model: Options = Options()
+    ref_model: Placement = Placement()
 
 
 class DPOConfig(TrainingRecipe):

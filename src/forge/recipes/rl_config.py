@@ -14,7 +14,7 @@ from ..engines.interface import check_length
 from ..envs.config import EpisodeConfig
 from ..envs.group import GroupEnv
 from ..observability.console import log
-from ..runtime.controller import Options
+from ..runtime.controller import Placement
 from . import rules
 from .eval_config import RLEvalConfig
 from .metrics_config import MetricsConfig
@@ -132,13 +132,13 @@ class AsyncConfig(Section):
 class RLServices(SamplingServices):
     """Placement of each component."""
 
-    reward: Options | None = Options()
+    reward: Placement | None = Placement()
     """Null: in the controller's process, for functions that are quick and sure to end."""
-    critic: Options = Options()
-    ref_model: Options | None = None
+    critic: Placement = Placement()
+    ref_model: Placement | None = None
     """The frozen model that `grpo.beta` keeps the policy close to. Null: none is started, and the KL is to the
     generator's weights, by the log-probabilities that it recorded."""
-    replay_buffer: Options | None = None
+    replay_buffer: Placement | None = None
     """Null: in the controller's process."""
 
 
@@ -252,7 +252,7 @@ class RLConfig(RecipeConfig):
         if self.async_.max_policy_age is None:
             self.async_.max_policy_age = 0 if self.colocated else interval
         if self.services.ref_model is None and (algorithm.needs_teacher or self.grpo.reference is not None):
-            self.services.ref_model = Options()
+            self.services.ref_model = Placement()
         rules.check(rules.RL_RULES, self.facts())
         self.check_services()
         room = self.training.seq_len - self.grpo.max_tokens

@@ -89,7 +89,7 @@ class PlacedService(NamedTuple):
     def differing_option(self) -> str | None:
         """Return an option of processes in which it differs from the trainer, whose processes it shares."""
         trainer = self.cfg.services.trainer
-        keys = ("with_gpus", "gpus_per_proc", "threads", "env")
+        keys = ("with_gpus", "threads", "env")
         return next((key for key in keys if self.options[key] != trainer[key]), None)
 
 

@@ -14,7 +14,7 @@ from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..models.architecture import longest
 from ..models.read_once import model_config
-from ..runtime.controller import Options
+from ..runtime.controller import Options, Placement
 from ..system import extras
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from . import rules
@@ -142,16 +142,16 @@ class RunConfig(Section):
 class TrainingServices(Section):
     """Placement of the services that every recipe has."""
 
-    trainer: Options = Options()
-    dataset: Options | None = None
+    trainer: Placement = Placement()
+    dataset: Placement | None = None
     """Null: in the controller's process."""
 
 
 class SamplingServices(TrainingServices):
     """Placement of the services of a recipe whose policy samples and is scored."""
 
-    generator: Options = Options()
-    reward: Options | None = Options()
+    generator: Placement = Placement()
+    reward: Placement | None = Placement()
     """Null: in the controller's process."""
 
 
@@ -220,7 +220,7 @@ class TrainingRecipe(Section):
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.runtime.controller.Options`."""
-        return {**self.services[name]}
+        return {**Options(**self.services[name])}
 
     def unused(self) -> list[str]:
         """The keys that are set and that nothing reads under the others."""
@@ -264,7 +264,7 @@ class TrainingRecipe(Section):
         """The services that are not null."""
         return [name for name in type(self.services).model_fields if self.services[name] is not None]
 
-    def service(self, name: str) -> Options | None:
+    def service(self, name: str) -> Placement | None:
         """The options of a service; None where the recipe has none of this name, or it is null."""
         return getattr(self.services, name, None)
 
@@ -272,7 +272,7 @@ class TrainingRecipe(Section):
         """Check the placement of all services: those that train may have several ranks, those that hold no state
         several replicas. ConfigError: names the setting."""
         for name in self.configured():
-            service = rules.PlacedService(self, name, self.services[name])
+            service = rules.PlacedService(self, name, Options(**self.services[name]))
             rules.check(rules.SERVICE_RULES, service)
             procs = service.options.procs
             if (service.trains or procs != 1) and name not in ("generator", *self.idle):
@@ -329,7 +329,7 @@ class RecipeConfig(TrainingRecipe):
             return
         try:
             for name in filter(self.shares_device, self.configured()):
-                service = rules.PlacedService(self, name, self.services[name])
+                service = rules.PlacedService(self, name, Options(**self.services[name]))
                 rules.check(rules.COLOCATED_SERVICE_RULES, service)
             rules.check(rules.COLOCATED_RULES, self)
         except ConfigError as error:

@@ -88,7 +88,7 @@ class Session:
             reply = await self._request("mcp", "mcp", call)
             if "error" in reply:
                 raise OpenEnvError("MCP_ERROR", str(reply["error"]), self._url)
-            tools = (reply.get("result") or {}).get("tools")
+            tools = (reply.get("result") or {}).get("tools") or []
         except OpenEnvError as error:
             if error.code != "UNKNOWN_TYPE":
                 raise

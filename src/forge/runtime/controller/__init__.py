@@ -5,7 +5,7 @@ from .actor_host import ActorHost  # noqa: F401  (processes find it by this name
 from .context import ActorContext, request_id
 from .errors import CallTimeout, ForgeError, PoisonRequest, RemoteError, ReplicaDied, ServiceStopped, Unrecoverable
 from .handle import Local
-from .options import Options, ServiceConfig
+from .options import Options, Placement, ServiceConfig
 from .run import first_to_end, run, run_in_thread
 from .runtime import drain_metrics, forked_processes, runtime, shutdown
 from .service import ReplicaStatus, Service, ServiceStatus
@@ -17,6 +17,7 @@ __all__ = [
     "ForgeError",
     "Local",
     "Options",
+    "Placement",
     "PoisonRequest",
     "RemoteError",
     "ReplicaDied",

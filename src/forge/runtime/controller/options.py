@@ -13,8 +13,8 @@ from .meshes import UserMesh
 from .routers import resolve_router
 
 
-class Options(Section):
-    """Placement and supervision of one component: its section under `services`."""
+class Placement(Section):
+    """Where one component of a run is placed: its section under `services`."""
 
     procs: PositiveInt = 1
     """Processes of one replica; they form one torch.distributed group. Trainer and critic share the model over them as
@@ -28,17 +28,11 @@ class Options(Section):
     """HOST:PORT of the machine of `cluster.hosts` that it is placed on; null: any."""
     with_gpus: bool = False
     """Give each process its own GPUs."""
-    gpus_per_proc: PositiveInt = 1
-    """How many, with `with_gpus`."""
-    mesh_name: str | None = None
-    """What the component is called in errors, metrics and status; null: its class."""
     share: str | None = None
     """Name of processes that several components live in together; null: separate processes."""
     share_procs: PositiveInt = 1
     """How many processes have that name. A component of as many has a rank in each of them; replicas of one process
     live in one each, in turn. With GPUs there is one for each of them."""
-    per_process: PositiveInt = 1
-    """Light replicas that live together in one process."""
     threads: PositiveInt = 1
     """Compute threads of each process."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -51,21 +45,8 @@ class Options(Section):
     `package.module:function`; in Python also a function, see `forge.runtime.controller.routers`."""
     call_timeout: PositiveFloat = 1800.0
     """Seconds after which a call without an answer is an error."""
-    setup_timeout: PositiveFloat = 300.0
-    """The same for the component's start."""
-    ping_timeout: PositiveFloat = 4.0
-    """Seconds without an answer to a ping after which a replica counts as hung and is replaced."""
-    stall_after: PositiveFloat = 60.0
-    """Seconds without an answer to any call after which it is logged who waits for whom, with stacks; a component that
-    is starting has a line without them until half of `setup_timeout`."""
-    max_in_flight: PositiveInt = 1024
-    """Most calls at one replica at a time; further callers wait."""
-    max_restarts: NonNegativeInt = 5
-    """Replacements in a row that fail, or die within ten seconds, before a replica is given up; 0: none is started."""
     retries: NonNegativeInt = 4
     """How often a call is sent again because its replica was lost."""
-    quarantine_after: PositiveInt = 2
-    """Replicas that one call may take down before it is an error."""
 
     @classmethod
     def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -90,15 +71,15 @@ class Options(Section):
         """The mesh that the user made, if there is one."""
         return self.hosts if isinstance(self.hosts, UserMesh) else None
 
-    def on_mesh_of(self, component: str) -> Options:
-        """Return the options with the mesh of this component, where a job has several. ValueError: none is its."""
-        mesh = None if self.mesh is None else self.mesh.for_component(self.mesh_name or component)
-        return self if mesh is self.mesh else Options(**{**self, "hosts": mesh})
-
     @property
     def heavy(self) -> bool:
         """Whether it holds resources that are released only at process exit."""
         return self.procs > 1 or self.with_gpus
+
+    @property
+    def groups(self) -> int:
+        """The number of replicas that are placed on their own."""
+        return self.num_replicas
 
     def _check(self) -> None:
         resolve_router(self.router)
@@ -106,32 +87,68 @@ class Options(Section):
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} = {value!r} cannot be an environment variable")
         # Settings without effect are mistakes: the user meant another one.
-        if self.gpus_per_proc != 1 and not self.with_gpus:
-            raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
         if self.share is None and self.share_procs != 1:
             raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
         # A shared process has one placement, which its first component decides.
-        if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts or self.per_process != 1):
+        if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts):
             raise ValueError(
                 f"a component that shares the process {self.share!r} has one process, or all {self.share_procs} of "
                 "that name (share_procs), and no separate host; set share to null to give it its own"
             )
-        if self.per_process > 1 and (self.procs > 1 or self.with_gpus):
-            raise ValueError("per_process is for light replicas: it needs procs 1 and no GPUs")
         if self.host is not None and self.hosts is not None:
             raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: omit one")
-        if self.mesh is not None:
-            self._check_mesh(self.mesh)
-            return
         # A host without processes would be reserved for nothing; uneven shares are unsupported by Monarch's meshes.
         hosts = self.host_count
-        if hosts is not None and self.procs == 1 and -(-self.num_replicas // self.per_process) < hosts:
+        if hosts is not None and self.procs == 1 and self.groups < hosts:
             raise ValueError(
                 f"hosts = {hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
                 "raise num_replicas, or raise procs to spread one replica"
             )
         if hosts is not None and self.procs > 1 and self.procs % hosts:
             raise ValueError(f"procs = {self.procs} cannot be divided evenly over hosts = {hosts}")
+
+
+class Options(Placement):
+    """Placement and supervision of one component: the arguments of `options(...)` in Python."""
+
+    gpus_per_proc: PositiveInt = 1
+    """How many, with `with_gpus`."""
+    mesh_name: str | None = None
+    """What the component is called in errors, metrics and status; null: its class."""
+    per_process: PositiveInt = 1
+    """Light replicas that live together in one process."""
+    setup_timeout: PositiveFloat = 300.0
+    """The same for the component's start."""
+    ping_timeout: PositiveFloat = 4.0
+    """Seconds without an answer to a ping after which a replica counts as hung and is replaced."""
+    stall_after: PositiveFloat = 60.0
+    """Seconds without an answer to any call after which it is logged who waits for whom, with stacks; a component that
+    is starting has a line without them until half of `setup_timeout`."""
+    max_in_flight: PositiveInt = 1024
+    """Most calls at one replica at a time; further callers wait."""
+    max_restarts: NonNegativeInt = 5
+    """Replacements in a row that fail, or die within ten seconds, before a replica is given up; 0: none is started."""
+    quarantine_after: PositiveInt = 2
+    """Replicas that one call may take down before it is an error."""
+
+    def on_mesh_of(self, component: str) -> Options:
+        """Return the options with the mesh of this component, where a job has several. ValueError: none is its."""
+        mesh = None if self.mesh is None else self.mesh.for_component(self.mesh_name or component)
+        return self if mesh is self.mesh else Options(**{**self, "hosts": mesh})
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of replicas that share a process."""
+        return -(-self.num_replicas // self.per_process)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.gpus_per_proc != 1 and not self.with_gpus:
+            raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
+        if self.per_process > 1 and (self.procs > 1 or self.with_gpus or self.share is not None):
+            raise ValueError("per_process is for light replicas: it needs procs 1, no GPUs and no share")
+        if self.mesh is not None:
+            self._check_mesh(self.mesh)
 
     def _check_mesh(self, mesh: UserMesh) -> None:
         useless = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
