@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.cli.recipes import RECIPES
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 if TYPE_CHECKING:
     from forge.config.sections import Arguments
@@ -40,10 +40,10 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Launch the runs; invalid input ends the program with one line."""
-    from forge.cli.sweep import variants
     from forge.config.sections import Arguments, ConfigError
     from forge.recipes.resume import read_config
     from forge.system.masking import masked
+    from forge_cluster.sweep import variants
 
     from .credentials import check_certificates
 

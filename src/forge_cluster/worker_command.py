@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 TEXT = "let a run on another machine start processes here; both need the same FORGE_SECRET"
 

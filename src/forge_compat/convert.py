@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 TEXT = "a configuration file of another library, printed with the keys of this one"
 

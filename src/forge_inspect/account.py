@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from forge.observability.console import log
-from forge.observability.runs import rows
+from forge_inspect.runs import rows
 
 PREFIX = "certificate/"
 USES = ("batch", "idle")  # what became of the trainable tokens: in a step, or in a group without an advantage

@@ -17,12 +17,12 @@ from typing import Any
 
 from forge.config.sections import flat
 from forge.config.yaml_files import parse_yaml
-from forge.observability.alerts import AUDIT
 from forge.observability.console import log
 from forge.observability.folder import CONFIG, LOGS, MARK, digest
 from forge.observability.rollouts import ROLLOUTS, batches
 from forge.observability.schedule import SCHEDULE
 from forge.system.files import write_atomic
+from forge_inspect.alerts import AUDIT
 
 COLUMNS = (
     "step",

@@ -14,10 +14,10 @@ pytest.importorskip("openai")
 import forge
 from benchmarks import agent_soak
 from forge.config import ConfigError
-from forge.observability.runs import rows
 from forge.recipes.launch import BadInput
 from forge_agents.certificate import EXCLUSIONS
 from forge_inspect.account import account_text, token_account
+from forge_inspect.runs import rows
 from forge_inspect.watch.views import RunView
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]

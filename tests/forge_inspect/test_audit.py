@@ -10,9 +10,9 @@ import pytest
 import forge
 from benchmarks.agent_soak import kill
 from forge.cli import main
-from forge.observability.alerts import AUDIT, folder_alerts
 from forge.observability.rollouts import ROLLOUTS, batches, schema
 from forge.observability.schedule import SCHEDULE
+from forge_inspect.alerts import AUDIT, folder_alerts
 from forge_inspect.audit import audit, rank_effect
 
 SETTINGS = {

@@ -10,9 +10,9 @@ import pytest
 
 import forge
 from forge.cli import main
-from forge.observability.alerts import folder_alerts
 from forge.training import policy as training_policy
 from forge.training.checkpoint import checkpoints
+from forge_inspect.alerts import folder_alerts
 from forge_inspect.mismatch.differences import distance
 from forge_inspect.mismatch.verdict import compare
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forge.observability.alerts import WINDOW, alerts
+from forge_inspect.alerts import WINDOW, alerts
 
 FLAT = {"reward/std": 0.0, "accuracy": 0.0}
 SETTINGS = {"async.max_policy_age": 1, "training.batch_size": 8}

@@ -13,7 +13,7 @@ import yaml
 
 from forge.cli import main
 from forge.observability.lock import RunLock
-from forge.observability.runs import ABSENT, SECTION, differences, rows
+from forge_inspect.runs import ABSENT, SECTION, differences, rows
 
 
 def a_run(folder: Path, rows: list[dict[str, Any]], finished: bool = False, **config: Any) -> Path:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import forge
-from forge.observability.runs import ending, state
 from forge.recipes.user_errors import summary, user_frames
 from forge.rewards.reward import BadScore, FunctionVerifier
 from forge.runtime.controller import first_to_end
 from forge.runtime.controller.errors import RemoteFailure, RemoteTraceback
 from forge_envs import Environment, Step
+from forge_inspect.runs import ending, state
 
 REWARD = """
 class Odd(Exception):

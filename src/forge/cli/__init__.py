@@ -11,9 +11,9 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..system.files import fill_standard_files
-from . import clean, completion, doctor, evaluate, recipes, table
+from . import clean, completion, evaluate, recipes
 
-MODULES = (recipes, evaluate, clean, doctor, table)
+MODULES = (recipes, evaluate, clean)
 # Commands of extensions: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
 

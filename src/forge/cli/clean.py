@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .table import Subparsers
+from .subparsers import Subparsers
 
 
 def add_to(commands: Subparsers) -> None:

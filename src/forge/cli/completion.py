@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from .table import Subparsers
+from .subparsers import Subparsers
 
 NAME = "completion"
 TEXT = "print a completion script for a shell; needs shtab"

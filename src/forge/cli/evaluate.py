@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .table import Subparsers
+from .subparsers import Subparsers
 
 TEXT = "evaluate a model on the held-out problems of a recipe's configuration, eval and eval.sets"
 

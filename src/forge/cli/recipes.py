@@ -6,7 +6,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from .table import Subparsers
+from .subparsers import Subparsers
 
 # By command: the module of its configuration, the configuration's class, and a description.
 RECIPES = {

@@ -80,3 +80,16 @@ def cut(path: Path, last: int) -> list[Row]:
     # Written aside and renamed: a kill leaves the former file.
     write_atomic(path, "".join(f"{line}\n" for line, _ in complete), durable=True)
     return [row for _, row in complete]
+
+
+def last_state(folder: Path) -> str:
+    """Return the `state` of a run whose lock is free."""
+    if (folder / FINISHED).is_file():
+        return "finished"
+    return "failed" if ending(folder).startswith("failed") else "stopped"
+
+
+def ending(folder: Path) -> str:
+    """Return why a run ended before its last step, as "failed: KeyError: 'answer'"; empty if it is not recorded."""
+    path = folder / ENDED
+    return path.read_text(errors="replace").partition("\n")[0].strip() if path.is_file() else ""

@@ -21,16 +21,14 @@ from ..system.checksums import DamagedFile, read_sealed, write_sealed
 from ..system.files import make_private, room_for, write_atomic
 from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
-from .alerts import alerts
 from .console import Progress, configure_logging, log
-from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear, cut, digest
+from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear, cut, digest, last_state
 from .held_out import HELD_OUT, lines
 from .lines import Row
 from .machine import gpus, room
 from .metrics import Clock, Snapshot, phase
 from .rollouts import ROLLOUTS, RolloutLog
 from .rollouts import cut as cut_rollouts
-from .runs import last_state
 from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header, published_line
 from .trace import TRACE, Trace
 
@@ -333,8 +331,6 @@ class Run:
                 f"held-out accuracy {first['eval/accuracy']:.3f} at step {first['step']:.0f}, "
                 f"{last['eval/accuracy']:.3f} at step {last['step']:.0f}; results in {self.folder}"
             )
-        for alert in alerts(self.history, self._settings)[:3]:
-            log.info("alert: %s", alert)
         for file in self._logs.values():
             with suppress(OSError):  # a full disk, which `_write` has raised
                 file.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 TEXT = "count what became of each prompt and token of a run, from its files alone"
 

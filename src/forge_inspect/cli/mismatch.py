@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 if TYPE_CHECKING:
     from ..mismatch.verdict import Mismatch

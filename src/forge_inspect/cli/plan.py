@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.cli.recipes import RECIPES
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 TEXT = "what a configuration needs: memory of each process, seconds of a step; without a GPU and without weights"
 # The section that one recipe alone has.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 TEXT = "compute a run again by its schedule, and compare each step with it, bit for bit"
 

@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 from forge.system.files import printable
 
 LIST = "list runs with their state and last values; of a single run, also its alerts"
@@ -34,9 +34,9 @@ def add_to(commands: Subparsers) -> None:
 def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
     # Imported here, so that `forge --help` is quick.
-    from forge.observability.alerts import alerts, folder_alerts
     from forge.observability.folder import ENDED
-    from forge.observability.runs import ending, find_runs, last, rows, settings, state
+    from forge_inspect.alerts import alerts, folder_alerts
+    from forge_inspect.runs import ending, find_runs, last, rows, settings, state
 
     try:
         folders = find_runs(args.folders)
@@ -87,7 +87,7 @@ def list_runs(args: argparse.Namespace) -> None:
 def compare_runs(args: argparse.Namespace) -> None:
     """Print a table of the differing settings, and one of metrics."""
     from forge.observability.folder import CONFIG
-    from forge.observability.runs import differences, last, rows
+    from forge_inspect.runs import differences, last, rows
 
     if len(args.folders) < 2:
         raise SystemExit("error: compare takes two runs or more")

@@ -7,7 +7,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
-from forge.cli.table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts, chat"
 REPORT = "write report.html of a run: the page of `forge watch` as one file"

@@ -14,8 +14,8 @@ import torch
 
 from forge.models.architecture import sparse_layers
 from forge.models.read_once import model_config
-from forge.observability.alerts import MISMATCH
 from forge.system.files import write_atomic
+from forge_inspect.alerts import MISMATCH
 
 from .differences import FLIPPED, FLOAT32, HALF_TIMES, distance, mean_gap
 from .layers import Part, first_part

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.observability.runs import settings
+from forge_inspect.runs import settings
 
 if TYPE_CHECKING:
     from forge.engines.interface import Engine

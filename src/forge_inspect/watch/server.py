@@ -17,9 +17,9 @@ from typing import Any
 from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK
 from forge.observability.held_out import HELD_OUT
 from forge.observability.rollouts import ROLLOUTS
-from forge.observability.runs import differences, signature, state, summary
 from forge.observability.trace import TRACE
 from forge.system.web import Json, guard, json_of, listen, web
+from forge_inspect.runs import differences, signature, state, summary
 
 from .chat import Chat, NoModel
 from .report import CHARTS, PAGE, SCRIPTS, STYLES

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..system.files import printable
+from forge.system.files import printable
 
 
 def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[str]]]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from ..config.sections import flat
-from ..system.masking import without_secrets
-from .folder import CONFIG, ENDED, FINISHED, MARK
-from .lines import Json, Row, last_rows, numbers, read_rows
-from .rollouts import ROLLOUTS, count_rows
+from forge.config.sections import flat
+from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK, ending, last_state
+from forge.observability.lines import Json, Row, last_rows, numbers, read_rows
+from forge.observability.rollouts import ROLLOUTS, count_rows
+from forge.system.masking import without_secrets
 
 METRICS = ("reward", "eval/accuracy")  # whose last values are listed
 ABSENT = "-"
@@ -40,19 +40,6 @@ def state(folder: Path) -> str:
     A run on another machine counts as running if that machine's locks are seen here, as on NFS.
     """
     return "running" if _is_locked(folder) else last_state(folder)
-
-
-def last_state(folder: Path) -> str:
-    """Return the `state` of a run whose lock is free."""
-    if (folder / FINISHED).is_file():
-        return "finished"
-    return "failed" if ending(folder).startswith("failed") else "stopped"
-
-
-def ending(folder: Path) -> str:
-    """Return why a run ended before its last step, as "failed: KeyError: 'answer'"; empty if it is not recorded."""
-    path = folder / ENDED
-    return path.read_text(errors="replace").partition("\n")[0].strip() if path.is_file() else ""
 
 
 def _is_locked(folder: Path) -> bool:

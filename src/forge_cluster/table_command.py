@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TypeAlias
 
-# The commands of the parser. argparse has no public name for the class.
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+from forge.cli.subparsers import Subparsers
+
 TEXT = "one table of several runs, for example of a sweep or of seeds"
 
 

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forge.observability.console import log
+
+from .runs import rows, settings
+
 WINDOW = 20  # steps that a judgement is based on: fewer vary too much
 SCARCE = 2.0  # GB: less than a checkpoint of a small model
 
@@ -31,7 +35,7 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
 
     Args:
         rows: of metrics.jsonl, in the order of steps.
-        settings: the configuration by dotted keys, see `forge.observability.runs.settings`.
+        settings: the configuration by dotted keys, see `forge_inspect.runs.settings`.
     """
     rows = [row for row in rows if row.get("step", 0) > 0]
     if len(rows) < WINDOW:
@@ -165,3 +169,9 @@ def mean(rows: Rows, metric: str) -> float | None:
 def total(rows: Rows, metric: str) -> float:
     """Sum of a metric over all steps."""
     return sum(row.get(metric, 0.0) for row in rows)
+
+
+def log_alerts(folder: Path, state: str) -> None:
+    """Log the most important alerts of a run that ends."""
+    for alert in alerts(rows(folder), settings(folder))[:3]:
+        log.info("alert: %s", alert)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..runtime.inventory import (
+from forge.runtime.inventory import (
     OPEN_FILES,
     SHARED_MEMORY,
     VISIBLE,
@@ -20,7 +20,7 @@ from ..runtime.inventory import (
     versions,
     visible_gpus,
 )
-from ..system.files import cache_folder
+from forge.system.files import cache_folder
 
 DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs
 

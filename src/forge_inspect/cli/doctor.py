@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .table import Subparsers
+from forge.cli.subparsers import Subparsers
 
 TEXT = "examine this machine, the hosts of a run, or a reward"
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
         examine_machine()
         return
     # Imported here: `forge doctor` must also work where torch does not.
-    from ..runtime.controller.placement import machines_module
+    from forge.runtime.controller.placement import machines_module
 
     try:
         diagnosis = machines_module().examine(args.hosts, args.folder)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
 def examine_machine() -> None:
     """Print a line for each finding about this machine."""
-    from .readiness import findings
+    from ..readiness import findings
 
     problems = 0
     for finding in findings():
