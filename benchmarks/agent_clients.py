@@ -33,9 +33,9 @@ from threading import Thread
 from aiohttp import ClientSession, ClientTimeout, web
 from forced_gateway import ForcedGateway
 
-from forge.system.web import bind, listen
 from forge_agents.certificate import EXCLUSIONS
 from forge_agents.record import SessionRecord
+from forge_http.web import bind, listen
 
 PROGRAMS = Path(__file__).with_name("agent_programs")
 TASK = "Write hello into out.txt"

@@ -41,7 +41,6 @@ from forge.actors import Generator
 from forge.engines import load_engine
 from forge.envs.config import EpisodeConfig
 from forge.runtime.controller import shutdown
-from forge.system.web import bind
 from forge.types import Completion, Sampling
 from forge_agents.actor import GatewayActor, PolicySettings
 from forge_agents.gateway import Gateway
@@ -50,6 +49,7 @@ from forge_agents.policies import Policy
 from forge_agents.settings import SessionSettings
 from forge_envs import Action, Dialogue, Environment, Step
 from forge_envs.rollout import rollout
+from forge_http.web import bind
 
 QUESTION = "What comes next?"
 MORE = "And then?"

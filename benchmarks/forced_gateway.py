@@ -18,7 +18,6 @@ from typing import Any
 from scripted_gateway import write_hello
 from transformers import PreTrainedTokenizerFast
 
-from forge.system.web import bind
 from forge.types import Completion
 from forge_agents.gateway import Gateway
 from forge_agents.messages import Message, ModelRequest, ModelTurn, Schema
@@ -26,6 +25,7 @@ from forge_agents.policies import Policy
 from forge_agents.record import SessionRecord
 from forge_agents.settings import Access, SessionSettings
 from forge_envs.dialogue import Dialogue
+from forge_http.web import bind
 
 TURN = "<|im_start|>"
 END = "<|im_end|>"

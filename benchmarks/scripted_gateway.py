@@ -18,12 +18,12 @@ from threading import Thread
 
 from aiohttp import web
 
-from forge.system.web import bind, listen
 from forge_agents.dialects import Dialect
 from forge_agents.dialects.anthropic import AnthropicDialect
 from forge_agents.dialects.chat import ChatDialect
 from forge_agents.dialects.responses import ResponsesDialect
 from forge_agents.messages import BadRequest, Call, Delta, Finish, Message, ModelRequest, ModelTurn
+from forge_http.web import bind, listen
 
 Answer = Callable[[ModelRequest], Sequence[ModelTurn]]
 

@@ -24,8 +24,8 @@ from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import ForgeActor, ForgeError, endpoint, watchdog
 from forge.runtime.controller.options import Options
 from forge.runtime.controller.processes import take_gpus
-from forge.system.web import bind
 from forge_envs.openenv.wire import action_from_json
+from forge_http.web import bind
 from forge_inspect.watch.report import write_report
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from typing import Any
 
 from forge.actors.streams import StreamLost
 from forge.runtime.controller import CallTimeout
-from forge.system.web import guard, json_of, listen, web
+from forge_http.web import guard, json_of, listen, web
 
 from . import journal as events
 from .dialects import Dialect
@@ -122,7 +122,7 @@ class Gateway:
 
     @asynccontextmanager
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `forge.system.web.bind` within the block; yields the address without `/v1`."""
+        """Serve on a socket of `forge_http.web.bind` within the block; yields the address without `/v1`."""
         async with listen(self._application(listener.getsockname()[0]), listener) as url:
             self.url = url
             yield url

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from forge.system.scratch import Scratch
-from forge.system.web import bind
+from forge_http.web import bind
 
 TIMEOUT = 10.0  # seconds to hand the socket over
 

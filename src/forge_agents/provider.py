@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from forge.system.web import is_loopback
+from forge_http.web import is_loopback
 
 from .messages import BadRequest
 

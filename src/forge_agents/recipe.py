@@ -16,9 +16,9 @@ from forge.actors import Generator, RewardActor
 from forge.config import ConfigError
 from forge.config.sections import build
 from forge.recipes.components import POLICY
-from forge.system.web import bind
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
+from forge_http.web import bind
 
 from .actor import GatewayActor, PolicySettings
 from .collection import WorkerPlay, check_collection

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.models.tokenizer import open_tokenizer
-from forge.system.web import bind, guard, required_key, web
 from forge_envs.dialogue import Dialogue
+from forge_http.web import bind, guard, required_key, web
 
 from .gateway import Gateway, client_key
 from .policies import Policy

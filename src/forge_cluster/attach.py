@@ -18,7 +18,7 @@ from forge.runtime.controller.placement import Waiting, procs_of
 from forge.runtime.controller.replica import Component
 from forge.runtime.controller.runtime import runtime
 from forge.runtime.names import HOSTS
-from forge.system.addresses import join_address
+from forge_http.addresses import join_address
 
 from .credentials import SECRET, Credentials, NoSecret, read_secret
 from .doctor import Diagnosis, host_sees

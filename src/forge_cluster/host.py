@@ -18,8 +18,8 @@ from pathlib import Path
 
 from forge.runtime.names import HOST, STORE
 from forge.runtime.process import Process, activity_of, stacks
-from forge.system.addresses import join_address
 from forge.system.scratch import Scratch, sweep
+from forge_http.addresses import join_address
 
 from .credentials import SECRET, Credentials
 from .inventory import Inventory

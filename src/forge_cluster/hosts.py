@@ -10,7 +10,7 @@ from forge.runtime.controller._monarch import HostMesh, new_service_proc_id
 from forge.runtime.controller.errors import ReplicaDied
 from forge.runtime.controller.hosts import Hosts, attach
 from forge.runtime.process_groups import TCP
-from forge.system.addresses import join_address
+from forge_http.addresses import join_address
 
 from .machine import Machine, RemoteProcess
 from .pool import Allocation

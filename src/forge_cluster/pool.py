@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.observability.console import log_failure
-from forge.system.addresses import join_address
+from forge_http.addresses import join_address
 
 from .credentials import Credentials
 from .inventory import Inventory

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> None:
     import sys
     from pathlib import Path
 
-    from forge.system.addresses import join_address, listening_error
     from forge.system.files import write_atomic
+    from forge_http.addresses import join_address, listening_error
 
     from .credentials import SECRET, NoSecret, read_secret
     from .host import Daemon, routable_address

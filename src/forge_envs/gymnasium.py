@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from forge.rewards.threads import in_thread
 from forge.rewards.verifier import Unscored
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
+from forge_verifiers.threads import in_thread
 
 try:
     from gymnasium import Env, spaces

@@ -20,9 +20,9 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from forge.system.bounded_http import MAX_BYTES, bounded_transport
 from forge_envs.environment import InfrastructureError
 from forge_envs.tools import ToolError
+from forge_http.bounded_http import MAX_BYTES, bounded_transport
 
 from .content import Json, function_schema, text_of
 from .process import copy_command

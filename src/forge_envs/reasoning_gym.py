@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge.rewards.threads import in_thread
 from forge.rewards.verifier import Unscored
 from forge_envs.environment import Action, Environment, Step
+from forge_verifiers.threads import in_thread
 
 try:
     import reasoning_gym

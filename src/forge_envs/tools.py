@@ -11,8 +11,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Union
 
-from forge.rewards.threads import in_own_thread, within
 from forge.rewards.verifier import Unscored
+from forge_verifiers.threads import in_own_thread, within
 
 from .environment import Action, InfrastructureError, Message, ToolCall
 from .schemas import Arguments, Parameters

@@ -13,9 +13,9 @@ from string import Formatter
 from typing import Any
 
 from forge.data.special_tokens import inert_anywhere
-from forge.rewards.threads import within
 from forge.rewards.verifier import Scores, Unscored, collect
-from forge.system.bounded_http import bounded_transport
+from forge_http.bounded_http import bounded_transport
+from forge_verifiers.threads import within
 
 from .settings import JudgeSettings
 from .verdicts import read_verdict

@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from forge.rewards.threads import in_own_thread, within
 from forge.rewards.verifier import Scores, Verifier, close_all, reason_of
+from forge_verifiers.threads import in_own_thread, within
 
 from .cache import Cache, key_of
 

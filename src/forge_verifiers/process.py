@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from forge.rewards.threads import Batcher
 from forge.rewards.verifier import Scores, Unscored
+from forge_verifiers.threads import Batcher
 
 from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .settings import ProcessRewardModelSettings

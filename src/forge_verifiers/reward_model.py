@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from forge.data.supervised import closed
-from forge.rewards.threads import Batcher
 from forge.rewards.verifier import Scores
+from forge_verifiers.threads import Batcher
 
 from .models import BatchedModel, Inputs, TokenRow, row_or_error
 from .settings import TRUNCATE, RewardModelSettings

@@ -10,8 +10,8 @@ from typing import Any
 
 from forge.rewards.rules import MathReward, final_answer
 from forge.rewards.rules.comparison import comparison
-from forge.rewards.threads import ThreadLimiter, within
 from forge.rewards.verifier import Scores, Unscored, collect
+from forge_verifiers.threads import ThreadLimiter, within
 
 TOLERANCE = 1e-6
 MAX_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second

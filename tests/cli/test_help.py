@@ -64,7 +64,7 @@ def test_examples_of_launchers_run(launcher: str, capsys):
 
 def test_watch_names_the_package_to_install(tmp_path, monkeypatch):
     for module in [
-        name for name in sys.modules if name.startswith(("aiohttp", "forge.system.web", "forge_inspect.watch"))
+        name for name in sys.modules if name.startswith(("aiohttp", "forge_http.web", "forge_inspect.watch"))
     ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "aiohttp", None)

@@ -25,10 +25,10 @@ def forced_policy(bpe, small_model):  # noqa: F811
 @contextmanager
 def serving(policy, tokenizer, journal=None, providers=None, **dialogue):
     """A `Gateway` in a thread; yields it with a function that runs its coroutines there."""
-    from forge.system.web import bind
     from forge_agents.gateway import Gateway
     from forge_agents.policies import Policy
     from forge_envs.dialogue import Dialogue
+    from forge_http.web import bind
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

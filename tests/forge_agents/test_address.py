@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from openai import AsyncOpenAI, OpenAI
 
 from forge.config import ConfigError, build
-from forge.system.web import bind
 from forge_agents.address import AddressConfig
 from forge_agents.config import AgentConfig
 from forge_agents.settings import SessionSettings
+from forge_http.web import bind
 
 from .test_recipe import chat, run
 

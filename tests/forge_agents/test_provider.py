@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from forge.system.addresses import join_address
 from forge_agents.provider import Provider
 from forge_agents.settings import SessionSettings
+from forge_http.addresses import join_address
 from tests.forge_envs.core.conftest import bpe, small_model  # noqa: F401
 
 from .conftest import serving

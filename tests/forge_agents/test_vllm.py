@@ -13,12 +13,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import forge
 from forge.actors import Generator
 from forge.runtime.controller import run
-from forge.system.web import bind
 from forge_agents.certificate import EXCLUSIONS
 from forge_agents.gateway import Gateway
 from forge_agents.policies import Policy
 from forge_agents.settings import SessionSettings
 from forge_envs.dialogue import Dialogue
+from forge_http.web import bind
 from tests.forge_envs.core.conftest import bpe  # noqa: F401
 
 pytestmark = [

@@ -8,10 +8,10 @@ import tracemalloc
 
 import pytest
 
-from forge.system.bounded_http import MAX_BYTES, bounded, bounded_transport
 from forge_envs.environment import InfrastructureError
 from forge_envs.openenv import OpenEnvClient
 from forge_envs.openenv.client import OpenEnvError
+from forge_http.bounded_http import MAX_BYTES, bounded, bounded_transport
 
 mcp = pytest.importorskip("forge_envs.mcp")
 

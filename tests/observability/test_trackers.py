@@ -15,12 +15,12 @@ import pytest
 from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
-from forge.observability.trackers import check_trackers
-from forge.observability.trackers.settings import wandb_mode
 from forge.recipes.api import Result
 from forge.recipes.metrics_config import MetricsConfig
 from forge.system.masking import without_secrets
 from forge.types import Episode, Group
+from forge_trackers import check_trackers
+from forge_trackers.settings import wandb_mode
 
 SECTIONS = {
     "tensorboard": True,
@@ -211,7 +211,7 @@ def test_a_tracker_that_fails_is_a_warning_and_can_be_fed_later(tmp_path: Path, 
     assert "metrics.mlflow lacks 4 rows of metrics.jsonl: deliver them with python -m" in printed
     assert [row["step"] for row in lines(tmp_path, "metrics")] == [0, 1, 2, 3]
     (tmp_path / "later").unlink()
-    later = [sys.executable, "-m", "forge.observability.trackers", str(tmp_path / "one")]
+    later = [sys.executable, "-m", "forge_trackers", str(tmp_path / "one")]
     for _ in range(2):  # the second time there is nothing to deliver
         subprocess.run(later, cwd=tmp_path, check=True)
     from mlflow import MlflowClient

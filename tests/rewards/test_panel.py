@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from forge.rewards import Scores
-from forge.rewards.threads import Batcher
 from forge_verifiers import AnswerFrequency, Cache, Panel, Rule
+from forge_verifiers.threads import Batcher
 
 
 class Counting:

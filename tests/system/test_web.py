@@ -6,7 +6,7 @@ import gzip
 import pytest
 from aiohttp import ClientSession, web
 
-from forge.system import web as access
+from forge_http import web as access
 
 
 async def hello(request: web.Request) -> web.Response:

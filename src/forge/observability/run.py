@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
 import yaml
 
+from ..config.plugin import resolve
 from ..config.sections import flat
 from ..system.checksums import DamagedFile, read_sealed, write_sealed
 from ..system.files import make_private, room_for, write_atomic
@@ -31,9 +32,6 @@ from .rollouts import ROLLOUTS, RolloutLog
 from .rollouts import cut as cut_rollouts
 from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header, published_line
 from .trace import TRACE, Trace
-
-if TYPE_CHECKING:
-    from .trackers.deliver import Delivery
 
 # Functions of extensions that are called with the directory of a run that ends, and how ("finished", "failed: why").
 RUN_END = "forge.run_end"
@@ -99,11 +97,10 @@ class Run:
         self._evaluated: list[Evaluated] = []
         if resume:
             self.sync()  # the checksums may cover rows that were removed
-        self._trackers: Delivery | None = None
+        self._trackers: Any = None
         if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
-            from .trackers.deliver import Delivery
-
-            self._trackers = Delivery(self.folder, config["metrics"], config, start)
+            make_delivery = resolve("forge_trackers.deliver:Delivery", "metrics")
+            self._trackers = make_delivery(self.folder, config["metrics"], config, start)
         configure_logging()
         self._progress = Progress(name, steps, start)
         self._finished = False

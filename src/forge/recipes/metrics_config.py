@@ -69,6 +69,11 @@ class MetricsConfig(Section):
     """TFLOP/s of one device, which `train/mfu` and `generator/mfu` are shares of; null: the data sheet's for a known
     GPU, measured on a CPU ([watching.md](watching.md))."""
 
+    @property
+    def tracks(self) -> bool:
+        """Whether a tracker follows the run."""
+        return bool(self.tensorboard or self.wandb or self.trackio or self.mlflow)
+
     def profiles(self, step: int, folder: Path) -> dict[str, str]:
         """The folders of a step's profiles, by service; empty if it is not profiled."""
         if self.profile is None or step not in self.profile.steps:

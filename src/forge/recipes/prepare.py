@@ -20,7 +20,6 @@ from ..observability import Run
 from ..observability.console import log
 from ..observability.folder import MARK, check_free
 from ..observability.machine import gpu_name
-from ..observability.trackers import check_trackers
 from ..runtime.store.versions import memory_folder
 from ..system.files import free_bytes
 from ..types import Sample
@@ -46,7 +45,8 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
     # It prints a line for each retry; the error that it raises is enough.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     # What needs the configuration alone comes first: a mistake there is an answer within a second.
-    check_trackers(to_dict(cfg.metrics))
+    if cfg.metrics.tracks:
+        resolve("forge_trackers:check_trackers", "metrics")(to_dict(cfg.metrics))
     if cfg.checkpoint.push_to_hub is not None:
         check_upload(cfg.checkpoint.push_to_hub)
     check_hosts(cfg)

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from forge.system.web import bind, guard, listen, required_key
 from forge_envs.environment import Environment, InfrastructureError, Step
+from forge_http.web import bind, guard, listen, required_key
 
 from ..content import Json
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, as_number, reply_to_json
@@ -312,7 +312,7 @@ def web_app(
         make: an environment, called for each session.
         task: from the seed, the task of a reset without one.
         name, description, version: for /metadata; the name defaults to that of `make`.
-        host, key: where it will be served, and what clients must send as their API key; see `forge.system.web`.
+        host, key: where it will be served, and what clients must send as their API key; see `forge_http.web`.
         max_sessions: more are rejected with CAPACITY_REACHED.
         idle: seconds without a message after which a session is ended.
         timeout: seconds for one call of an environment; exceeding it is an infrastructure error that ends the session.
@@ -342,7 +342,7 @@ async def serve(
     """Serve environments: `async with serve(make) as url:`; port 0 picks a free port, `settings` go to `web_app`.
 
     Raises:
-        ValueError: other machines reach `host`, and there is no key; see `forge.system.web.required_key`.
+        ValueError: other machines reach `host`, and there is no key; see `forge_http.web.required_key`.
     """
     key = required_key(host, key)
     async with listen(web_app(make, host=host, key=key, **settings), bind(host, port)) as url:

@@ -34,7 +34,7 @@ def run_watch(args: argparse.Namespace) -> None:
     if not args.folder.is_dir():
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
-        from forge.system.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
+        from forge_http.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
         from ..watch import Watch
 
         watch = Watch(args.folder, args.base, required_key(args.host))

@@ -18,7 +18,7 @@ from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK
 from forge.observability.held_out import HELD_OUT
 from forge.observability.rollouts import ROLLOUTS
 from forge.observability.trace import TRACE
-from forge.system.web import Json, guard, json_of, listen, web
+from forge_http.web import Json, guard, json_of, listen, web
 from forge_inspect.runs import differences, signature, state, summary
 
 from .chat import Chat, NoModel
@@ -49,7 +49,7 @@ class Watch:
 
     Args:
         base: the model to compare a run's with in the chat; None: the one that the run started from, if below `root`.
-        key: the API key that clients must send, see `forge.system.web`.
+        key: the API key that clients must send, see `forge_http.web`.
     """
 
     def __init__(self, root: Path, base: str | None = None, key: str | None = None) -> None:
@@ -63,7 +63,7 @@ class Watch:
 
     @asynccontextmanager
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `forge.system.web.bind` within the block; yields the address."""
+        """Serve on a socket of `forge_http.web.bind` within the block; yields the address."""
         app = web.Application(middlewares=[_errors_as_json, guard(listener.getsockname()[0], self.key)])
         # The files are read once: they are part of the program, and no path of a request reaches the disk.
         for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):

@@ -20,8 +20,8 @@ from forge.actors import Generator
 from forge.models import build_small_model
 from forge.models.tokenizer import PRINTABLE
 from forge.runtime.controller import shutdown
-from forge.system.web import bind
 from forge_agents.serving import ModelServer
+from forge_http.web import bind
 from tests.recipes.test_recipes import gone, start
 from tests.trees import descendants
 

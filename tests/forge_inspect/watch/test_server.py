@@ -17,8 +17,8 @@ from benchmarks.watch import write_run
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
 from forge.observability.rollouts import ROLLOUTS, batches, schema
-from forge.system.web import bind
 from forge.types import Episode, Group
+from forge_http.web import bind
 from forge_inspect.watch import Watch
 from forge_inspect.watch.report import SCRIPTS, write_report
 from forge_inspect.watch.views import RunView

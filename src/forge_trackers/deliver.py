@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from ...system.files import write_atomic
-from ...system.masking import masked, without_secrets
-from ..lines import Lines, Row
-from ..rollouts import ROLLOUTS, batches, texts
+from forge.observability.lines import Lines, Row
+from forge.observability.rollouts import ROLLOUTS, batches, texts
+from forge.system.files import write_atomic
+from forge.system.masking import masked, without_secrets
+
 from .mlflow_runs import Mlflow
 from .tensorboard_files import TensorBoard
 from .tracker import TrackedRun, Tracker

@@ -2,7 +2,7 @@
 
 Threads of the controller follow the files of a run. After the run,
 
-    python -m forge.observability.trackers runs/x
+    python -m forge_trackers runs/x
 
 delivers the rows that a tracker lacks.
 """

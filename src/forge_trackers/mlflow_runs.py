@@ -7,8 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 
-from ...config.sections import flat
-from ..lines import Row
+from forge.config.sections import flat
+from forge.observability.lines import Row
+
 from .tracker import TrackedRun, as_table
 
 MAX_PARAM = 6000  # characters of a value, which is MLflow's limit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ..lines import Row
+from forge.observability.lines import Row
+
 from .tracker import TrackedRun
 
 

@@ -1,12 +1,13 @@
-"""`python -m forge.observability.trackers FOLDER`: deliver the rows that the trackers of an ended run lack."""
+"""`python -m forge_trackers FOLDER`: deliver the rows that the trackers of an ended run lack."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from ..console import configure_logging
-from ..lock import RunLock
+from forge.observability.console import configure_logging
+from forge.observability.lock import RunLock
+
 from .deliver import deliver_ended_run
 
 if __name__ == "__main__":

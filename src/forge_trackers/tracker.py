@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..lines import Row
+from forge.observability.lines import Row
 
 
 @dataclass

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..lines import Row
+from forge.observability.lines import Row
+
 from .settings import wandb_mode
 from .tracker import TrackedRun, as_table
 

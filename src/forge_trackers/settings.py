@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from ..lines import Row
+from forge.observability.lines import Row
 
 # In the order of their documentation; each is a section of `metrics`.
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")

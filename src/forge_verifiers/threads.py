@@ -10,7 +10,7 @@ from threading import Event, Thread
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from .verifier import Unscored
+from forge.rewards.verifier import Unscored
 
 A = TypeVar("A")
 B = TypeVar("B")
