@@ -18,7 +18,7 @@ from typing import NamedTuple, get_origin
 import pytest
 import yaml
 
-from forge.cli import clean, evaluate, recipes
+from forge.cli import clean, recipes
 from forge.config import Arguments, ConfigError, keys_of, read, section_in
 from forge.config.yaml_files import Loader
 from forge_agents import serving as serve
@@ -26,7 +26,7 @@ from forge_cluster import launch_command as launch
 from forge_cluster import table_command as table
 from forge_cluster import worker_command as worker
 from forge_compat import convert
-from forge_inspect.cli import audit, doctor, mismatch, plan, replay, runs, watch
+from forge_inspect.cli import audit, doctor, evaluate, mismatch, plan, replay, runs, watch
 from forge_verifiers.config import VerifiersConfig
 
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,11 @@ from typing import Any
 import torch
 
 from forge.runtime.store import *  # noqa: F403
-from forge.runtime.store import MissingVersion, default_store, delete, exists, get, put, release
-from forge.runtime.store.values import STRUCTURE, decode, encode
+from forge.runtime.store import MissingVersion
+from forge_compat.values import STRUCTURE, decode, encode
+
+from .default_store import default_store, release, use  # noqa: F401
+from .store_calls import delete, exists, get, keys, put, wait  # noqa: F401
 
 
 async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh: object = None) -> None:

@@ -18,7 +18,7 @@ from forge.observability.console import log
 from forge.observability.folder import CONFIG, LOGS, MARK, clear
 from forge.observability.held_out import HELD_OUT
 from forge.observability.rollouts import ROLLOUTS
-from forge.observability.schedule import SCHEDULE, BadSchedule, GroupEntry, Schedule, StepEntry, read_schedule
+from forge.observability.schedule import SCHEDULE, GroupEntry, StepEntry
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
 from forge.recipes.launch import execute
@@ -31,6 +31,8 @@ from forge.system.checksums import write_sealed
 from forge.system.masking import without_secrets
 from forge.types import Completion, Group, Sample, Seen, Spans
 from forge_envs.rollout import turn_seeds
+
+from .schedule import BadSchedule, Schedule, read_schedule
 
 POLL = 0.02  # seconds between two looks at what the generators hold
 # What the schedule itself lists: with another value it says nothing about the run.
@@ -346,7 +348,7 @@ class Replay(Loop):
     def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
         """Write what a step trained on, and compare it with the run's."""
         whole_entry = self.record.log_schedule(entry, dropped, metrics)
-        difference = self.plan.schedule.steps[entry.step].difference(whole_entry)
+        difference = find_difference(self.plan.schedule.steps[entry.step], whole_entry)
         if difference is not None:
             self.differs(entry.step, difference)
 

@@ -18,10 +18,11 @@ import pytest
 import yaml
 
 from forge.config import ConfigError
-from forge.observability.schedule import _sealed, read_schedule
+from forge.observability.schedule import seal_line
 from forge.types import Seen
 from forge_envs import Action, Environment, Step
 from forge_inspect.replay import Plan, ReplayDiffers, first_versions, replay
+from forge_inspect.schedule import read_schedule
 from tests.recipes.test_recipes import CONFIG, finish, start
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -125,7 +126,7 @@ def test_an_edited_entry_is_named_at_its_step(
     assert code == 1
     assert f"(step {step}) is not what the run wrote: its checksum differs" in output
     # Even if the checksum fits, the replay finds it.
-    sealed = [_sealed({key: part for key, part in line.items() if key != "checksum"}) for line in lines]
+    sealed = [seal_line({key: part for key, part in line.items() if key != "checksum"}) for line in lines]
     (folder / "schedule.jsonl").write_text("".join(f"{line}\n" for line in sealed))
     code, output = forge("replay", str(folder))
     assert code == 1

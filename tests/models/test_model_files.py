@@ -17,7 +17,8 @@ import pytest
 
 from forge.cli import main
 from forge.models import build_small_model, check_family, open_tokenizer, resolve_model
-from forge.models.files import check_gguf, try_tokenizer
+from forge.models.files import try_tokenizer
+from forge_compat.gguf import check_gguf
 
 ROOT = Path(__file__).parents[2]
 CALLS = ("from_pretrained", "from_config", "load_dataset")

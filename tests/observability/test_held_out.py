@@ -12,10 +12,11 @@ import pytest
 
 from forge.envs.group import SingleTurnEnv
 from forge.observability import Run
-from forge.observability.held_out import HELD_OUT, Answers, lines
+from forge.observability.held_out import HELD_OUT, lines
 from forge.observability.metrics import Snapshot
 from forge.rewards.reward import Score
 from forge.types import Completion, Episode, Prompt, Sample
+from forge_inspect.watch.held_out import Answers
 from forge_inspect.watch.report import write_report
 
 SAMPLES = [Sample(Prompt(f"{number} + 1 =", (number, 7), number), str(number + 1)) for number in range(6)]

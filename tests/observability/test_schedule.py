@@ -10,16 +10,15 @@ import pytest
 
 from forge.observability.schedule import (
     SCHEDULE,
-    BadSchedule,
     GroupEntry,
     SampleEntry,
     StepEntry,
-    _sealed,
     header,
     published_line,
-    read_schedule,
+    seal_line,
 )
 from forge.types import Episode, Group
+from forge_inspect.schedule import BadSchedule, find_difference, read_schedule
 
 
 def episode(versions: list[int], reward: float | None = 0.1) -> Episode:
@@ -61,7 +60,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, lines: list[str]) -> None
     # The samples of a group that trained and those of it that were dropped.
     assert [*schedule.groups[3].samples] == [0, 2, 1]
     assert schedule.groups[3].samples[0].spans == ((0, 2), (1, 1))
-    assert all(entry.difference(entry) is None for entry in schedule.steps.values())
+    assert all(find_difference(entry, entry) is None for entry in schedule.steps.values())
 
 
 def test_a_digest_has_tokens_and_log_probabilities_of_all_branches() -> None:
@@ -108,7 +107,7 @@ def test_what_no_run_writes_is_named(
     # Even if its checksum fits.
     del line["checksum"]
     with pytest.raises(BadSchedule, match=message):
-        read_schedule(written(tmp_path, [*lines[:number], _sealed(line), *lines[number + 1 :]]))
+        read_schedule(written(tmp_path, [*lines[:number], seal_line(line), *lines[number + 1 :]]))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '"x"'])
@@ -125,11 +124,11 @@ def test_a_schedule_without_a_step_is_none(tmp_path: Path, lines: list[str]) -> 
 def test_a_difference_names_the_first_thing() -> None:
     first, second = entries()
     reward = StepEntry(1, (GroupEntry.of(Group([episode([0]), episode([0, 0], 0.5)], 1)),), (), first.numbers)
-    assert first.difference(reward) == "sample 1 of prompt 1 had the reward 1.0, and now 0.5 for the same tokens"
+    assert find_difference(first, reward) == "sample 1 of prompt 1 had the reward 1.0, and now 0.5 for the same tokens"
     tokens = StepEntry(1, (GroupEntry.of(Group([episode([0, 0]), episode([0, 0], 1.0)], 1)),), (), first.numbers)
     assert "sample 0 of prompt 1 has other tokens or log-probabilities (versions 0x1, now 0x2)" in str(
-        first.difference(tokens)
+        find_difference(first, tokens)
     )
     loss = StepEntry(2, second.groups, (), {"train/loss": 0.0})
-    assert second.difference(loss) == "train/loss was -1e-300, and is 0.0 for the same rollouts"
-    assert "trained on the prompts 1, and now on 3" in str(first.difference(second))
+    assert find_difference(second, loss) == "train/loss was -1e-300, and is 0.0 for the same rollouts"
+    assert "trained on the prompts 1, and now on 3" in str(find_difference(first, second))

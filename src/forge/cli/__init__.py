@@ -11,9 +11,9 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..system.files import fill_standard_files
-from . import clean, completion, evaluate, recipes
+from . import clean, recipes
 
-MODULES = (recipes, evaluate, clean)
+MODULES = (recipes, clean)
 # Commands of extensions: the entry point names a module with `add_to(commands)`.
 GROUP = "forge.commands"
 
@@ -62,10 +62,9 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in MODULES:
         module.add_to(commands)
-    completion.add_to(commands, make_parser)
     # Only the command that is called, if it is one of these: importing all of them takes seconds.
     points = {point.name: point.value for point in entry_points(group=GROUP)}
-    if words and (words[0] in points or (words[0] in commands.choices and words[0] != completion.NAME)):
+    if words and (words[0] in points or (words[0] in commands.choices)):
         points = {words[0]: points[words[0]]} if words[0] in points else {}
     for name, path in sorted(points.items()):
         try:

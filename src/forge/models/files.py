@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +59,6 @@ def check_model_files(folder: Path) -> None:
             _check_weights(path)
     except ValueError as error:
         raise ValueError(f"model {folder}: {error}") from None
-
-
-def check_gguf(file: Path) -> None:
-    """Raise ValueError for a file that does not begin as GGUF does."""
-    with file.open("rb") as opened:
-        start = opened.read(24)
-    if start[:4] != b"GGUF" or len(start) < 24:
-        raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF, or is cut off")
-    version = struct.unpack("<I", start[4:8])[0]
-    if version not in (2, 3):
-        raise ValueError(f"{file} could not be opened as GGUF: its version is {version}, and 2 and 3 are known")
 
 
 def try_tokenizer(folder: Path) -> None:

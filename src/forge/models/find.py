@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..system.checksums import CHECKSUMS, DamagedFile, check_files, file_digest, write_checksums
-from ..system.files import cache_folder, removed_on_error, room_for
+from ..config.plugin import resolve
+from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
+from ..system.files import removed_on_error, room_for
 from .architecture import FAMILIES, check_config
-from .files import PICKLES, check_gguf, check_model_files, read_json
+from .files import PICKLES, check_model_files, read_json
 from .hub import is_hub_id, split_revision
 from .read_once import model_config
 from .tokenizer import PRINTABLE, character_tokenizer
@@ -90,7 +89,7 @@ def resolve_model(name: str) -> str:
     """
     folder = Path(name)
     if name.endswith(".gguf"):
-        return str(open_gguf(folder))
+        return str(resolve("forge_compat.gguf:open_gguf", "model")(folder))
     if not folder.is_dir():
         if not is_hub_id(name):
             raise FileNotFoundError(f"model folder {name} does not exist")
@@ -122,64 +121,6 @@ def resolve_model(name: str) -> str:
             raise DamagedFile(f"{error}; if you changed it, remove {folder / CHECKSUMS}") from None
     check_model_files(folder)
     return name
-
-
-def open_gguf(file: Path) -> Path:
-    """A folder in Hugging Face format with the weights of a GGUF file, dequantised to float32.
-
-    It is made once, in `$XDG_CACHE_HOME/torchforge/gguf`, under the checksum of the file, and takes 4 bytes a parameter
-    of disk and, while it is made, of memory.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: as `resolve_model`.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"model file {file} does not exist")
-    check_gguf(file)
-    try:
-        import accelerate  # noqa: F401 (transformers loads GGUF through it)
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"a .gguf model needs more packages: pip install 'torchforge-rl[gguf]' ({error})") from error
-    cache = cache_folder() / "gguf"
-    folder = cache / file_digest(file)
-    if folder.is_dir():
-        return Path(resolve_model(str(folder)))
-    log.info("opening %s: its weights are written once to %s, in float32", file, folder)
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    parent, name = str(file.parent), file.name
-    try:
-        config = AutoConfig.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
-        supported = config.model_type in FAMILIES
-        if supported:
-            with quiet_loading():
-                model = AutoModelForCausalLM.from_pretrained(
-                    parent, gguf_file=name, dtype=torch.float32, trust_remote_code=False
-                )
-                tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
-    except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
-        raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
-    if not supported:
-        raise ValueError(f"model {file} has model_type {config.model_type!r}, which is unsupported: use {_families()}")
-    # The weights are dequantised; transformers would not save a quantised model.
-    model.hf_quantizer = None  # type: ignore[assignment]
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    cache.mkdir(parents=True, exist_ok=True)
-    # Written beside its place: an interrupted run leaves no folder that looks complete.
-    aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
-    try:
-        with quiet_loading():
-            model.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
-        write_checksums(aside, [path.name for path in aside.iterdir()])
-        if not folder.is_dir():  # another process may have been faster
-            aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
 
 
 def build_small_model(

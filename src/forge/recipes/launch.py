@@ -21,8 +21,8 @@ from ..observability.console import configure_logging, log
 from ..observability.lock import RunLock
 from ..runtime.controller import ForgeError, forked_processes, run
 from ..runtime.controller.errors import RemoteError
-from ..runtime.names import REQUEUE
-from ..runtime.store import VersionStore, use
+from ..runtime.names import REQUEUE, STORE
+from ..runtime.store import VersionStore
 from ..system.checksums import DamagedFile
 from ..system.devices import NoAccelerator
 from ..system.files import FULL, fill_standard_files, is_full
@@ -152,7 +152,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
         # Everything was checked. From here on processes and shared memory exist, and are closed in reverse order.
         closing.enter_context(forked_processes())
         store = VersionStore.create()
-        use(store)
+        os.environ[STORE] = str(store.root)  # where rewards and environments of a run find it
         closing.callback(store.close)
         try:
             run_preemption = preemption if cfg.checkpoint.every else None

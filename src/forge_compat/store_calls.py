@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .default import default_store
+from .default_store import default_store
 from .values import are_tensors, decode, encode
 
 

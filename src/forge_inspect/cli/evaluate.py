@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .subparsers import Subparsers
+from forge.cli.subparsers import Subparsers
 
 TEXT = "evaluate a model on the held-out problems of a recipe's configuration, eval and eval.sets"
 
@@ -26,9 +26,9 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate, and print the metrics; invalid input ends the program with one line."""
-    from ..config.sections import ConfigError, load
-    from ..recipes.rl_config import RLConfig
-    from ..runtime.controller import forked_processes
+    from forge.config.sections import ConfigError, load
+    from forge.recipes.rl_config import RLConfig
+    from forge.runtime.controller import forked_processes
 
     # A run's own settings of the model go: this one is given.
     words = ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides]
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--answers: the folder of {args.answers} does not exist")
         # The server imports its libraries while this process imports the recipe.
         with forked_processes():
-            from ..recipes.suite import evaluate_suite
+            from ..suite import evaluate_suite
 
             metrics = evaluate_suite(cfg, args.answers)
     except (ConfigError, ValueError, OSError) as error:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...observability.metrics import PROCESS_NAME
-from ...system.scratch import MACHINE
-from ..names import STORE as ADDRESS
-from .versions import PREFIX, VersionStore, memory_folder
+from forge.observability.metrics import PROCESS_NAME
+from forge.runtime.names import STORE as ADDRESS
+from forge.runtime.store.versions import PREFIX, VersionStore, memory_folder
+from forge.system.scratch import MACHINE
 
 MARK = "default"  # a file in the folder of the store that child processes share
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config.sections import ConfigError
-from ..envs.group import GroupEnv, SingleTurnEnv
-from ..models.find import check_family, resolve_model
-from ..observability.held_out import lines
-from ..runtime.controller import run
-from ..types import Episode, Sample
-from .components import reward, start_generator
-from .evaluation import load_sets, plan_evaluation
-from .prepare import check_data
-from .rl_config import RLConfig
+from forge.config.sections import ConfigError
+from forge.envs.group import GroupEnv, SingleTurnEnv
+from forge.models.find import check_family, resolve_model
+from forge.observability.held_out import lines
+from forge.recipes.components import reward, start_generator
+from forge.recipes.evaluation import load_sets, plan_evaluation
+from forge.recipes.prepare import check_data
+from forge.recipes.rl_config import RLConfig
+from forge.runtime.controller import run
+from forge.types import Episode, Sample
 
 
 class AnswerLines:

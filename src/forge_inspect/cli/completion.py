@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 
-from .subparsers import Subparsers
+from forge.cli.subparsers import Subparsers
 
-NAME = "completion"
 TEXT = "print a completion script for a shell; needs shtab"
 
 
-def add_to(commands: Subparsers, make_parser: Callable[[], argparse.ArgumentParser]) -> None:
+def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
-        NAME,
+        "completion",
         help=TEXT,
         description=TEXT,
         epilog='example: forge completion bash, used as eval "$(forge completion bash)"',
     )
     parser.add_argument("shell", choices=["bash", "zsh", "tcsh"])
-    parser.set_defaults(run=partial(run, make_parser))
+    parser.set_defaults(run=run)
 
 
-def run(make_parser: Callable[[], argparse.ArgumentParser], args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Print the completion script."""
     try:
         import shtab
     except ImportError as error:
         raise SystemExit(f"error: {error}: pip install shtab") from error
+    from forge.cli import make_parser
+
     parser = make_parser()
     complete_files(parser, shtab.FILE)
     print(shtab.complete(parser, args.shell))

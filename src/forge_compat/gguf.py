@@ -1,0 +1,87 @@
+"""Models in GGUF files, opened once to a folder in Hugging Face format."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+
+from forge.models.architecture import FAMILIES
+from forge.models.find import quiet_loading, resolve_model
+from forge.system.checksums import file_digest, write_checksums
+from forge.system.files import cache_folder
+
+log = logging.getLogger(__name__)
+
+
+def open_gguf(file: Path) -> Path:
+    """A folder in Hugging Face format with the weights of a GGUF file, dequantised to float32.
+
+    It is made once, in `$XDG_CACHE_HOME/torchforge/gguf`, under the checksum of the file, and takes 4 bytes a parameter
+    of disk and, while it is made, of memory.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `resolve_model`.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"model file {file} does not exist")
+    check_gguf(file)
+    try:
+        import accelerate  # noqa: F401 (transformers loads GGUF through it)
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"a .gguf model needs more packages: pip install 'torchforge-rl[gguf]' ({error})") from error
+    cache = cache_folder() / "gguf"
+    folder = cache / file_digest(file)
+    if folder.is_dir():
+        return Path(resolve_model(str(folder)))
+    log.info("opening %s: its weights are written once to %s, in float32", file, folder)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    parent, name = str(file.parent), file.name
+    try:
+        config = AutoConfig.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
+        supported = config.model_type in FAMILIES
+        if supported:
+            with quiet_loading():
+                model = AutoModelForCausalLM.from_pretrained(
+                    parent, gguf_file=name, dtype=torch.float32, trust_remote_code=False
+                )
+                tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
+    except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
+        raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
+    if not supported:
+        raise ValueError(
+            f"model {file} has model_type {config.model_type!r}, which is unsupported: use one of {', '.join(FAMILIES)}"
+        )
+    # The weights are dequantised; transformers would not save a quantised model.
+    model.hf_quantizer = None  # type: ignore[assignment]
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    cache.mkdir(parents=True, exist_ok=True)
+    # Written beside its place: an interrupted run leaves no folder that looks complete.
+    aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
+    try:
+        with quiet_loading():
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+        write_checksums(aside, [path.name for path in aside.iterdir()])
+        if not folder.is_dir():  # another process may have been faster
+            aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def check_gguf(file: Path) -> None:
+    """Raise ValueError for a file that does not begin as GGUF does."""
+    with file.open("rb") as opened:
+        start = opened.read(24)
+    if start[:4] != b"GGUF" or len(start) < 24:
+        raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF, or is cut off")
+    version = struct.unpack("<I", start[4:8])[0]
+    if version not in (2, 3):
+        raise ValueError(f"{file} could not be opened as GGUF: its version is {version}, and 2 and 3 are known")

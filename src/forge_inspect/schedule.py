@@ -1,0 +1,154 @@
+"""Reading and comparing schedules of runs, see `forge.observability.schedule`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.observability.schedule import FORMAT, SCHEDULE, GroupEntry, SampleEntry, StepEntry, checksum_of
+from forge.types import Spans
+from forge.types.sampling import are_spans
+
+
+class BadSchedule(ValueError):
+    """A schedule that no run can have written: names the line and its step."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A whole schedule.
+
+    Attributes:
+        recipe: the loop that ran, "module:class".
+        by_hand: what was passed from Python, which no file has: hooks, an environment.
+        steps: by number, without a gap.
+        published: the identity of the weights of each version that generators got.
+        groups: all groups, dropped ones included, by the index of their prompt.
+    """
+
+    recipe: str
+    by_hand: tuple[str, ...]
+    steps: Mapping[int, StepEntry]
+    published: Mapping[int, str]
+    groups: Mapping[int, GroupEntry]
+
+
+def read_schedule(folder: Path) -> Schedule:
+    """Read and check the schedule of a run.
+
+    Raises:
+        FileNotFoundError: it has none.
+        BadSchedule: it is damaged, or says what cannot be: names line and step.
+    """
+    path = folder / SCHEDULE
+    head: dict[str, Any] = {}
+    steps: dict[int, StepEntry] = {}
+    published: dict[int, str] = {}
+    trained_at: dict[int, int] = {}
+    samples: dict[int, dict[int, SampleEntry]] = {}
+    # In the order of the file, which is that of the run: a version must be there before a token of it.
+    for location, line in _lines(path):
+        number = line["step"]
+        if "format" in line:
+            head = line
+            if line["format"] != FORMAT:
+                raise BadSchedule(f"{path}: format {line['format']}, and this version of forge reads {FORMAT}")
+        elif "published" in line:
+            published[number] = line["published"]
+        else:
+            entry = _step(location, line)
+            if number != len(steps) + 1:
+                raise BadSchedule(f"{location}: step {number} comes after step {len(steps)}")
+            for group in entry.groups:
+                if (earlier := trained_at.setdefault(group.index, number)) != number:
+                    raise BadSchedule(f"{location}: prompt {group.index} trained in step {earlier} already")
+            for group in (*entry.groups, *entry.dropped):
+                _check_versions(location, number, group, published)
+                samples.setdefault(group.index, {}).update(group.samples)
+            steps[number] = entry
+    if not head or not steps:
+        raise BadSchedule(f"{path} has no step")
+    # A replay draws all samples of a prompt in one request, those that were dropped included.
+    groups = {index: GroupEntry(index, entries) for index, entries in samples.items()}
+    return Schedule(head["recipe"], tuple(head["by_hand"]), steps, published, groups)
+
+
+def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
+    """Return the first thing in which another entry of a step differs, in words; None if they are alike."""
+    if [group.index for group in recorded.groups] != [group.index for group in entry.groups]:
+        return f"it trained on the prompts {_indices(recorded)}, and now on {_indices(entry)}"
+    for group, second_group in zip(recorded.groups, entry.groups, strict=True):
+        if group.samples.keys() != second_group.samples.keys():
+            return f"prompt {group.index} had samples {[*group.samples]}, and now {[*second_group.samples]}"
+        for number, sample in group.samples.items():
+            second_sample = second_group.samples[number]
+            if sample.digest != second_sample.digest or sample.spans != second_sample.spans:
+                versions = f"versions {_words(sample.spans)}, now {_words(second_sample.spans)}"
+                return f"sample {number} of prompt {group.index} has other tokens or log-probabilities ({versions})"
+            if sample.reward != second_sample.reward:
+                return (
+                    f"sample {number} of prompt {group.index} had the reward {sample.reward}, and now "
+                    f"{second_sample.reward} for the same tokens"
+                )
+    for name, value in recorded.numbers.items():
+        if value != entry.numbers.get(name):
+            return f"{name} was {value!r}, and is {entry.numbers.get(name)!r} for the same rollouts"
+    return None
+
+
+def _check_versions(location: str, step: int, group: GroupEntry, published: Mapping[int, str]) -> None:
+    for number, sample in group.samples.items():
+        # An episode without a turn of the policy has no tokens.
+        if sample.spans and not are_spans(sample.spans):
+            raise BadSchedule(f"{location}: sample {number} of prompt {group.index} has the spans {sample.spans}")
+        for version, _ in sample.spans:
+            if version not in published or version >= step:
+                raise BadSchedule(
+                    f"{location}: sample {number} of prompt {group.index} has tokens of version {version}, which no "
+                    "generator had by then"
+                )
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a schedule, each with its place in words."""
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        location = f"{path}, line {number}"
+        try:
+            line = json.loads(text)
+            location = f"{location} (step {line['step']})"
+            checksum = line.pop("checksum")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BadSchedule(f"{location} is damaged: {text:.60}") from None
+        # Of its contents: another program may have written the same line with other spaces.
+        if checksum != checksum_of(json.dumps(line, separators=(",", ":"))):
+            raise BadSchedule(f"{location} is not what the run wrote: its checksum differs")
+        yield location, line
+
+
+def _step(location: str, line: dict[str, Any]) -> StepEntry:
+    try:
+        return StepEntry(line["step"], _groups(line["groups"]), _groups(line["dropped"]), line["numbers"])
+    except (KeyError, TypeError, ValueError):
+        raise BadSchedule(f"{location}: not the entry of a step") from None
+
+
+def _groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
+    groups = []
+    for index, reason, samples in lists:
+        entries = {
+            number: SampleEntry(tuple((int(version), int(count)) for version, count in spans), reward, digest)
+            for number, spans, reward, digest in samples
+        }
+        groups.append(GroupEntry(int(index), entries, reason))
+    return tuple(groups)
+
+
+def _indices(entry: StepEntry) -> str:
+    return ", ".join(str(group.index) for group in entry.groups)
+
+
+def _words(spans: Spans) -> str:
+    return " ".join(f"{version}x{count}" for version, count in spans) or "none"
