@@ -26,7 +26,6 @@ from forge.runtime.controller.options import Options
 from forge.runtime.controller.processes import take_gpus
 from forge_envs.openenv.wire import action_from_json
 from forge_http.web import bind
-from forge_inspect.watch.report import write_report
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "apps/grpo/tiny.yaml")
@@ -262,7 +261,7 @@ def test_an_interruption_without_a_handler_ends_quietly(monkeypatch, start):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_only_a_report_that_exists_is_named(tmp_path, caplog, steps):
-    record = Run("one", {}, steps=2, root=str(tmp_path), report=write_report)
+    record = Run("one", {}, steps=2, root=str(tmp_path))
     for step in range(steps):
         record.log(step, Snapshot())
     with caplog.at_level(logging.INFO):

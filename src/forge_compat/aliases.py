@@ -19,7 +19,7 @@ ALIASES = {
     "forge.data.tokenizer": "forge.models.tokenizer",
     "forge.data.rewards": "forge.rewards.rules",
     "forge.store": "forge_compat.store",
-    "forge.verifiers": "forge.rewards",
+    "forge.verifiers": "forge_verifiers",
     "forge.watch": "forge_inspect.watch",
     "forge.actors.reference_model": "forge.actors.reference",
     "forge.controller.provisioner": "forge_compat.provisioner",

@@ -32,7 +32,7 @@ from forge.system.masking import without_secrets
 from forge.types import Completion, Group, Sample, Seen, Spans
 from forge_envs.rollout import turn_seeds
 
-from .schedule import BadSchedule, Schedule, read_schedule
+from .schedule import BadSchedule, Schedule, find_difference, read_schedule
 
 POLL = 0.02  # seconds between two looks at what the generators hold
 # What the schedule itself lists: with another value it says nothing about the run.
