@@ -92,6 +92,7 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python scripts/check_docstrings.py -q src
 	$(VENV)/bin/python scripts/measure_style.py --check
+	$(VENV)/bin/python scripts/measure_size.py --check
 	$(VENV)/bin/hadolint Dockerfile
 
 $(VENV)/installed: pyproject.toml

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from forge.recipes.api import Result
+from forge.recipes.result import Result
 from forge.training import checkpoint
 
 BATCH, SAMPLES = 128, 8

@@ -26,12 +26,13 @@ from .dialects.anthropic import AnthropicDialect
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionsDialect
 from .dialects.responses import ResponsesDialect
+from .generation import Generation
 from .journal import Journal
 from .messages import BadRequest
 from .policies import Policy
 from .provider import UNBUFFERED, Provider
 from .record import SessionRecord
-from .session import Generation, Session
+from .session import Session
 from .settings import MAX_BODY, Access, SessionSettings
 from .tree import TokenRun
 

@@ -6,9 +6,9 @@ import asyncio
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from forge.data.spelling import spelled
@@ -16,6 +16,7 @@ from forge.engines.interface import extend
 from forge.types import Completion
 
 from .dialects import Dialect
+from .generation import Generation
 from .keys import conversation_keys, tools_key
 from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn, TokenLogprob
 from .policies import Policy, sample_turns
@@ -29,56 +30,6 @@ CLOSING = 0.2  # seconds in which a closed connection is seen
 ABANDONED = 10.0  # seconds in which a client may come back to its answer, of a server
 WINDOW = 600.0  # seconds in which a retry gets an answer that was not received: a client's longest timeout
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-@dataclass(eq=False)
-class Generation:
-    """The answer to one request, while it is sampled and afterwards. Several connections may read it: a client that
-    lost its own asks again."""
-
-    request: ModelRequest
-    ids: tuple[str, ...]
-    deltas: list[Delta] = field(default_factory=list)
-    turns: list[ModelTurn] = field(default_factory=list)
-    runs: list[TokenRun] = field(default_factory=list)
-    readers: int = 0
-    is_delivered: bool = False
-    began_at: float = field(default_factory=time.monotonic)
-    prompt_tokens: int = 0
-    task: asyncio.Task[None] | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    alone: asyncio.Event = field(default_factory=asyncio.Event)  # whether no connection reads it
-
-    def tell(self, *deltas: Delta) -> None:
-        """Append pieces of the answer, and wake its readers."""
-        self.deltas += deltas
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    async def pieces(self, patience: float) -> AsyncIterator[Delta | None]:
-        """The pieces from the first on; None after each `patience` seconds without one.
-
-        Raises:
-            what ended the generation.
-        """
-        assert self.task is not None
-        sent = 0
-        while True:
-            changed = self.changed
-            while sent < len(self.deltas):
-                yield self.deltas[sent]
-                sent += 1
-            if self.task.done():
-                self.task.result()
-                return
-            waiting = asyncio.ensure_future(changed.wait())
-            try:
-                first = asyncio.FIRST_COMPLETED
-                done, _ = await asyncio.wait({self.task, waiting}, timeout=patience, return_when=first)
-            finally:  # a reader that has gone is cancelled here, and its task would wait for ever
-                waiting.cancel()
-            if not done:
-                yield None
 
 
 class Session:

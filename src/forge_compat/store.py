@@ -20,7 +20,8 @@ from forge.runtime.store import MissingVersion
 from forge_compat.values import STRUCTURE, decode, encode
 
 from .default_store import default_store, release, use  # noqa: F401
-from .store_calls import delete, exists, get, keys, put, wait  # noqa: F401
+from .store_calls import delete, exists, get, put, wait  # noqa: F401
+from .store_calls import keys as list_keys
 
 
 async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh: object = None) -> None:
@@ -104,3 +105,6 @@ def _read(key: str, target: dict[str, Any] | None, strict: bool) -> dict[str, An
         rest = [name for name in snapshot.manifest.by_name if name not in common]
         value: dict[str, Any] = decode(snapshot.some(rest) | common)
         return value
+
+
+keys = list_keys  # TorchStore's name, which is that of an argument above

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .expressions import Tree, Unreadable, literal, parse
+from .expressions import Tree, Unreadable, parse
 from .notation import Token, closing, spelling, tokens, words
+from .trees import literal
 from .units import Unit, with_unit
 
 EQUALITIES = frozenset(["=", r"\approx"])

@@ -15,8 +15,8 @@ import pytest
 from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
-from forge.recipes.api import Result
 from forge.recipes.metrics_config import MetricsConfig
+from forge.recipes.result import Result
 from forge.system.masking import without_secrets
 from forge.types import Episode, Group
 from forge_trackers import check_trackers

@@ -14,8 +14,8 @@ from apps.tools.main import ToolsConfig, calc
 from apps.toys import programs
 from apps.toys.expressions import Expression
 from forge.config import ConfigError, load
-from forge.recipes.api import Result
 from forge.recipes.launch import launch
+from forge.recipes.result import Result
 from forge_envs import ToolError
 from tests.recipes.test_recipes import finish
 

@@ -15,9 +15,10 @@ from nbclient import NotebookClient
 import forge
 from forge.algorithms import ALGORITHMS, Algorithm, setting_names
 from forge.config import ConfigError, keys_of, section_in
-from forge.recipes.api import Result, _placed
+from forge.recipes.api import _placed
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import BadInput
+from forge.recipes.result import Result
 from forge.recipes.rl_config import RLConfig
 
 pytestmark = pytest.mark.processes

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forge.config import Arguments
 from forge.data.load import load_data
 from forge.models import build_small_model
-from forge.recipes.api import Result
 from forge.recipes.launch import launch
 from forge.recipes.placement import check_gpus, gpus_needed
 from forge.recipes.prepare import prepare
+from forge.recipes.result import Result
 from forge.recipes.resume import Start, read_config
 from forge.recipes.rl_config import RLConfig as GRPOConfig
 from tests.trees import descendants

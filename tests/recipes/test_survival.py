@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.recipes.api import Result
+from forge.recipes.result import Result
 from forge.training.checkpoint import checkpoints, extra
 from tests.recipes.test_recipes import CONFIG, command, gone, rows, start
 from tests.trees import components

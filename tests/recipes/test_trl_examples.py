@@ -10,7 +10,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import forge
-from forge.recipes.api import Result
+from forge.recipes.result import Result
 from tests.data.templates import CHATML, byte_pairs
 
 pytestmark = pytest.mark.processes

@@ -10,21 +10,19 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..config.plugin import explain_names, nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
-from ..observability.held_out import HELD_OUT
-from ..observability.rollouts import ROLLOUTS, batches, texts
 from ..types import Sampling
 from .hooks import Hooks, OnRollouts, OnStep, takes_two
+from .result import Result
 
 if TYPE_CHECKING:
     from .launch import Recipe
@@ -39,44 +37,6 @@ AMBIGUOUS = {
 }
 # The sections whose keys `train` accepts by themselves.
 SHARED = ("training", "grpo", "dpo", "dataset", "generator", "async", "eval", "checkpoint", "run")
-
-
-@dataclass(frozen=True)
-class Result:
-    """The results of a run, in its `folder`."""
-
-    folder: Path
-
-    def __post_init__(self) -> None:
-        # Of a run of another day one knows the path as text.
-        object.__setattr__(self, "folder", Path(self.folder))
-
-    @property
-    def model(self) -> str:
-        """The trained model's folder, in Hugging Face format."""
-        return str(self.folder / "model")
-
-    @property
-    def report(self) -> str:
-        """The HTML report."""
-        return str(self.folder / "report.html")
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One row per step, as in metrics.jsonl; the row of step 0 is the evaluation before training."""
-        return _lines(self.folder / "metrics.jsonl")
-
-    @property
-    def rollouts(self) -> list[dict[str, Any]]:
-        """The groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
-        samples with their tokens."""
-        return [line for _, batch in batches(self.folder / ROLLOUTS) for line in texts(batch)]
-
-    @property
-    def held_out(self) -> list[dict[str, Any]]:
-        """The answers to held-out problems at each evaluation: step, problem, prompt, target, response, reward,
-        correct, tokens, finish."""
-        return _lines(self.folder / HELD_OUT)
 
 
 def train(
@@ -424,7 +384,3 @@ def _anywhere(work: Callable[[], T]) -> T:
     else:
         has_loop = True
     return run_in_thread(work) if has_loop else work()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
