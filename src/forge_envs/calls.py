@@ -28,6 +28,13 @@ warnings.filterwarnings("ignore", module="<model output>")
 Syntax = Literal["hermes", "llama3", "plain", "mistral", "deepseek", "harmony", "glm", "qwen_xml"]
 SYNTAXES: tuple[str, ...] = get_args(Syntax)
 
+
+def check_syntax(name: str) -> None:
+    """Raise ValueError unless tool calls have a syntax of this name."""
+    if name not in SYNTAXES:
+        raise ValueError(f"syntax must be one of {', '.join(SYNTAXES)}, got {name!r}")
+
+
 _PYTHON_TAG = "<|python_tag|>"
 # What only the templates of a syntax hold, the more special ones first.
 _SIGNS: dict[str, Syntax] = {

@@ -14,7 +14,7 @@ from forge.data.chat import ChatFormat, Thoughts
 from forge.data.special_tokens import SpecialTokens
 from forge.data.turns import Rewritten
 
-from .calls import SYNTAXES, Schema, Syntax, read_action, syntax_of
+from .calls import Schema, Syntax, check_syntax, read_action, syntax_of
 from .environment import Action, Message
 from .templates import TEMPLATES, built_in
 
@@ -53,8 +53,8 @@ class Dialogue:
         options: Mapping[str, Any] | None = None,
         thoughts: Thoughts = "keep",
     ) -> None:
-        if syntax is not None and syntax not in SYNTAXES:
-            raise ValueError(f"the syntax of tool calls must be one of {', '.join(SYNTAXES)}, not {syntax!r}")
+        if syntax is not None:
+            check_syntax(syntax)
         if isinstance(template, str) and template in TEMPLATES:
             template = built_in(template, tokenizer)
         self.tokenizer = tokenizer

@@ -165,8 +165,7 @@ def test_settings_of_preferences_and_of_ones_own_algorithm_are_found_by_their_na
 
     Own = dataclass(type("Own", (Bounded,), {"__annotations__": {"stesp": float}, "stesp": 1.0}))
     assert _placed(DPOConfig, "beta", 0.2, None) == {"dpo": {"beta": 0.2}}
-    assert _placed(RLConfig, "rollout", {"n_samples": 4}, {"name": "dapo"}) == {"rollout": {"n_samples": 4}}
-    assert _placed(RLConfig, "clip_high", 0.3, {"name": "dapo"}) == {"grpo": {"clip_high": 0.3}}
+    assert _placed(RLConfig, "clip_high", 0.3, "dapo") == {"grpo": {"clip_high": 0.3}}
     assert _placed(DPOConfig, "label_smoothing", 0.2, None) == {"dpo": {"label_smoothing": 0.2}}
     assert _placed(RLConfig, "stesp", 3.0, Own) == {"grpo": {"stesp": 3.0}}  # near "steps"
     with pytest.raises(ConfigError, match="unknown setting 'stesp'; did you mean 'steps'"):

@@ -5,12 +5,10 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from forge.recipes import launch
 from tests.recipes.test_recipes import CONFIG, ROOT, command, start
 from tests.system.disks import SmallDisk, small_disk
 from tests.trees import components
@@ -107,45 +105,3 @@ def test_the_reader_of_standard_output_ends(tmp_path: Path):
     assert "Traceback" not in errors
     assert errors.count("the reader of <stdout> has ended; the run continues") == 1
     assert (tmp_path / "runs/test/finished").exists()
-
-
-@pytest.mark.parametrize(
-    ("prefix", "env", "message"),
-    [
-        ("ulimit -n 24; ", {}, "error: this shell allows 24 open files"),
-        pytest.param(
-            *(
-                "",
-                {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"},
-                "error: the locale's encoding is",
-            ),
-            marks=pytest.mark.full,
-        ),
-        pytest.param("", {"PYTHONOPTIMIZE": "2"}, "error: transformers needs docstrings", marks=pytest.mark.full),
-    ],
-)
-def test_a_shell_in_which_no_run_is_possible(tmp_path: Path, prefix: str, env: dict[str, str], message: str):
-    words = [sys.executable, *command(tmp_path)[1:]]
-    done = subprocess.run(
-        ["bash", "-c", f'{prefix} exec "$@"', "bash", *words],
-        env=os.environ | env,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(message)
-
-
-def test_a_broken_pipe_is_that_of_standard_output_only_if_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch):
-    def broken(*_) -> None:
-        raise BrokenPipeError("the pipe of a tracker")
-
-    monkeypatch.setattr(launch, "read_config", broken)
-    with pytest.raises(BrokenPipeError, match="of a tracker"):
-        launch.launch(None, None, ["--config", "x"])
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as stream:
-        assert launch._has_no_reader(stream)

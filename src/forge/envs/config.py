@@ -37,6 +37,8 @@ class EpisodeConfig(Section):
     """An agent that plays the episodes, in place of `environment` ([agent_gateway.md](agent_gateway.md))."""
 
     def _check(self) -> None:
+        if self.syntax is not None:
+            resolve("forge_envs.calls:check_syntax", "episode.syntax")(self.syntax)
         if self.template is False:
             raise ValueError("episode.template must be true, a name, a jinja template or a file: turns need one")
 

@@ -19,6 +19,7 @@ CONFIG = "config.yaml"
 # Only a run that came to its end has this file.
 FINISHED = "finished"
 LOGS = "logs.txt"
+MAX_REASON = 500  # characters of the reason why a run ended
 ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the reason; then the traceback
 
 
@@ -92,4 +93,4 @@ def last_state(folder: Path) -> str:
 def ending(folder: Path) -> str:
     """Return why a run ended before its last step, as "failed: KeyError: 'answer'"; empty if it is not recorded."""
     path = folder / ENDED
-    return path.read_text(errors="replace").partition("\n")[0].strip() if path.is_file() else ""
+    return path.read_text(errors="replace").partition("\n")[0].strip()[:MAX_REASON] if path.is_file() else ""
