@@ -65,7 +65,7 @@ def test_a_run_is_whole(tmp_path, app, task):
     [
         (["--episode.max_turns", "0"], "episode.max_turns must be at least 1"),
         (["--episode.max_tokens", "512"], "episode.max_tokens must be at most training.seq_len = 256"),
-        (["--episode.syntax", "xml"], "episode.syntax must be one of hermes, llama3, plain"),
+        (["--episode.syntax", "xml"], "episode: syntax must be one of hermes, llama3, plain"),
         (["--dataset.chat_template", "true"], "dataset.chat_template must be false"),
         (["--sandbox.level", "cellar"], "sandbox: level must be"),
         (["--sandbox.level", "none"], "allow_unsafe"),
