@@ -22,14 +22,10 @@ from tests.training.cases import example, make_trainer, weights_of
 from tests.training.ranks import (
     LORA,
     LOSS,
-    a_head,
     five_steps,
-    lora,
-    not_finite,
     of_one_rank,
     plain,
     saved,
-    several_updates,
     sharded,
 )
 
@@ -134,13 +130,7 @@ def scenarios(
         "saved": partial(saved, square, qwen3, folder / "saved"),
         "of one rank": partial(of_one_rank, square, qwen3, folder / "one" / "step_000003"),
         "of another layout": partial(of_one_rank, both, qwen3, folder / "saved" / "checkpoints" / "step_000003"),
-        "value cp2 tp2": partial(a_head, both, qwen3, "value", folder / "value cp2 tp2"),
-        "lora": partial(lora, square, qwen3, "policy", folder / "lora"),
-        "several updates": partial(several_updates, at(degrees(1, 2, 2, 1)), qwen3),
-        "not finite": partial(not_finite, square, qwen3),
         "stored": partial(stored, square, qwen3, store),
-        "in turn": partial(in_turn, square, qwen3, folder / "in turn"),
-        "bfloat16": partial(five_steps, square, qwen3, dtype="bfloat16"),
     }
 
 

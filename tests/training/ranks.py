@@ -278,14 +278,9 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
         "lora": partial(lora, ranks, model, "policy", folder / "lora"),
         "lora of a critic": partial(lora, ranks, model, "value", folder / "lora of a critic"),
         "several updates": partial(several_updates, ranks, model),
-        "recorded": lambda: recorded_step(make_trainer(model, ranks, mini_batches=2, epochs=2), LOSS, "token_mean"),
-        "bfloat16": partial(five_steps, ranks, model, dtype="bfloat16"),
         "seed form": partial(five_steps, ranks, model, SeedFormLoss(), "token_mean", seq_len=16),
-        "replaced": partial(replaced, ranks, model, folder / "recovery"),
         "saved": partial(saved, ranks, model, folder),
         "not finite": partial(not_finite, ranks, model),
-        "background": partial(background, ranks, model, folder / "background"),
-        "of one rank": partial(of_one_rank, ranks, model, folder / "one" / "step_000003"),
     }
 
 

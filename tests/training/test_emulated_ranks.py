@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,37 +101,6 @@ def test_two_devices_train_as_the_cpu_does(
         weights = {name: torch.as_tensor(weight) for name, weight in found["weights"].items()}
         assert largest_difference(weights, expected["weights"]) < WEIGHTS * (APART if optimizer == "muon" else 1)
         np.testing.assert_allclose(found["logprobs"], expected["logprobs"], rtol=0, atol=APART * LOGPROBS)
-
-
-def divided_experts(
-    at: Callable[[Parallelism], Ranks], size: int, _: Path, models: dict[str, Path], __: VersionStore
-) -> dict[str, Callable[[], Any]]:
-    """A mixture whose experts both ranks divide; the loss of the routers gives every expert a gradient."""
-    layouts_of_experts = {"experts": degrees(1, 2, 1, 1, 2), "experts and context": degrees(1, 1, 2, 1, 2)}
-    return {
-        name: partial(steps, at(layout), models["qwen3_moe"], backend="titan", router_aux_loss=0.1)
-        for name, layout in layouts_of_experts.items()
-    }
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed (extra titan)")
-def test_two_devices_divide_experts_as_the_cpu_does(
-    tmp_path_factory: pytest.TempPathFactory, mild: dict[str, Path], published: VersionStore
-):
-    folder = tmp_path_factory.mktemp("experts")
-    outcomes = conftest.run(2, folder, mild, published, divided_experts, main)
-    expected = steps(None, mild["qwen3_moe"], router_aux_loss=0.1)
-    for name in ("experts", "experts and context"):
-        for result in outcomes(name):
-            assert result["misplaced"] == []
-            for metrics, others in zip(result["metrics"], expected["metrics"], strict=True):
-                for key in metrics.keys() - {"micro_batches"}:
-                    assert metrics[key] == pytest.approx(others[key], rel=1e-4, abs=1e-4), key
-            weights = {key: torch.as_tensor(weight) for key, weight in result["weights"].items()}
-            assert largest_difference(weights, expected["weights"]) < WEIGHTS
-            np.testing.assert_allclose(result["logprobs"], expected["logprobs"], rtol=0, atol=APART * LOGPROBS)
 
 
 @pytest.mark.processes
