@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -23,7 +22,6 @@ import pytest
 from forge_agents.command import INNER_FOLDER, AgentCommand, CommandResult, CommandRunner
 
 pytestmark = pytest.mark.processes
-ORDINARY = 12345
 SOURCES = str(Path(__file__).parents[2] / "src")
 
 
@@ -177,30 +175,6 @@ def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        "mkdir -p t/a.py/b; chmod 0 t/a.py t",
-        "mkdir -p t; chmod 0 t",
-        "touch t; chmod 0 t",
-        "mkfifo t",
-        "ln -s t t",
-        "ln -s nowhere t",
-        "mkdir u; ln -s u t; mkfifo t/a.py; chmod 0 u",
-        "rm -rf .home; chmod 0 . /tmp",
-    ],
-)
-def test_a_test_is_put_in_place_whatever_an_agent_left_there(left: str) -> None:
-    async def run() -> None:
-        async with CommandRunner() as runner:
-            result = await runner.run(AgentCommand(["sh", "-c", left], timeout=60))
-            test = AgentCommand(["sh", "-c", "cat t/a.py && touch /tmp/one two"], timeout=60)
-            verdict = await runner.run(test, folder=result.folder, files={"t/a.py": "the test's"})
-            assert (verdict.status, verdict.exit_code, verdict.stdout) == ("exited", 0, "the test's"), verdict
-
-    asyncio.run(run())
-
-
 LOOK = """
 import json, os, pathlib
 def read(path):
@@ -325,14 +299,6 @@ def test_a_program_has_no_privileges_and_none_of_the_kernel_calls_of_escapes() -
     assert (result.stdout, result.stderr) == (f"{['0' * 16, '0' * 16, '1', '2']}\n", "")
 
 
-def test_a_gateway_that_is_gone_looks_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    code = "import os, urllib.request; urllib.request.urlopen(os.environ['OPENAI_BASE_URL'], timeout=20)"
-    (result,) = play(python(code), url=f"http://127.0.0.1:{port}")
-    assert (result.status, result.exit_code) == ("exited", 1)
-
-
 @pytest.mark.parametrize(
     ("code", "settings", "status", "reason"),
     [
@@ -374,23 +340,6 @@ def test_a_limit_ends_a_program_with_all_its_processes(
     assert gone(mark)
 
 
-def test_more_processes_than_allowed_are_an_error_for_the_program() -> None:
-    code = """
-import os, signal
-count = 0
-try:
-    while count < 100:
-        if not os.fork():
-            signal.pause()
-        count += 1
-except OSError:
-    pass
-print(count)
-"""
-    (result,) = play(python(code, processes=20))
-    assert (result.status, result.stdout) == ("exited", "19\n")
-
-
 def test_a_daemon_does_not_outlive_its_run() -> None:
     mark = uuid.uuid4().hex
     code = """
@@ -406,13 +355,6 @@ while not os.path.exists("started"):
     (result,) = play(AgentCommand(["python", "-c", code, mark], timeout=60))
     assert (result.status, result.exit_code) == ("exited", 0)
     assert gone(mark)
-
-
-def test_eight_at_once_have_folders_of_their_own(url: str) -> None:
-    code = "import os, time; open(os.environ['FORGE_TASK'], 'w').close(); time.sleep(0.5); print(sorted(os.listdir()))"
-    results = play(*[python(code)] * 8, url=url, task_text="mine")
-    assert [(result.status, result.stdout) for result in results] == [("exited", "['.home', 'mine']\n")] * 8
-    assert len({result.folder for result in results}) == 8
 
 
 def test_a_cancelled_run_ends_its_program() -> None:
@@ -466,80 +408,6 @@ def test_no_process_outlives_a_controller_that_is_killed() -> None:
     wait_for(lambda: not Path(f"/proc/{keeper}").exists())
 
 
-def test_a_killed_keeper_is_a_failure_of_the_machine_and_leaves_no_process() -> None:
-    mark = uuid.uuid4().hex
-
-    async def run() -> CommandResult:
-        async with CommandRunner() as runner:
-            task = asyncio.create_task(runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", mark])))
-            while not processes_with(mark):
-                await asyncio.sleep(0.02)
-            for keeper in keepers_of(os.getpid()):
-                os.kill(keeper, signal.SIGKILL)
-            return await task
-
-    result = asyncio.run(run())
-    assert result.status == "failed"
-    assert "the keeper ended" in result.reason
-    assert gone(mark)
-
-
-def test_a_program_on_node_reaches_the_gateway(url: str) -> None:
-    if not any(os.access(f"{folder}/node", os.X_OK) for folder in ("/usr/bin", "/usr/local/bin")):
-        pytest.skip("node is not installed for the system")
-    code = """
-const headers = {Authorization: process.env.OPENAI_API_KEY, "Content-Type": "text/plain"};
-fetch(process.env.OPENAI_BASE_URL + "/chat", {method: "POST", body: "x".repeat(50), headers})
-  .then(answer => answer.json()).then(answer => {
-    require("child_process").execFileSync("sh", ["-c", "echo child > out.txt"]);
-    console.log(JSON.stringify(answer));
-  });
-"""
-    (result,) = play(AgentCommand(["node", "-e", code], timeout=60), url=url, key="k1")
-    assert json.loads(result.stdout or "{}") == {"path": "/v1/chat", "key": "k1", "size": 50}, result
-
-
-def play_as_user(connection: Any, url: str, secret: str) -> None:
-    """In a child: become an ordinary user, and run programs."""
-    os.setgroups([])
-    os.setgid(ORDINARY)
-    os.setuid(ORDINARY)
-
-    async def run() -> list[CommandResult]:
-        async with CommandRunner(python="/usr/bin/python3") as runner:
-            hostile = (
-                f"cat {secret}; id -u; echo x > /usr/x; echo mine > out; cat out; (setsid sleep 1000 &); ps -A | wc -l"
-            )
-            commands = [
-                AgentCommand(["sh", "-c", hostile], timeout=60),
-                AgentCommand(["/usr/bin/python3", "-c", DENIED + ASK, json.dumps([1, "none"])], timeout=60),
-                AgentCommand(["sh", "-c", "while :; do sh -c : & done"], processes=20, timeout=1),
-            ]
-            return [await runner.run(command, url=url, key="k1") for command in commands]
-
-    connection.send(asyncio.run(run()))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_an_ordinary_user_confines_programs_as_well(url: str, tmp_path: Path) -> None:
-    if not os.access("/usr/bin/python3", os.X_OK):
-        pytest.skip("no Python that another user can start")
-    secret = tmp_path / "secret"
-    secret.write_text("hidden")
-    secret.chmod(0o644)
-    here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=play_as_user, args=(there, url, str(secret)))
-    child.start()
-    assert here.poll(60)
-    hostile, asking, forking = here.recv()
-    child.join()
-    assert "hidden" not in hostile.stdout
-    assert hostile.stdout.split()[:2] == ["65534", "mine"]
-    assert hostile.status == "exited"
-    assert json.loads(asking.stdout)["answers"][0] == {"path": "/v1/chat", "key": "k1", "size": 10}, asking
-    assert forking.status in ("timeout", "exited")
-
-
 FORBIDDEN = """
 import asyncio, sys
 from forge_envs.environment import InfrastructureError
@@ -587,32 +455,3 @@ def test_without_namespaces_programs_are_rejected_unless_that_is_accepted() -> N
 def test_bad_settings_are_errors(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AgentCommand(**{"command": ["true"], **settings})
-
-
-def test_bad_arguments_of_a_run_are_errors() -> None:
-    async def run() -> None:
-        async with CommandRunner() as runner:
-            for url in ("https://127.0.0.1:1", "127.0.0.1:80", "http://127.0.0.1:80/v1"):
-                with pytest.raises(ValueError, match="url must be"):
-                    await runner.run(AgentCommand(["true"]), url=url)
-            for text in ("x" * 200_000, "a\0b"):
-                with pytest.raises(ValueError, match="long task into a file"):
-                    await runner.run(AgentCommand(["true"]), task_text=text)
-            with pytest.raises(ValueError, match="folders of all runs"):
-                await runner.run(AgentCommand(["true"], readable=["/tmp"]))
-            # A failed run leaves no folder.
-            base = runner._scratch
-            assert base is not None
-            assert [path.name for path in base.path.iterdir()] == ["marker"]
-
-    asyncio.run(run())
-
-
-def test_readable_folders_are_read_and_their_programs_in_the_path(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "my-agent").write_text('#!/bin/sh\ncat "$(dirname "$0")/../data"\n')
-    (tmp_path / "bin" / "my-agent").chmod(0o755)
-    (tmp_path / "data").write_text("data of it")
-    tmp_path.chmod(0o755)
-    (result,) = play(AgentCommand(["my-agent"], readable=[tmp_path], timeout=60))
-    assert (result.status, result.stdout) == ("exited", "data of it"), result

@@ -15,7 +15,6 @@ from torch.distributed import FileStore
 
 from forge.losses import GSPOLoss
 from forge.runtime.store import VersionStore
-from forge.training import checkpoint
 from forge.training.distributed import Ranks, join, lay_out, leave
 from forge.training.settings import Parallelism
 from tests.training.cases import example, make_trainer, weights_of
@@ -93,19 +92,6 @@ def stored(ranks: Ranks, model: Path, store: VersionStore) -> dict[str, Any]:
     for seed in range(2):
         trainer.train_step(example(seed), LOSS)
     return {"version": store.put("policy", trainer.weights(), 2), "weights": weights_of(trainer)}
-
-
-def in_turn(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
-    """Steps between which the device is left to others, and a checkpoint from there."""
-    trainer, other = make_trainer(model, ranks), make_trainer(model, ranks)
-    for seed in range(3):
-        trainer.train_step(example(seed), LOSS)
-        trainer.offload()
-        assert trainer.offloaded
-        other.train_step(example(seed), LOSS)
-    checkpoint.save(trainer, folder)
-    assert trainer.offloaded
-    return {"weights": weights_of(trainer), "other": weights_of(other)}
 
 
 def scenarios(
