@@ -44,27 +44,6 @@ def test_the_frontier_is_what_is_sometimes_solved():
     assert len(counts) == 12
 
 
-def test_solved_rows_retire_and_come_back_when_all_are():
-    sampler = Retire(ROWS, 0, times=2)
-    assert sorted(drawn(sampler, 12)) == list(range(12))
-    for row in range(11):
-        sampler.observe(row, [1.0, 1.0])
-        sampler.observe(row, [1.0, 0.5] if row == 0 else [1.0, 1.0])
-    assert Counter(drawn(sampler, 10)) == {0: 5, 11: 5}
-    for row in (0, 0, 11, 11):
-        sampler.observe(row, [1.0])
-    assert sorted(drawn(sampler, 12)) == list(range(12))
-
-
-def test_shares_of_a_mix_move():
-    sampler = Mix(ROWS, 0, start={"even": 1.0}, end={"odd": 3.0, "even": 1.0}, draws_to_end=1000)
-    first = Counter(ROWS[row]["kind"] for row in drawn(sampler, 100))
-    drawn(sampler, 900)
-    last = Counter(ROWS[row]["kind"] for row in drawn(sampler, 1000))
-    assert first["even"] > 85
-    assert last["odd"] / 1000 == pytest.approx(0.75, abs=0.05)
-
-
 @pytest.mark.parametrize(
     "make",
     [

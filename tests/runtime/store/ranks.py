@@ -69,6 +69,27 @@ def killed(store: VersionStore) -> None:
         os._exit(7)
 
 
+def overwrite(store: VersionStore) -> None:
+    """Put 1,000 versions of one number each, or as many as there is time for until killed."""
+    for number in range(1, 1001):
+        store.put("w", {name: torch.full((20_000,), float(number)) for name in "abc"})
+
+
+def killed_allocating(store: VersionStore) -> None:
+    """Is killed when its segment has a name and no memory yet."""
+    os.posix_fallocate = lambda *_: os.kill(os.getpid(), 9)
+    store.put("w", torch.zeros(10_000_000))  # larger than any free segment
+
+
+def slow_put(store: VersionStore) -> None:
+    """Puts for ever; is killed from outside."""
+    print("putting", flush=True)
+    number = 0.0
+    while True:
+        number += 1
+        store.put("w", {name: torch.full((500_000,), number) for name in "abcdefgh"})
+
+
 if __name__ == "__main__":
     task, root, rank, world, port = sys.argv[1:]
     torch.set_num_threads(1)
