@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -18,15 +15,7 @@ from forge.engines import EmbeddedEngine
 from forge.engines.interface import EngineFailed
 from forge.types import Sampling
 
-from .conformance.conftest import Hold
 from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
-        time.sleep(0.001)
 
 
 def test_a_group_is_prefilled_once_even_when_it_is_admitted_in_parts(make: Make) -> None:
@@ -65,41 +54,6 @@ def test_freed_slots_are_reused_at_once_and_in_order(make: Make) -> None:
     assert [ends[i] for i in order] == sorted(ends)
 
 
-def test_a_cancelled_request_leaves_its_rows_at_once(make: Make) -> None:
-    folder, _ = make("llama", max_position_embeddings=1024)
-    hold = Hold()
-    with EmbeddedEngine(folder, slots=2) as engine:
-        running = engine.submit([1, 2, 3], Sampling(n=2, max_tokens=1000, seed=0), listener=hold)
-        assert hold.holds.wait(60)
-        assert running.cancel()
-        hold.release()
-        wait_for(lambda: engine.stats()["running"] == 0)
-        assert engine.stats()["decode_steps"] < 100
-
-
-def test_update_in_mid_generation(make: Make) -> None:
-    folder, old = make("llama")
-    new = random_model("llama", seed=1)
-    with EmbeddedEngine(folder, slots=2) as engine:
-        running = engine.submit([1, 2, 3], Sampling(n=5, max_tokens=90, seed=0))
-        wait_for(lambda: engine.stats()["decode_steps"] > 5)
-        engine.update_weights(new.state_dict().items(), 1).result(30)
-        completions = running.result(30)
-        mixed = [c for c in completions if len(set(c.versions)) == 2]
-        assert mixed
-        for completion in mixed:
-            assert completion.versions == sorted(completion.versions)
-            assert completion.version == 0
-            first = completion.versions.index(1)
-            completion.token_ids, completion.logprobs = completion.token_ids[:first], completion.logprobs[:first]
-            assert error_of(old, completion) < 1e-4
-        # Samples of the same group that started later: not from the stored prompt of the old weights.
-        late = [c for c in completions if set(c.versions) == {1}]
-        assert late
-        assert max(error_of(new, c) for c in late) < 1e-4
-        assert engine.stats()["prefilled_tokens"] == 4
-
-
 def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = make()
     with EmbeddedEngine(folder, slots=2) as engine:
@@ -124,22 +78,6 @@ def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.Mon
         assert isinstance(engine.update_weights(state, 1).exception(10), EngineFailed)
         with pytest.raises(EngineFailed):
             engine.stats()
-
-
-def test_a_callback_may_submit_and_close(make: Make) -> None:
-    folder, _ = make()
-    engine = EmbeddedEngine(folder, slots=2)
-    follow_up = []
-    done = threading.Event()
-
-    def callback(_: object) -> None:
-        follow_up.append(engine.submit([1], Sampling(max_tokens=2)))
-        engine.close()
-        done.set()
-
-    engine.submit([1], Sampling(max_tokens=2)).add_done_callback(callback)
-    assert done.wait(20)
-    assert "closed" in str(follow_up[0].exception(10))
 
 
 mixes = st.lists(

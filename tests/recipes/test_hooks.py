@@ -1,16 +1,10 @@
 """Hooks, loops of one's own, and samplers, in whole runs."""
 
-import hashlib
-from pathlib import Path
-
 import pytest
 
 import forge
-from forge.actors.staleness import StaleWeights
 from forge.config import ConfigError
-from forge.observability.rollouts import batches
 from forge.recipes.rl import Loop
-from forge_envs.samplers import Retire
 
 pytestmark = pytest.mark.processes
 
@@ -87,11 +81,6 @@ def test_hooks_that_cannot_be(tmp_path, hooks, problem):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_verdict_that_is_none_ends_the_run(tmp_path):
-    with pytest.raises(TypeError, match=r"on_step must return True .* got 0.5"):
-        train(tmp_path, on_step=lambda step, metrics: 0.5)
-
-
 class Replay(Loop):
     """A second update of each step, on the groups of the step before."""
 
@@ -123,11 +112,6 @@ def test_a_second_update_on_replayed_groups_has_its_own_bound_and_no_step(tmp_pa
     assert history[8]["train/loss"] != plain[8]["train/loss"]
 
 
-def test_replayed_groups_are_refused_where_the_bound_is_that_of_sampling(tmp_path):
-    with pytest.raises(StaleWeights, match="max_policy_age is 0"):
-        train(tmp_path, recipe=Replay)
-
-
 async def two_steps(cfg, job):
     from forge.recipes.components import start_rl
 
@@ -152,64 +136,6 @@ def test_a_recipe_of_ones_own_leaves_a_whole_run(tmp_path):
     assert len({row["train/loss"] for row in result.metrics}) == 2
     assert (result.folder / "model/model.safetensors").exists()
     assert result.rollouts
-
-
-def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
-    """(step, group, prompt, reward) of all samples that trained."""
-    rows = []
-    for _, batch in batches(folder / "rollouts.arrow", ("step", "group", "prompt", "reward")):
-        rows += [(row["step"], row["group"], row["prompt"], row["reward"]) for row in batch.to_pylist()]
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("sampler", "ends"),
-    [
-        pytest.param({"use": "frontier", "memory": 1.0}, (2, 3, 6, 9), marks=pytest.mark.slow, id="frontier"),
-        pytest.param(Retire, (2, 3, 6, 9), marks=pytest.mark.slow, id="retire"),
-        pytest.param(Retire, (3, 7), id="retire twice"),
-    ],
-)
-def test_a_run_with_a_sampler_that_was_resumed_drew_the_same_rows(tmp_path, sampler, ends):
-    settings = {
-        "dataset": SETTINGS["dataset"] | {"sampler": sampler},
-        "checkpoint": {"every": 1},
-        "metrics": {"rollouts": "all"},
-        # Every character is right in some answers of a row: the sampler has something to learn.
-        "reward": "CharacterMatch",
-        "steps": 10,
-    }
-    whole = train(tmp_path, "whole", **settings)
-    for end in ends:
-
-        def interrupted(step, metrics, end=end):
-            if step == end + 1:
-                raise KeyError(f"interrupted after step {end}")
-
-        with pytest.raises(KeyError, match="interrupted"):
-            train(tmp_path, "resumed", on_step=interrupted, resume="auto", **settings)
-    resumed = train(tmp_path, "resumed", resume="auto", **settings)
-    assert prompts(resumed.folder) == prompts(whole.folder)
-    assert len({reward for *_, reward in prompts(whole.folder)}) > 1
-    digests = {
-        hashlib.sha256(Path(run.model, "model.safetensors").read_bytes()).hexdigest() for run in (whole, resumed)
-    }
-    assert len(digests) == 1
-
-
-def test_a_curriculum_reaches_its_second_level(tmp_path):
-    class Kind:
-        """Pays what it is given, so that levels are solved."""
-
-        def __call__(self, prompt, response, target):
-            return 1.0
-
-    sampler = {"use": "curriculum", "window": 2}
-    result = train(
-        tmp_path, dataset=SETTINGS["dataset"] | {"sampler": sampler}, reward=Kind(), metrics={"rollouts": "all"}
-    )
-    lengths = {step: {len(prompt) for at, _, prompt, _ in prompts(result.folder) if at == step} for step in (1, 8)}
-    assert lengths == {1: {3}, 8: {4}}
 
 
 def test_each_set_has_its_own_problems_interval_answers_and_reward(tmp_path):

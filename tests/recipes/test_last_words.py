@@ -1,19 +1,15 @@
 """What a run says when the machine takes something away from it: one line, and no traceback."""
 
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from forge.recipes import launch
 from tests.recipes.test_recipes import CONFIG, ROOT, command, start
 from tests.system.disks import SmallDisk, small_disk
-from tests.trees import components
 
 pytestmark = pytest.mark.processes
 
@@ -46,28 +42,6 @@ def test_the_folder_of_the_run_is_removed(tmp_path: Path):
     (tmp_path / "runs/test").rename(tmp_path / "gone")  # at once: the run still writes into it
     assert f"error: {tmp_path}/runs/test was removed while the run used it" in ended(process)[-1]
     assert process.returncode == 1
-
-
-@pytest.mark.slow
-def test_the_weight_store_is_removed(tmp_path: Path):
-    process = running(tmp_path)
-    (store,) = Path("/dev/shm").glob(f"forge-weights-{process.pid}-*")
-    shutil.rmtree(store)
-    assert ended(process)[-1].startswith(f"error: {store} was removed while the run used it")
-
-
-@pytest.mark.full
-def test_the_folder_of_sockets_is_removed_and_a_process_killed(tmp_path: Path):
-    process = running(tmp_path)
-    (folder,) = Path("/tmp").glob(f"forge-run-{process.pid}-*")
-    victim = components(process.pid)[0]
-    shutil.rmtree(folder)
-    os.kill(victim, signal.SIGKILL)
-    assert process.stdout is not None
-    # A run that has a generator left continues with it.
-    assert any(f"{folder}, which holds this run's sockets, was removed" in line for line in process.stdout)
-    process.terminate()
-    ended(process)
 
 
 @pytest.mark.full
@@ -107,45 +81,3 @@ def test_the_reader_of_standard_output_ends(tmp_path: Path):
     assert "Traceback" not in errors
     assert errors.count("the reader of <stdout> has ended; the run continues") == 1
     assert (tmp_path / "runs/test/finished").exists()
-
-
-@pytest.mark.parametrize(
-    ("prefix", "env", "message"),
-    [
-        ("ulimit -n 24; ", {}, "error: this shell allows 24 open files"),
-        pytest.param(
-            *(
-                "",
-                {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"},
-                "error: the locale's encoding is",
-            ),
-            marks=pytest.mark.full,
-        ),
-        pytest.param("", {"PYTHONOPTIMIZE": "2"}, "error: transformers needs docstrings", marks=pytest.mark.full),
-    ],
-)
-def test_a_shell_in_which_no_run_is_possible(tmp_path: Path, prefix: str, env: dict[str, str], message: str):
-    words = [sys.executable, *command(tmp_path)[1:]]
-    done = subprocess.run(
-        ["bash", "-c", f'{prefix} exec "$@"', "bash", *words],
-        env=os.environ | env,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(message)
-
-
-def test_a_broken_pipe_is_that_of_standard_output_only_if_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch):
-    def broken(*_) -> None:
-        raise BrokenPipeError("the pipe of a tracker")
-
-    monkeypatch.setattr(launch, "read_config", broken)
-    with pytest.raises(BrokenPipeError, match="of a tracker"):
-        launch.launch(None, None, ["--config", "x"])
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as stream:
-        assert launch._has_no_reader(stream)
