@@ -62,16 +62,6 @@ def test_a_template_that_always_adds_the_next_header_trains_none_of_it():
     assert ChatFormat(tokenizer, template).stop_ids[0] == tokenizer.convert_tokens_to_ids("<|eot|>")
 
 
-@pytest.mark.parametrize("form", ["c.function.arguments | tojson", "'' + c.function.arguments"])
-@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
-def test_arguments_are_written_in_the_form_that_a_template_reads(form, arguments):
-    tokenizer = byte_pairs()
-    call = {"function": {"name": "add", "arguments": arguments}}
-    conversation = [*said("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    chat = ChatFormat(tokenizer, CALLS.replace("FORM", form))
-    assert trained(tokenizer, *chat.encode(conversation)) == '<call>add {"a": 1}</call><|im_end|>'
-
-
 def test_calls_that_a_template_would_leave_out_are_an_error():
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     conversation = [*said("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from forge.engines import EmbeddedEngine
 from forge.types import Sampling
@@ -60,16 +59,6 @@ def test_sharded_checkpoints_load(make: Make) -> None:
     next(folder.glob("*.safetensors")).unlink()
     with pytest.raises(FileNotFoundError, match=r"index\.json names"):
         EmbeddedEngine(folder)
-
-
-def test_tied_checkpoints_load_with_and_without_the_head(make: Make) -> None:
-    folder, model = make("qwen3", True)
-    tensors = load_file(folder / "model.safetensors")
-    for head in ({}, {"lm_head.weight": model.state_dict()["lm_head.weight"].clone()}):
-        tensors.pop("lm_head.weight", None)
-        save_file({**tensors, **head}, folder / "model.safetensors")
-        with EmbeddedEngine(folder, slots=2) as engine:
-            assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=5)).result(30)[0]) < 1e-4
 
 
 def test_incomplete_folders_are_refused(make: Make, tmp_path: Path) -> None:

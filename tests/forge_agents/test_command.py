@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from forge_agents.command import INNER_FOLDER, AgentCommand, CommandResult, CommandRunner
+from tests.forge_agents.programs import ASK, KERNEL, LOOK
 
 pytestmark = pytest.mark.processes
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -175,30 +176,6 @@ def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-LOOK = """
-import json, os, pathlib
-def read(path):
-    try:
-        return pathlib.Path(path).read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-text = "".join(read(p) for name in os.listdir("/proc") for p in (f"/proc/{name}/environ", f"/proc/{name}/cmdline"))
-def writable(path):
-    try:
-        open(path + "/forge-test", "w").close()
-    except OSError:
-        return False
-    return True
-print(json.dumps({
-    "file": [read(path) for path in PATHS],
-    "environ": MARK[::-1] in text,
-    "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())[:3],
-    "writable": [path for path in ("/", "/usr", "/etc", "/root", os.path.dirname(os.__file__)) if writable(path)],
-    "runs": [str(p) for p in pathlib.Path("/").glob("tmp/forge-*")],
-}))
-"""
-
-
 def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,29 +198,6 @@ def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
     assert view == {"file": [""] * 4, "environ": False, "processes": [1, 2], "writable": [], "runs": []}
 
 
-ASK = """
-import json, os, socket, sys, urllib.request
-def reaches(address, family=socket.AF_INET):
-    try:
-        with socket.socket(family) as client:
-            client.settimeout(3)
-            client.connect(address)
-            return True
-    except OSError:
-        return False
-url = os.environ.get("OPENAI_BASE_URL")
-def ask(size):
-    request = urllib.request.Request(url + "/chat", b"x" * size, {"Authorization": os.environ["OPENAI_API_KEY"]})
-    return json.load(urllib.request.urlopen(request, timeout=20))
-OTHER, ABSTRACT = json.loads(sys.argv[1])
-print(json.dumps({
-    "answers": [ask(10), ask(3_000_000)] if url else [],
-    "loopback": reaches(("127.0.0.1", OTHER)),
-    "network": reaches(("1.1.1.1", 53)),
-    "abstract": reaches("\\0" + ABSTRACT, socket.AF_UNIX),
-    "kinds": [family for family in (17, 40) if not denied(family)],
-}))
-"""
 DENIED = """
 import socket
 def denied(family):
@@ -271,27 +225,6 @@ def test_the_gateway_is_the_only_network(url: str) -> None:
     assert json.loads(without.stdout) == {"answers": [], **alone}, without.stderr
     view = json.loads(on_host.stdout)
     assert (view["answers"], view["loopback"], view["abstract"]) == (answers, True, True)
-
-
-KERNEL = """
-import ctypes, os, subprocess
-libc = ctypes.CDLL(None, use_errno=True)
-tried = {
-    "namespaces": lambda: libc.unshare(0x10000000),
-    "mount": lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None),
-    "memory": lambda: os.memfd_create("x"),
-    "keys": lambda: libc.syscall(250, 0, -3, 1),
-    "root": lambda: os.setuid(0),
-    "clone": lambda: subprocess.run(["unshare", "-U", "true"], check=True, stderr=subprocess.DEVNULL) and 0,
-}
-for name, attempt in tried.items():
-    try:
-        print(name * (attempt() not in (-1,)), end="")
-    except (OSError, subprocess.CalledProcessError):
-        pass
-with open("/proc/self/status") as file:
-    print([line.split()[1] for line in file if line.startswith(("CapEff", "CapBnd", "NoNewPrivs", "Seccomp:"))])
-"""
 
 
 def test_a_program_has_no_privileges_and_none_of_the_kernel_calls_of_escapes() -> None:
@@ -337,23 +270,6 @@ def test_a_limit_ends_a_program_with_all_its_processes(
     assert result.status == status, result
     assert reason in result.reason
     assert len(result.stdout) + len(result.stderr) <= 2 << 16
-    assert gone(mark)
-
-
-def test_a_daemon_does_not_outlive_its_run() -> None:
-    mark = uuid.uuid4().hex
-    code = """
-import os, sys
-if not os.fork():
-    os.setsid()
-    if not os.fork():
-        os.execvp("sh", ["sh", "-c", "touch started; sleep 1000", sys.argv[1]])
-    os._exit(0)
-while not os.path.exists("started"):
-    pass
-"""
-    (result,) = play(AgentCommand(["python", "-c", code, mark], timeout=60))
-    assert (result.status, result.exit_code) == ("exited", 0)
     assert gone(mark)
 
 

@@ -9,7 +9,7 @@ anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 
 from benchmarks.scripted_gateway import ScriptedGateway  # noqa: E402
-from forge_agents.messages import BadRequest, Call, ModelTurn, TokenLogprob  # noqa: E402
+from forge_agents.messages import BadRequest, Call, ModelTurn  # noqa: E402
 
 CALLS = (
     Call("", "write", '{ "text":  "hé \\"x\\"", "path": "a.txt" }'),
@@ -130,27 +130,6 @@ def test_chat_completions_come_back_as_they_were(gpt, gateway, turn):
         gpt.chat.completions.create(model="m", messages=[*QUESTION, message, *QUESTION])
         read = gateway.requests[-1][1].messages[1]
         assert meaning(read) == expected(turn, "call_", number)
-
-
-def test_logprobs(gpt, gateway):
-    tokens = (TokenLogprob("A", -0.5, (("A", -0.5), ("é", -1.5))), TokenLogprob("!", -0.25))
-    gateway.answer = lambda _: [ModelTurn("", "A!", logprobs=tokens)]
-    completion = gpt.chat.completions.create(model="m", messages=QUESTION, logprobs=True, top_logprobs=2)
-    with gpt.chat.completions.stream(model="m", messages=QUESTION, logprobs=True, top_logprobs=2) as events:
-        streamed = events.get_final_completion()
-    for choice in (*completion.choices, *streamed.choices):
-        first, second = choice.logprobs.content
-        assert (first.token, first.logprob, second.logprob) == ("A", -0.5, -0.25)
-        assert [(top.token, top.bytes) for top in first.top_logprobs] == [("A", [65]), ("é", [195, 169])]
-    assert [request.logprobs for _, request in gateway.requests] == [2, 2]
-    include = ["message.output_text.logprobs"]
-    response = gpt.responses.create(model="m", input="Do it.", include=include, top_logprobs=2)
-    [token, _] = response.output[0].content[0].logprobs
-    assert (token.token, token.logprob, token.top_logprobs[1].token) == ("A", -0.5, "é")
-    with gpt.responses.stream(model="m", input="Do it.", include=include, top_logprobs=2) as events:
-        done = [event for event in events if event.type == "response.output_text.done"]
-        assert events.get_final_response().output[0].content[0].logprobs[0].logprob == -0.5
-    assert [token.logprob for token in done[0].logprobs] == [-0.5, -0.25]
 
 
 # Responses

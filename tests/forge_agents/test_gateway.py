@@ -194,26 +194,6 @@ def test_one_sentence_for_what_cannot_be(served):
     assert httpx.post(f"{access.url}/s/{access.key}/v1/chat/completions", json=body, timeout=60).status_code == 200
 
 
-def test_a_schema_binds_the_answer_and_is_not_trained(served):
-    pytest.importorskip("llguidance")
-    access = opened(served, max_turn_tokens=200)
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
-    with client_of(access) as client:
-        content = ask(client, [{"role": "user", "content": "go"}], response_format=form).choices[0].message.content
-        forced = ask(client, [{"role": "user", "content": "go"}], tools=[TOOL], tool_choice="required", max_tokens=400)
-    assert json.loads(content)["ok"] in (True, False)
-    assert forced.choices[0].message.tool_calls or forced.choices[0].finish_reason == "length"
-    record = closed(served, access)
-    assert record.episode("policy", 1.0) is None
-    assert record.unlearned("policy")["constrained"] == record.unlearned("policy")["sampled"] > 0
-
-
 def test_a_journal_brings_sessions_back(forced_policy, bpe, tmp_path):
     from .conftest import serving
 

@@ -12,7 +12,6 @@ import yaml
 pytest.importorskip("openai")
 
 from apps.agent import repairs
-from apps.agent.functions import FUNCTIONS, bugs_of
 from forge.types import Prompt, Sample
 from forge_agents.command import CommandRunner
 from forge_agents.config import AgentConfig
@@ -34,32 +33,6 @@ REPAIR_AGENT = yaml.safe_load((ROOT / "apps/agent/repair.yaml").read_text())["ep
 def section(**settings):
     """The section `episode.agent` of the recipe."""
     return {**REPAIR_AGENT, "files": str(ROOT / "apps/agent/mini"), **settings}
-
-
-def judged(row, folder):
-    """Whether a function passes its test."""
-    (folder / "judge.py").write_text(row["answer"])
-    return subprocess.run([sys.executable, "-I", "judge.py"], cwd=folder, timeout=60).returncode == 0
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
-def test_every_recorded_repair_restores_its_function(function, tmp_path):
-    bugs = bugs_of(function)
-    assert len(bugs) > 5
-    folders = []
-    for number, bug in enumerate(bugs):
-        folders.append(tmp_path / str(number))
-        folders[-1].mkdir()
-        (folders[-1] / repairs.FILE).write_text(repairs.task_row(function, bug, NAMES)["question"])
-    # One shell for all: each runs its command in its folder.
-    commands = [f"cd {folder} && {repairs.repair(bug, NAMES)}" for folder, bug in zip(folders, bugs, strict=True)]
-    subprocess.run(["sh", "-ec", "\n".join(commands)], check=True)
-    for folder, bug in zip(folders, bugs, strict=True):
-        assert (folder / repairs.FILE).read_text() == repairs.commented(function.source, bug, NAMES), bug
-    assert judged(repairs.task_row(function, bugs[0], NAMES), folders[0])
-    # The test sees the bug.
-    (folders[0] / repairs.FILE).write_text(repairs.task_row(function, bugs[0], NAMES)["question"])
-    assert not judged(repairs.task_row(function, bugs[0], NAMES), folders[0])
 
 
 CONFTEST = """

@@ -123,33 +123,6 @@ def test_both_sides_of_a_policy_are_its_episodes(tmp_path, model):
     assert any(any(advantages) for advantages in sides.values())
 
 
-def test_the_critic_and_the_reference_of_each_policy_are_placed():
-    episode = {"agent": {"function": answers}}
-    models = {"rival": {"trains": True}, "third": {"trains": True, "model": "y"}, "judge": {"model": "z"}}
-    settings = {**SETTINGS, "model": "x", "episode": episode, "models": models}
-    with_reference = {"services": {"ref_model": {}}, "grpo": {**SETTINGS["grpo"], "beta": 0.1}}
-
-    def placed(**further):
-        placements = build(Several, {**settings, **further}).placements()
-        parts = [name.removeprefix("models.") for name in placements if name.startswith("models.")]
-        return {name for name in parts if name.endswith(("critic", "ref_model"))}
-
-    assert placed() == set()
-    # `rival` starts as the policy, and shares its reference.
-    assert placed(**with_reference) == {"third.ref_model"}
-    assert placed(grpo={**with_reference["grpo"], "reference": "w"}) == set()
-    assert placed(algorithm="ppo") == {"rival.critic", "third.critic"}
-    # Named as the run's own model is: the same start.
-    models["third"]["model"] = "x"
-    assert placed(**with_reference) == set()
-    models["rival"]["critic"] = {"procs": 2}
-    with pytest.raises(ConfigError, match=r"models\.rival\.critic does nothing: the algorithm has no critic"):
-        placed()
-    models["rival"] = {"trains": True, "ref_model": {"procs": 2}}
-    with pytest.raises(ConfigError, match=r"models\.rival\.ref_model does nothing: it shares the run's reference"):
-        placed(**with_reference)
-
-
 async def judged(client, sample):
     """The judge's answer decides, of which nothing trains."""
     messages = [{"role": "user", "content": sample.prompt.text}]

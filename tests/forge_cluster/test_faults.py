@@ -1,7 +1,5 @@
 """Hosts that lose their power, their cable or their controller: every call is answered, and nothing old lives on."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +11,6 @@ from tests.forge_cluster.machines import (
     ROOT,
     Controller,
     environment,
-    inside,
     trained,
     wait_until,
 )
@@ -56,18 +53,6 @@ def test_a_machine_that_was_cut_off_ends_its_processes_and_comes_back(lab):
     assert after[1] == before[1]
     assert after[0] != before[0]
     controller.end()
-
-
-def test_a_lost_controller_leaves_no_process(lab):
-    controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
-    controller.read("ready")
-    os.kill(inside(controller.process), signal.SIGKILL)
-    took = wait_until(lambda: lab[1].processes(OURS) + lab[2].processes(OURS) == 0, 10, "its processes end")
-    print(f"processes ended after {took:.1f} s")
-    again = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
-    again.read("ready")
-    assert [host for _, host, _ in again.ask("where")] == ["m2", "m3"]
-    again.end()
 
 
 def test_a_daemon_or_a_worker_that_is_killed_takes_its_processes_along(lab):

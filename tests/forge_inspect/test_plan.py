@@ -19,10 +19,8 @@ from benchmarks.planned_memory import (
     write_model,
 )
 from forge.cli import main
-from forge.engines.settings import EngineSettings
 from forge_inspect.cli.plan import planned
 from forge_inspect.plan.devices import DEVICES, Device, Machines, parse_machines
-from forge_inspect.plan.generation import engine_memory
 from forge_inspect.plan.others import count_elements, scoring_memory
 from forge_inspect.plan.shapes import PUBLIC, shape_folder
 from forge_inspect.plan.text import plan_lines
@@ -143,19 +141,6 @@ def test_shapes_of_public_models_have_their_parameters(tmp_path: Path):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape_folder(name, tmp_path)))
         assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01), name
-
-
-def test_the_cache_takes_what_two_versions_of_the_weights_leave(tmp_path: Path):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(shape_folder("Qwen/Qwen3-8B", tmp_path))
-    settings = EngineSettings(dtype="bfloat16", slots=256, max_seq_len=4096)
-    small = engine_memory(config, 8_190_735_360, settings, 1, DEVICES["H100"])
-    assert small.total == pytest.approx(DEVICES["H100"].memory - 1.5e9, rel=0.001)
-    bounded = engine_memory(config, 8_190_735_360, settings.model_copy(update={"cache_gb": 10.0}), 1, DEVICES["H100"])
-    assert bounded.cache == 10e9
-    assert bounded.sequences < small.sequences
-    assert engine_memory(config, 8_190_735_360, settings, 1, DEVICES["L4"]).sequences == 0
 
 
 def test_seconds_follow_the_roofline(tmp_path: Path):

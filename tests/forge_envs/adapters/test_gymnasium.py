@@ -62,16 +62,3 @@ def test_a_call_that_hangs_is_an_infrastructure_failure():
     with pytest.raises(InfrastructureError, match=r"step of a Gymnasium environment took more than 1 s"):
         played(env, ["slow"])
     assert played(env, ["eert"], {"word": "tree"})[-1].reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "why"),
-    [
-        (lambda: gymnasium.make("CartPole-v1"), {}, "need to_text"),
-        (lambda: gymnasium.make("Pendulum-v1"), {"to_text": str}, "must be Discrete or Text"),
-        (lake, {"actions": ["left", "right"]}, "2 names for the actions of Discrete"),
-    ],
-)
-def test_spaces_that_are_no_text(make, settings, why):
-    with pytest.raises(ValueError, match=why):
-        played(GymnasiumEnvironment(make, **settings), [])

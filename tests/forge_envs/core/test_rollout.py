@@ -202,32 +202,3 @@ def test_a_question_worked_on_with_tools(scripted, bpe):
 def test_a_reward_that_is_no_number_is_a_mistake(scripted, dialogue):
     with pytest.raises(ValueError, match="the reward nan: use None"):
         play(scripted("a"), Chat(Step(reward=float("nan"), terminated=True)), dialogue)
-
-
-# As Qwen3: the thoughts of earlier turns are left out once a question follows.
-FORGETS_THOUGHTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.mark.parametrize("thoughts", ["keep", "template"])
-def test_thoughts_of_earlier_turns_stay_or_begin_a_branch(scripted, bpe, thoughts):
-    dialogue = Dialogue(bpe, FORGETS_THOUGHTS, thoughts=thoughts)
-    policy = scripted("<think>hm</think>a cat", "a dog", "the fox")
-    env = Chat(says("no", reward=0.25), says("nor"), Step(reward=1.0, terminated=True))
-    episode = play(policy, env, dialogue)
-    check(episode)
-    ask, end = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"
-    first = ask.format("who jumps?")
-    later = f"a cat{end}{ask.format('no')}a dog{end}{ask.format('nor')}the fox<|im_end|>"
-    if thoughts == "keep":
-        assert bpe.decode(episode.tokens) == f"{first}<think>hm</think>{later}"
-        assert episode.branches == ()
-    else:
-        assert bpe.decode(episode.tokens) == first + later
-        (thinking,) = episode.branches
-        check(thinking)
-        assert bpe.decode(thinking.tokens) == f"{first}<think>hm</think>a cat<|im_end|>"
-        assert (thinking.reward, episode.reward) == (1.25, 1.0)

@@ -101,19 +101,6 @@ def test_a_full_server_says_what_to_do():
     with_client(work, {"patience": 0.3}, max_sessions=1)
 
 
-def test_an_idle_session_is_ended_and_replaced():
-    async def work(client):
-        async with client.session() as session:
-            await session.reset(seed=1)
-        while not Counting.closed:
-            await asyncio.sleep(0.05)
-        async with client.session() as session:
-            return (await session.reset(seed=2)).observation["messages"]
-
-    Counting.closed = 0
-    assert with_client(work, idle=0.5)[0]["content"] == "task None, seed 2"
-
-
 def test_what_the_environment_raises_is_told_and_its_session_goes_on():
     async def work(client):
         async with client.session() as session:
