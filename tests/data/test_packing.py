@@ -16,10 +16,8 @@ from forge.actors import Trainer
 from forge.algorithms.base import Aggregation
 from forge.data.packing import pack, pack_tensors, split
 from forge.losses import (
-    DrGRPOLoss,
     GRPOLoss,
     ReinforceLoss,
-    RLOOLoss,
     SimpleGRPOLoss,
 )
 from forge.training.policy import Policy
@@ -250,21 +248,3 @@ def test_rows_that_are_masked_whole_count_as_in_the_loss_itself(masked: list[int
         flat = {name: values[kept] for name, values in inputs.items() if name != "response"}
         flat["weights"] = torch.from_numpy(batch.weights[batch.mask])
         assert call_by_name(loss, flat).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_a_horizon_goes_with_its_aggregation():
-    items = episodes([(2, 5), (2, 1)])
-    batch = Trainer("unused", loss=DrGRPOLoss(), horizon=10)._pack(items, None)
-    assert batch.weights[batch.mask].tolist() == pytest.approx([1 / 20] * 6)
-    Trainer("unused", loss=DrGRPOLoss())  # for batches that are packed
-    for arguments in (
-        {"loss": GRPOLoss(), "aggregation": "fixed_horizon"},
-        {"loss": GRPOLoss(), "horizon": 3},
-        {"loss": DrGRPOLoss(), "horizon": 0},
-    ):
-        with pytest.raises(ValueError, match="needs a horizon of at least 1"):
-            Trainer("unused", **arguments)
-    with pytest.raises(ValueError, match="fixed_horizon, and nothing else, needs a horizon"):
-        Trainer("unused", loss=DrGRPOLoss())._pack(items, None)
-    with pytest.raises(ValueError, match="RLOO is only defined under aggregation sequence_mean, not token_mean"):
-        Trainer("unused", loss=RLOOLoss(), aggregation="token_mean")

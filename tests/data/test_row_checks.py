@@ -215,15 +215,3 @@ def test_how_many_items_epochs_have(jsonl):
         sources = [{"path": rows, "weight": weights[0]}, {"path": Rows([GOOD] * 4), "weight": weights[1]}]
         mixture = load_data(TOKENIZER, kind="supervised", sources=sources, epochs=1)
         assert mixture.size == len(list(mixture))
-
-
-def test_rows_beyond_those_that_are_checked_are_left_out(jsonl, monkeypatch, caplog):
-    monkeypatch.setattr("forge.data.stream._CHECKED", 3)
-    rows = jsonl(GOOD, GOOD, GOOD, {"question": "two", "answer": None}, GOOD)
-    data = PromptDataset(rows, tokenizer=TOKENIZER, shuffle=False)
-    assert [next(data).target for _ in range(5)] == ["1"] * 5
-    assert data.skipped == 1
-    assert "left out: " in caplog.text
-    assert ", row 4: field 'answer'" in caplog.text
-    with pytest.raises(ValueError, match="row 4"):
-        PromptDataset(rows, tokenizer=TOKENIZER, epochs=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -29,29 +28,6 @@ def test_a_group_is_prefilled_once_even_when_it_is_admitted_in_parts(make: Make)
     assert stats["generated_tokens"] == 66
     assert stats["decode_steps"] == 18
     assert stats["running"] == stats["waiting"] == 0
-
-
-def test_freed_slots_are_reused_at_once_and_in_order(make: Make) -> None:
-    folder, model = make("qwen2")
-    order: list[int] = []
-    with EmbeddedEngine(folder, slots=3) as engine:
-        blocker = engine.submit([1], Sampling(n=3, max_tokens=30, seed=0))
-        lengths = [3, 40, 5, 9, 1, 22, 2, 2, 31, 4]
-        futures = [engine.submit([i, i + 1], Sampling(max_tokens=m, seed=i)) for i, m in enumerate(lengths)]
-        for i, future in enumerate(futures):
-            future.add_done_callback(partial(lambda i, _: order.append(i), i))
-        assert max(error_of(model, future.result(30)[0]) for future in futures) < 1e-4
-        assert [len(future.result()[0].token_ids) for future in futures] == lengths
-        steps = engine.stats()["decode_steps"]
-        blocker.result()
-    # A simulation of three slots filled first come, first served.
-    free, ends = [30, 30, 30], []
-    for length in lengths:
-        start = min(free)
-        free[free.index(start)] = start + length
-        ends.append(start + length)
-    assert steps == max(ends)
-    assert [ends[i] for i in order] == sorted(ends)
 
 
 def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,26 +100,3 @@ def test_cancelling_around_an_update(models: tuple[Path, dict[int, PreTrainedMod
         assert all(set(c.versions) == {1} for c in completions)
         assert max(error_of(by_version[1], c) for c in completions) < 1e-4
         assert gone.cancelled()
-
-
-def test_recomputing_goes_on_in_pieces_between_steps(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
-    folder, by_version = models
-    with EmbeddedEngine(folder, slots=3, on_update="recompute", prefill_tokens=10) as engine:
-        futures: list[Any] = []
-        drive(engine, {8: updater(engine, by_version, futures, 1)})
-        pieces: list[tuple[int, int]] = []
-        batch, prefill = engine._batch, engine._batch.decoder.prefill
-
-        def recorded(prompts: Any, rows: Any, start: int = 0) -> None:
-            pieces.append((batch.steps, sum(map(len, prompts))))
-            prefill(prompts, rows, start)
-
-        batch.decoder.prefill = recorded  # type: ignore[method-assign]
-        prompts = [[1, 2, 3], [4] * 30, [5] * 25]
-        running = [engine.submit(p, Sampling(max_tokens=40, seed=i)) for i, p in enumerate(prompts)]
-        waiting = engine.submit([9] * 4, Sampling(max_tokens=3, seed=9))
-        for future in (*running, waiting):
-            check_by_hand(by_version, future.result(30)[0], keep=False)
-        assert max(size for _, size in pieces) <= 10
-        busy = [step for step, _ in pieces if step > 8]
-        assert len(set(busy)) > 3  # rows that are back draw between the pieces of those that are not

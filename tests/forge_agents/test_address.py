@@ -14,7 +14,7 @@ pytest.importorskip("openai")
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from forge.config import ConfigError, build
 from forge.system.web import bind
@@ -22,7 +22,7 @@ from forge_agents.address import AddressConfig
 from forge_agents.config import AgentConfig
 from forge_agents.settings import SessionSettings
 
-from .test_recipe import chat
+from .test_recipe import chat, run
 
 pytestmark = pytest.mark.processes
 
@@ -102,6 +102,23 @@ def test_others_get_nothing(remote, files):
         assert httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers).status_code == 200
         for connection in silent:
             connection.close()
+
+
+@pytest.mark.full
+def test_a_run_whose_agents_are_elsewhere(tmp_path, files):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def play(client, sample, address):
+        """As a program on another machine that has the address and the key."""
+        assert address == f"https://127.0.0.1:{port}"
+        http = httpx.AsyncClient(verify=ssl.create_default_context(cafile=files["certificate"]))
+        async with AsyncOpenAI(base_url=f"{address}/v1", api_key=client.api_key, http_client=http) as remote_client:
+            return await chat(remote_client, sample)
+
+    metrics = run(tmp_path, {"function": play, "address": {"listen": f"127.0.0.1:{port}", **files}})
+    assert all(row.get("episode/unscored", 0) == 0 for row in metrics)
+    assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
 
 
 @pytest.mark.parametrize(

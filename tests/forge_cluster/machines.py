@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CPU = Path("/sys/fs/cgroup/cpu")
-CPU_QUOTA = "cpu.cfs_quota_us"  # microseconds in a period, by default a tenth of a second; of cgroups of version 1
 SECRET = "a secret of the tests, long enough to be one"
 
 # The processes of this namespace die with its first one, and so do those of the namespaces inside it.

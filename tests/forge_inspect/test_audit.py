@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 import forge
+from benchmarks.agent_soak import kill
 from forge.cli import main
 from forge.observability.alerts import AUDIT, folder_alerts
 from forge.observability.rollouts import ROLLOUTS, batches, schema
@@ -130,6 +131,27 @@ def test_an_edited_file_is_named_by_its_checksum(folder, tmp_path):
     text = (tmp_path / "run/metrics.jsonl").read_text()
     (tmp_path / "run/metrics.jsonl").write_text(text.replace('"reward"', '"rewarf"', 1))
     assert any("metrics.jsonl is not what the run wrote" in fault for fault in audit(tmp_path / "run").faults)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_runs_that_are_resumed_and_lose_processes_are_sound(tmp_path):
+    """Twenty interruptions: by an error in the controller, with deaths of generator and trainer in between."""
+    numbers = itertools.count(1)
+
+    def interrupted(step, metrics):
+        number = next(numbers)
+        if number % 5 == 0:
+            kill("generator" if number % 2 else "trainer")
+        if number % 4 == 0:
+            raise KeyError("interrupted")
+
+    settings = {"steps": 60, "algorithm": "dapo", "services": {"generator": {"max_restarts": 50}}}
+    for _ in range(20):
+        with pytest.raises(KeyError, match="interrupted"):
+            train(tmp_path, resume="auto", on_step=interrupted, **settings)
+        assert audit(tmp_path / "run").faults == []
+    assert max(row["step"] for row in forge.Result(tmp_path / "run").metrics) > 20
 
 
 def test_the_rank_effect_is_that_of_all_pairs():

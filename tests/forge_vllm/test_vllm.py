@@ -19,7 +19,7 @@ from forge.runtime.store import VersionStore
 from forge.types import Sampling
 from forge_vllm.arguments import OWNER
 from tests.engines.conformance.conftest import build, processes, wait_for
-from tests.engines.conftest import error_of
+from tests.engines.conftest import EOS, error_of, random_model
 
 absent = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm has it")
 
@@ -101,6 +101,22 @@ def test_untied_embeddings_and_a_process_that_dies(tmp_path: Path, capfd: pytest
     assert "engine process has died" in str(engine.update_weights(new.state_dict().items(), 6).exception(30))
     engine.close()
     assert processes() <= before
+
+
+@installed
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Its experts have a size that vLLM pads, and packs, at the start and at each update."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    models = [random_model("qwen3-moe", tied=True, seed=seed, eos=EOS, spread=0.2, **sizes) for seed in (0, 1)]
+    models[0].save_pretrained(tmp_path)
+    engine = load_engine("vllm", tmp_path, slots=4)
+    for version, model in enumerate((models[0], models[1], models[0])):
+        if version:
+            engine.update_weights(model.state_dict().items(), version).result(60)
+        for completion in engine.submit([1, 2, 3], Sampling(n=4, max_tokens=12, seed=3)).result(60):
+            assert set(completion.versions) == {version}
+            assert error_of(model, completion) < 1e-4
+    engine.close()
 
 
 @installed

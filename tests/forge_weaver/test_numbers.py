@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_weaver.calibration import Recalibration, auc, brier, ece, log_loss
-from forge_weaver.correlated import residual_correlation
 from forge_weaver.em import Prior
 from forge_weaver.normalise import (
     NormalScores,
@@ -131,22 +130,6 @@ def test_a_published_step_goes_down_the_gradient():
         velocity = 0.9 * velocity + gradient
         mu = np.clip(mu - 1e-5 * velocity, 0, 1)
     np.testing.assert_allclose(minimise(o, pi, converged=False, seed=5), mu, atol=1e-6)
-
-
-def test_residual_correlation_of_independent_and_dependent_verifiers():
-    rng = np.random.default_rng(0)
-    right = rng.random(4000) < 0.3
-    noise, shared = rng.normal(size=(4000, 6)), rng.normal(size=(4000, 1))
-    alone = right[:, None] * 1.0 + noise
-    together = right[:, None] * 1.0 + np.sqrt(0.5) * noise + np.sqrt(0.5) * shared
-    r = right.astype(float)
-    assert residual_correlation(alone, r)[0] < 0.02
-    rms, matrix = residual_correlation(together, r)
-    assert rms == pytest.approx(0.5, abs=0.03)
-    np.testing.assert_allclose(np.diag(matrix), 1, atol=1e-9)
-    gaps = np.where(rng.random(together.shape) < 0.3, NAN, together)
-    assert residual_correlation(gaps, r)[0] == pytest.approx(rms, abs=0.03)
-    assert np.isnan(residual_correlation(alone[:10], r[:10])[0])
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))

@@ -1,10 +1,15 @@
 """Hooks, loops of one's own, and samplers, in whole runs."""
 
+import hashlib
+from pathlib import Path
+
 import pytest
 
 import forge
 from forge.config import ConfigError
+from forge.observability.rollouts import batches
 from forge.recipes.rl import Loop
+from forge_envs.samplers import Retire
 
 pytestmark = pytest.mark.processes
 
@@ -136,6 +141,49 @@ def test_a_recipe_of_ones_own_leaves_a_whole_run(tmp_path):
     assert len({row["train/loss"] for row in result.metrics}) == 2
     assert (result.folder / "model/model.safetensors").exists()
     assert result.rollouts
+
+
+def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
+    """(step, group, prompt, reward) of all samples that trained."""
+    rows = []
+    for _, batch in batches(folder / "rollouts.arrow", ("step", "group", "prompt", "reward")):
+        rows += [(row["step"], row["group"], row["prompt"], row["reward"]) for row in batch.to_pylist()]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("sampler", "ends"),
+    [
+        pytest.param({"use": "frontier", "memory": 1.0}, (2, 3, 6, 9), marks=pytest.mark.slow, id="frontier"),
+        pytest.param(Retire, (2, 3, 6, 9), marks=pytest.mark.slow, id="retire"),
+        pytest.param(Retire, (3, 7), id="retire twice"),
+    ],
+)
+def test_a_run_with_a_sampler_that_was_resumed_drew_the_same_rows(tmp_path, sampler, ends):
+    settings = {
+        "dataset": SETTINGS["dataset"] | {"sampler": sampler},
+        "checkpoint": {"every": 1},
+        "metrics": {"rollouts": "all"},
+        # Every character is right in some answers of a row: the sampler has something to learn.
+        "reward": "CharacterMatch",
+        "steps": 10,
+    }
+    whole = train(tmp_path, "whole", **settings)
+    for end in ends:
+
+        def interrupted(step, metrics, end=end):
+            if step == end + 1:
+                raise KeyError(f"interrupted after step {end}")
+
+        with pytest.raises(KeyError, match="interrupted"):
+            train(tmp_path, "resumed", on_step=interrupted, resume="auto", **settings)
+    resumed = train(tmp_path, "resumed", resume="auto", **settings)
+    assert prompts(resumed.folder) == prompts(whole.folder)
+    assert len({reward for *_, reward in prompts(whole.folder)}) > 1
+    digests = {
+        hashlib.sha256(Path(run.model, "model.safetensors").read_bytes()).hexdigest() for run in (whole, resumed)
+    }
+    assert len(digests) == 1
 
 
 def test_each_set_has_its_own_problems_interval_answers_and_reward(tmp_path):

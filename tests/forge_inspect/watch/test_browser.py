@@ -177,21 +177,6 @@ def test_hostile_content_is_shown_as_text(page: Page, tmp_path: Path):
     assert HOSTILE not in page.browser.title
 
 
-@pytest.mark.processes
-def test_the_account_of_agents_is_shown(page: Page, tmp_path: Path):
-    for name, row in (("agents", {"certificate/sampled": 5, "certificate/trained": 5}), ("others", {"reward": 1.0})):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.yaml").write_text("training:\n  steps: 2\n")
-        lines = [json.dumps({"step": step, "seconds": step, **row}) for step in (1, 2)]
-        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    with page.watching(tmp_path) as url:
-        page.open(f"{url}/#run=agents")
-        page.wait(lambda: "10 sampled = 10 trained" in page.text())
-        page.open(f"{url}/#run=others")
-        page.wait(lambda: "reward" in page.text() and "sampled" not in page.text())
-
-
 @pytest.fixture(scope="module")
 def trained(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two mini-batches a step, all of it recorded."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.observability import Reduce
-from forge.runtime.controller import CallTimeout, drain_metrics, run, runtime
+from forge.runtime.controller import CallTimeout, drain_metrics, run
 from tests.runtime.controller.components import Caller, Counter
 from tests.runtime.controller.test_endings import alive, gone_within
 from tests.runtime.controller.test_recovery import states, until
@@ -170,26 +170,6 @@ def test_a_service_can_be_called_from_inside_another_actor():
         await until(lambda: not any(replica.in_flight for replica in counter.status().replicas), 5)
 
     run(main())
-
-
-@pytest.mark.full
-def test_hosts_are_processes_of_their_own_and_come_back():
-    async def main():
-        service = await Counter.options(num_replicas=2, hosts=2).as_service()
-        hosts = [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
-        assert len(hosts) == 2
-        lost = pids_of(service)[0]
-        waiting = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(6)]
-        await asyncio.sleep(0.2)
-        os.kill(hosts[0], signal.SIGKILL)
-        assert len(await asyncio.gather(*waiting)) == 6
-        await until(lambda: states(service) == ["up", "up"])
-        assert service.status().restarts == 1
-        assert gone_within([hosts[0], lost], 10)
-        assert len(await service.where.fanout()) == 2
-        return [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
-
-    assert gone_within(run(main()), 10)
 
 
 def test_who_waits_for_whom_is_told_when_nothing_moves(capfd):
