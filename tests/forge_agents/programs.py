@@ -66,3 +66,30 @@ for name, attempt in tried.items():
 with open("/proc/self/status") as file:
     print([line.split()[1] for line in file if line.startswith(("CapEff", "CapBnd", "NoNewPrivs", "Seccomp:"))])
 """
+
+DENIED = """
+import socket
+def denied(family):
+    try:
+        socket.socket(family, socket.SOCK_STREAM if family == 40 else socket.SOCK_RAW).close()
+    except OSError:
+        return True
+    return False
+"""
+
+FORBIDDEN = """
+import asyncio, sys
+from forge_envs.environment import InfrastructureError
+from forge_agents.command import AgentCommand, CommandRunner
+async def main():
+    try:
+        await CommandRunner().start()
+    except InfrastructureError as error:
+        print("rejected:", error)
+    async with CommandRunner(allow_unsafe=True) as runner:
+        daemon = "(setsid sh -c 'sleep 1000; :' $0 &); echo $OPENAI_API_KEY; pwd; exit 4"
+        result = await runner.run(AgentCommand(["sh", "-c", daemon, sys.argv[1]]), url="http://127.0.0.1:9", key="k1")
+        print(runner.level, result.status, result.exit_code, result.stdout.split() == ["k1", str(result.folder)])
+        print((await runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", sys.argv[1]], timeout=0.5))).status)
+asyncio.run(main())
+"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -20,9 +21,10 @@ from typing import Any
 import pytest
 
 from forge_agents.command import INNER_FOLDER, AgentCommand, CommandResult, CommandRunner
-from tests.forge_agents.programs import ASK, KERNEL, LOOK
+from tests.forge_agents.programs import ASK, DENIED, FORBIDDEN, KERNEL, LOOK
 
 pytestmark = pytest.mark.processes
+ORDINARY = 12345
 SOURCES = str(Path(__file__).parents[2] / "src")
 
 
@@ -198,17 +200,6 @@ def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
     assert view == {"file": [""] * 4, "environ": False, "processes": [1, 2], "writable": [], "runs": []}
 
 
-DENIED = """
-import socket
-def denied(family):
-    try:
-        socket.socket(family, socket.SOCK_STREAM if family == 40 else socket.SOCK_RAW).close()
-    except OSError:
-        return True
-    return False
-"""
-
-
 def test_the_gateway_is_the_only_network(url: str) -> None:
     name = uuid.uuid4().hex
     with socket.create_server(("127.0.0.1", 0)) as other, socket.socket(socket.AF_UNIX) as abstract:
@@ -324,22 +315,45 @@ def test_no_process_outlives_a_controller_that_is_killed() -> None:
     wait_for(lambda: not Path(f"/proc/{keeper}").exists())
 
 
-FORBIDDEN = """
-import asyncio, sys
-from forge_envs.environment import InfrastructureError
-from forge_agents.command import AgentCommand, CommandRunner
-async def main():
-    try:
-        await CommandRunner().start()
-    except InfrastructureError as error:
-        print("rejected:", error)
-    async with CommandRunner(allow_unsafe=True) as runner:
-        daemon = "(setsid sh -c 'sleep 1000; :' $0 &); echo $OPENAI_API_KEY; pwd; exit 4"
-        result = await runner.run(AgentCommand(["sh", "-c", daemon, sys.argv[1]]), url="http://127.0.0.1:9", key="k1")
-        print(runner.level, result.status, result.exit_code, result.stdout.split() == ["k1", str(result.folder)])
-        print((await runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", sys.argv[1]], timeout=0.5))).status)
-asyncio.run(main())
-"""
+def play_as_user(connection: Any, url: str, secret: str) -> None:
+    """In a child: become an ordinary user, and run programs."""
+    os.setgroups([])
+    os.setgid(ORDINARY)
+    os.setuid(ORDINARY)
+
+    async def run() -> list[CommandResult]:
+        async with CommandRunner(python="/usr/bin/python3") as runner:
+            hostile = (
+                f"cat {secret}; id -u; echo x > /usr/x; echo mine > out; cat out; (setsid sleep 1000 &); ps -A | wc -l"
+            )
+            commands = [
+                AgentCommand(["sh", "-c", hostile], timeout=60),
+                AgentCommand(["/usr/bin/python3", "-c", DENIED + ASK, json.dumps([1, "none"])], timeout=60),
+                AgentCommand(["sh", "-c", "while :; do sh -c : & done"], processes=20, timeout=1),
+            ]
+            return [await runner.run(command, url=url, key="k1") for command in commands]
+
+    connection.send(asyncio.run(run()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_an_ordinary_user_confines_programs_as_well(url: str, tmp_path: Path) -> None:
+    if not os.access("/usr/bin/python3", os.X_OK):
+        pytest.skip("no Python that another user can start")
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    secret.chmod(0o644)
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=play_as_user, args=(there, url, str(secret)))
+    child.start()
+    assert here.poll(60)
+    hostile, asking, forking = here.recv()
+    child.join()
+    assert "hidden" not in hostile.stdout
+    assert hostile.stdout.split()[:2] == ["65534", "mine"]
+    assert hostile.status == "exited"
+    assert json.loads(asking.stdout)["answers"][0] == {"path": "/v1/chat", "key": "k1", "size": 10}, asking
+    assert forking.status in ("timeout", "exited")
 
 
 def test_without_namespaces_programs_are_rejected_unless_that_is_accepted() -> None:
