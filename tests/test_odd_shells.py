@@ -1,4 +1,4 @@
-"""Shells without a working folder, a home or standard files."""
+"""Shells without a working folder or standard files."""
 
 from __future__ import annotations
 

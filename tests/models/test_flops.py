@@ -1,4 +1,4 @@
-"""Operations of a forward pass, against torch's own counter; the profile of a step of a run."""
+"""Operations of a forward pass, against torch's own counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Six ideas of a researcher, each in at most 20 lines over the public interface."""
+"""Ideas of a researcher, each in at most 20 lines over the public interface."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""AdamW with state of another dtype than the weights': against plain formulas, on one rank and on four."""
+"""AdamW with state of another dtype than the weights': against plain formulas."""
 
 from __future__ import annotations
 
