@@ -1,5 +1,7 @@
 """Workers on this machine, at loopback addresses: what needs no other machine, and no root."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +59,14 @@ def test_replicas_live_at_hosts_that_come_and_go(workers, tmp_path):
     finally:
         third.terminate()
         third.wait(20)
+
+
+def test_a_lost_controller_leaves_no_process(workers, tmp_path):
+    controller = Controller(Here(), "replicas", "2", "2", hosts=str(tmp_path / "list"))
+    controller.read("ready")
+    pids = [pid for _, _, pid in controller.ask("where")]
+    os.kill(controller.process.pid, signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, "its processes end")
 
 
 def test_the_doctor_examines_them(workers, tmp_path):
