@@ -108,7 +108,7 @@ def test_files_that_are_no_model_are_one_line(tmp_path: Path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"model file .*none\.gguf does not exist"):
         resolve_model(str(tmp_path / "none.gguf"))
     (tmp_path / "text.gguf").write_text("no model")
-    with pytest.raises(ValueError, match=r"text\.gguf is not GGUF file"):
+    with pytest.raises(ValueError, match=r"text\.gguf is not a GGUF file"):
         resolve_model(str(tmp_path / "text.gguf"))
     write(tmp_path / "whole.gguf")
     (tmp_path / "short.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:4000])

@@ -16,7 +16,6 @@ from forge.observability.held_out import HELD_OUT, Answers
 from forge.observability.metrics import Snapshot
 from forge.rewards.reward import Score
 from forge.types import Completion, Prompt, Sample
-from forge_inspect.watch.report import write_report
 
 SAMPLES = [Sample(Prompt(f"{number} + 1 =", (number, 7), number), str(number + 1)) for number in range(6)]
 
@@ -117,7 +116,7 @@ def test_a_resumed_run_has_each_evaluation_once(recorded: Path):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_report_says_how_the_run_ended_and_has_its_answers(tmp_path: Path, finished: bool):
-    record = Run("one", {}, steps=4, root=str(tmp_path), report=write_report)
+    record = Run("one", {}, steps=4, root=str(tmp_path))
     evaluated(record, 0, TEXTS, FIRST)
     if finished:
         record.finish()

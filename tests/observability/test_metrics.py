@@ -12,7 +12,6 @@ from forge.observability import Reduce, Run, phase, record_metric
 from forge.observability.metrics import Snapshot, drain
 from forge.observability.rollouts import batches, texts
 from forge.types import Episode, Group
-from forge_inspect.watch.report import write_report
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +51,7 @@ def test_phases_are_timed_even_when_they_fail():
 
 
 def test_a_run_folder(tmp_path, capsys):
-    run = Run("one", {"seed": 3}, steps=2, root=str(tmp_path), report=write_report)
+    run = Run("one", {"seed": 3}, steps=2, root=str(tmp_path))
     run.record(1, 1e6, str)
     with phase("train"):
         record_metric("reward", 0.25)

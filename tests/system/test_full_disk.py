@@ -67,7 +67,7 @@ def fails(path: Path, write: Callable[[], object]) -> tuple[int, int]:
 
 
 def a_run(disk: SmallDisk) -> Run:
-    run = Run("one", {"seed": 3}, steps=4, root=str(disk.path), report=write_report)
+    run = Run("one", {"seed": 3}, steps=4, root=str(disk.path))
     run.record("all", 1e9, str)
     run.log(0, Snapshot())
     run.sync()

@@ -145,7 +145,7 @@ def test_a_run_folder_has_no_secret_and_is_its_owners_alone(tmp_path: Path):
     }  # fmt: skip
     old = os.umask(0o022)
     try:
-        run = Run("one", config, steps=1, root=str(tmp_path), report=write_report)
+        run = Run("one", config, steps=1, root=str(tmp_path))
     finally:
         os.umask(old)
     run.history.append({"step": 0.0})
