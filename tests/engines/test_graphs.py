@@ -38,10 +38,10 @@ def test_captured_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[st
 
 
 def steps(
-    folder: Path, emulation: Emulation, tokens: int, listener: Any = None, read_every: int = 1, **sampling: Any
+    folder: Path, emulation: Emulation, tokens: int, listener: Any = None, **sampling: Any
 ) -> tuple[int, int, int, Any]:
     """Decode steps of three samples, those by a graph, launches and waits."""
-    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, cuda_graphs=True, read_every=read_every) as engine:
+    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, cuda_graphs=True) as engine:
         launches = emulation.launches
         with emulation.counted() as waits:
             asked = Sampling(n=3, max_tokens=tokens, seed=1, **sampling)
@@ -84,7 +84,7 @@ def test_graphs_are_refused_where_there_are_none(folders: dict[str, Path]):
         EmbeddedEngine(folders["qwen3-moe"], cuda_graphs=True, device="cpu")
     for settings, message in (
         ({"cuda_graphs": True}, "services.generator has no GPUs"),
-        ({"cuda_graphs": True, "engine": "vllm"}, "vLLM has its own"),
+        ({"cuda_graphs": True, "engine": "vllm"}, "cuda_graphs is of the other engine"),
     ):
         with pytest.raises(ConfigError, match=message):
             build(RLConfig, {"model": "any", "dataset": {"path": "any"}, "generator": settings})

@@ -20,9 +20,8 @@ from .conftest import Make, error_of, logits_of
 BOUNDS = [
     {"top_p": 0.7},
     {"top_k": 5},
-    {"min_p": 0.2},
     {"repetition_penalty": 1.3},
-    {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 0.8},
+    {"top_p": 0.9, "top_k": 20, "repetition_penalty": 0.8},
 ]
 
 
@@ -42,7 +41,6 @@ def kept(model: PreTrainedModel, completion: Completion, temperature: float, **b
         penalty = bounds.get("repetition_penalty", 1.0)
         row = [(x / penalty if x > 0 else x * penalty) if token in seen else x for token, x in enumerate(row)]
         weights = np.exp((np.array(row) - max(row)) / temperature)
-        weights[weights < bounds.get("min_p", 0.0)] = 0.0
         order = np.argsort(-weights, kind="stable")
         if bounds.get("top_k"):
             weights[order[int(bounds["top_k"]) :]] = 0.0
@@ -103,10 +101,8 @@ def texts(folder: str, **settings: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_p": 1.0}, r"min_p must be in \[0, 1\), got 1.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0"),
         ({"stop": "\n"}, "stop must be a list of texts"),
-        ({"bad_words": ("",)}, "bad_words must be a list of texts"),
         ({"logprobs_of": "raw"}, "logprobs_of must be drawn or policy"),
     ],
 )

@@ -41,12 +41,9 @@ def submit(engine: EmbeddedEngine, prompt: list[int], **settings: object) -> Fut
     return engine.submit(prompt, Sampling(**{"max_tokens": 6, "seed": 4, **settings}))
 
 
-@pytest.mark.parametrize("read_every", [1, 8])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"n": 2}, {"top_k": 3, "min_p": 0.1}])
-def test_a_request_that_meets_them_fails_alone(
-    settings: dict[str, object], read_every: int, model: torch.nn.Module, folder: Path
-):
-    with EmbeddedEngine(folder, device="cpu", slots=4, read_every=read_every) as engine:
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"n": 2}, {"top_k": 3}])
+def test_a_request_that_meets_them_fails_alone(settings: dict[str, object], model: torch.nn.Module, folder: Path):
+    with EmbeddedEngine(folder, device="cpu", slots=4) as engine:
         expected = submit(engine, GOOD, **settings).result(60)
         assert not any(9 in completion.token_ids for completion in expected)
         engine.update_weights(damaged(model, "model.embed_tokens.weight", float("nan")).items(), 1, "x").result(60)
