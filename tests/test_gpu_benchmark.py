@@ -65,15 +65,6 @@ def test_a_part_that_fails_ends_or_exceeds_its_limit_is_a_failed_line():
     ]
 
 
-@pytest.mark.full
-def test_its_small_form_keeps_to_its_limits():
-    parts = ("gradients_qwen3", "gradients_gemma3", "correctness", "moves", "long_samples", "weight_sync", "published")
-    done = script("benchmarks/gpu.py", "--size", "tiny", "--quick", "--parts", *parts)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAILED" not in done.stdout
-    assert done.stdout.count("| ok |") >= 9
-
-
 def test_counts_of_the_emulated_device_keep_their_bounds():
     """What docs/benchmarks.md says of waits, launches and bytes."""
     counts = {row.what: row.now for row in gpu_counts.rows(packs=0)}

@@ -1,15 +1,12 @@
-"""Shells without a working folder, a home or standard files."""
+"""Shells without a working folder or standard files."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from forge.runtime.controller.processes import COMPILERS, environment
 
 STANDARD = """
 import os, sys
@@ -43,16 +40,3 @@ def test_what_is_closed_of_the_standard_files_takes_no_other(closed: str, tmp_pa
     number, inheritable, files = (tmp_path / "said").read_text().split(" ", 2)
     assert (int(number) > 2, inheritable) == (True, "True")
     assert files.count("/dev/null") == closed.count("&-")
-
-
-@pytest.mark.parametrize("home", ["/proc/nothere", "file", "folder"])
-def test_a_home_that_keeps_nothing_is_left_to_the_compilers(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "file").touch()
-    for name in (*COMPILERS, "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / home))
-    kept = {name: folder for name, folder in environment().items() if name in COMPILERS}
-    assert set(kept) == (set(COMPILERS) if home == "folder" else set())
-    assert all(os.access(folder, os.W_OK) for folder in kept.values())
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    assert environment()["TRITON_CACHE_DIR"] == "/elsewhere"

@@ -121,16 +121,6 @@ def test_the_two_loops_of_the_overview(model, store):
 
 
 @pytest.mark.full
-def test_a_kl_term_needs_a_reference(model, store):
-    async def main():
-        trainer = await Trainer.as_actor(model, loss=SimpleGRPOLoss(beta=0.1), seq_len=64)
-        with pytest.raises(ValueError, match="SimpleGRPOLoss needs 'ref_logprobs'"):
-            await trainer.train_step.route([Episode(prompt_ids=[3], response_ids=[4], reward=1.0)])
-
-    run(main())
-
-
-@pytest.mark.full
 def test_weights_arrive_and_are_those_of_the_trainer(model, store):
     async def main():
         _, policy, _, _, trainer = await start(model, store, ReinforceLoss())

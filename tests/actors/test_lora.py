@@ -88,26 +88,6 @@ def test_adapters_alone_are_published(model: str, store: VersionStore):
     assert published(store, 1) < 0.2 * published(store, 0)
 
 
-def test_weights_and_adapters_may_follow_one_another(model: str, store: VersionStore):
-    """Adapters count from the model that the generator started from, not from what it had last."""
-    moved, policy = trainer(model, store), generator(model, store)
-    other = generator(model, store)
-    low = trainer(model, store, lora=LORA)
-
-    async def main():
-        low.train_step([Episode(c, 1.0) for p in PROMPTS for c in await other.generate(p, n=2, temperature=1.0)])
-        await learn(moved, policy, 2)
-        low.push_weights(3)
-        await policy.update_weights(3)
-        await other.update_weights(3)
-        for first, second in zip(await answers(policy), await answers(other), strict=True):
-            assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
-
-    asyncio.run(main())
-    policy.teardown()
-    other.teardown()
-
-
 @pytest.mark.full
 def test_two_ranks_publish_what_one_does(model: str, store: VersionStore):
     """Of a factor of one row the second rank holds nothing."""

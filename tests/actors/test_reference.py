@@ -95,12 +95,3 @@ def test_a_killed_process_is_replaced(model: Path):
         assert await reference.pid.route() != first
 
     run(main())
-
-
-@pytest.mark.processes
-def test_degrees_must_make_the_processes(model: Path):
-    async def main() -> None:
-        await ReferenceModel.options(procs=3).as_service(str(model), parallelism={"tensor_parallel_degree": 2})
-
-    with pytest.raises(ValueError, match=r"tensor_parallel_degree .* does not divide procs = 3"):
-        run(main())

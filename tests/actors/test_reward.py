@@ -6,20 +6,18 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 
 from forge.actors import RewardActor
 from forge.config import ConfigError
 from forge.observability.metrics import drain
 from forge.recipes.schema import RewardConfig
-from forge.rewards.reward import BadScore, FunctionVerifier
+from forge.rewards.reward import FunctionVerifier
 from forge.runtime.controller import shutdown
 from forge_verifiers import Panel
 from forge_verifiers.actors import VerifierActor
 from forge_verifiers.config import VerifiersConfig
 from forge_weaver import (
     BinnedDawidSkene,
-    CorrelatedMixture,
     Ensemble,
     Online,
     ScoreTable,
@@ -71,16 +69,6 @@ def test_degenerate_responses_cost_no_replica():
     assert asyncio.run(work()) == ([[0.0] * 5] * 4, 0)
 
 
-def test_an_ensemble_gives_probabilities_and_its_form_can_be_chosen(ensemble):
-    high, middle, low = rewards(started(RewardActor([Ensemble(ensemble)])))
-    assert 0 < low < middle < high < 1
-    assert high > 0.9
-    ones = started(RewardActor([Ensemble(ensemble, form="threshold", threshold=0.9)]))
-    assert rewards(ones) == [1.0, 0.0, 0.0]
-    vetoed = started(RewardActor([Ensemble(ensemble, veto=["first_letter"])]))
-    assert rewards(vetoed)[1:] == [0.0, 0.0]
-
-
 def test_a_response_that_a_verifier_cannot_score_has_no_reward_and_is_told(caplog):
     broken = VerifiersConfig(rules=["apps.weaver.rules:right_length", f"{__name__}:short_alone"])
     with caplog.at_level("WARNING"):
@@ -96,25 +84,6 @@ def short_alone(prompt, response, target):
     if len(response) > 1:
         raise RuntimeError("too long for me")
     return 1.0
-
-
-def test_without_a_function_nothing_is_known_to_be_right(ensemble):
-    actor = started(RewardActor([Ensemble(ensemble)]))
-    with pytest.raises(ValueError, match=r"set reward\.accuracy"):
-        asyncio.run(actor.is_correct("abc>", "cba", "cba"))
-    with pytest.raises(ValueError, match="at least one function"):
-        RewardActor([])
-
-
-def test_a_panel_is_a_service_too():
-    actor = started(VerifierActor(RULES))
-    scores = asyncio.run(actor.score("abc>", GROUP))
-    assert scores.values.tolist() == [[1, 1], [1, 0], [0, 0]]
-    assert asyncio.run(actor.names()) == ("right_length", "first_letter")
-
-
-def test_no_responses_have_no_rewards():
-    assert rewards(started(RewardActor(verifiers=RULES)), []) == []
 
 
 def test_all_that_was_opened_is_closed_also_where_one_closing_fails(ensemble, monkeypatch):
@@ -200,15 +169,6 @@ def test_what_a_follower_has_learned_is_taken_up_again(tmp_path):
         asyncio.run(other.load_state_dict(states))
 
 
-def test_an_ensemble_of_choices_is_no_reward(tmp_path):
-    right = np.eye(4)[np.random.default_rng(0).integers(0, 4, 100)]
-    said = right[..., None] + np.random.default_rng(1).normal(size=(100, 4, 2))
-    fitted = CorrelatedMixture(one_right=True).fit(ScoreTable(said, tuple(RULES.names)))
-    save_ensemble(tmp_path, RULES, fitted)
-    with pytest.raises(ConfigError, match="fitted with one_right, and of a policy's samples any number may be right"):
-        checked(tmp_path)
-
-
 @pytest.mark.processes
 def test_programs_are_run_in_the_sandbox():
     verifiers = VerifiersConfig(plugins=[{"use": "forge_sandbox:CodeVerifier", "credit": "share"}])
@@ -257,9 +217,3 @@ def test_what_a_reward_raises_neither_ends_the_program_nor_is_waited_for(kind, e
         asyncio.run(scored)
     assert caught.value.__cause__ is error
     assert "scored prompt 'abc>'" in caught.value.__notes__[0]
-
-
-def test_a_tensor_of_several_numbers_is_no_score():
-    verifier = FunctionVerifier(lambda prompt, response, target: torch.ones(2))
-    with pytest.raises(BadScore, match=r"gave tensor\(\[1., 1.\]\): give a finite number"):
-        asyncio.run(verifier.score("abc>", GROUP, "cba"))

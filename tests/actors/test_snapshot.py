@@ -29,17 +29,6 @@ def dataset(**settings: Any) -> DatasetActor:
     return actor
 
 
-@given(st.lists(st.integers(0, 30), max_size=60))
-def test_seen_is_a_set(indices: list[int]):
-    seen, plain = Seen(), set()
-    for index in indices:
-        seen.add(index)
-        plain.add(index)
-        assert {i for i in range(-1, 40) if i in seen and i >= 0} == plain
-        assert seen.low == next(i for i in range(40) if i not in plain)
-        assert all(i > seen.low for i in seen.above)
-
-
 class World:
     """The recipe's two loops, one move at a time, with real parts in one process."""
 
@@ -182,24 +171,6 @@ def test_what_was_under_way_is_handed_out_again_and_first():
     assert [third.sample() for _ in range(3)] == [drawn[1], drawn[2], drawn[4]]
 
 
-def test_what_is_no_longer_remembered_is_said():
-    first = dataset(remember=2)
-    drawn = [first.sample() for _ in range(5)]
-    second = dataset(remember=2)
-    assert second.load_state_dict(first.state_dict(), Seen(1, {3})) == [1, 2]
-    assert second.sample() == drawn[4]
-    assert second.sample() == first.sample()
-
-
-def test_without_word_of_what_was_seen_the_stream_goes_on():
-    first = dataset()
-    for _ in range(3):
-        first.sample()
-    second = dataset()
-    assert second.load_state_dict(first.state_dict()) == []
-    assert second.sample() == first.sample()
-
-
 @pytest.mark.parametrize("component", [DatasetActor("x"), ReplayBuffer()])
 def test_as_a_service_its_loss_ends_the_run_and_says_how_to_continue(component: Any):
     component.context = ActorContext(type(component).__name__, incarnation=1)
@@ -250,22 +221,3 @@ def test_no_rollout_is_older_than_allowed_and_none_is_surplus(batch_size: int, a
             assert age or number // batch_size == version
 
     asyncio.run(main())
-
-
-def test_what_is_dropped_is_admitted_again():
-    async def main() -> None:
-        buffer = ReplayBuffer(batch_size=2, max_policy_age=0, steps=1)
-        for _ in range(2):
-            await buffer.admit()
-        third = asyncio.create_task(buffer.admit())
-        await asyncio.sleep(0)
-        assert not third.done()
-        assert not await buffer.add(episode(0, reward=None))
-        await asyncio.wait_for(third, 20)
-
-    asyncio.run(main())
-
-
-def test_a_negative_age_is_an_error():
-    with pytest.raises(ValueError, match="at least 0"):
-        ReplayBuffer(max_policy_age=-1)

@@ -36,14 +36,6 @@ def test_one_advantage_a_sequence(loss_fn: torch.nn.Module):
     assert one.item() == pytest.approx(all_.item())
 
 
-def test_the_sampler_goes_before_the_reference():
-    logprobs, ones = torch.tensor([-1.0]), torch.ones(1)
-    known = {"logprobs": logprobs, "advantages": ones, "padding_mask": ones}
-    sampled = ReinforceLoss(9.0)(ref_logprobs=logprobs - 2.0, behaviour_logprobs=logprobs - 1.0, **known)
-    assert sampled.item() == pytest.approx(ReinforceLoss(9.0)(ref_logprobs=logprobs - 1.0, **known).item())
-    assert sampled.item() != pytest.approx(ReinforceLoss(9.0)(ref_logprobs=logprobs - 2.0, **known).item())
-
-
 def test_what_is_missing_is_named():
     x = torch.zeros(2)
     with pytest.raises(ValueError, match="beta > 0 needs ref_logprobs"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forge.algorithms.terms import weighted_sum
-from forge.losses import Algorithm, GRPOLoss, GSPOLoss, load_algorithm
+from forge.losses import GRPOLoss, GSPOLoss, load_algorithm
 
 
 def own_loss(logprobs, advantages, weights, scale: float = 1.0):
@@ -59,19 +59,6 @@ def test_a_function_of_ones_own_has_the_advantages_of_grpo():
     assert algorithm(logprobs=x, advantages=torch.ones(2), weights=torch.ones(2)).item() == 9.0
     assert algorithm.advantages([[1.0, 0.0]]) == GRPOLoss().advantages([[1.0, 0.0]])
     assert algorithm.aggregation == "token_mean"
-
-
-def test_a_function_of_ones_own_has_a_reference_where_it_uses_one():
-    assert not load_algorithm("my_losses:own_loss").needs_reference
-    assert not load_algorithm("my_losses:with_kl").needs_reference
-    assert load_algorithm("my_losses:with_kl", beta=0.1).needs_reference
-    assert load_algorithm("my_losses:with_teacher").needs_reference
-
-
-def test_a_class_of_ones_own():
-    algorithm = load_algorithm("my_losses:OwnAlgorithm", power=3.0, clip_low=0.1)
-    assert isinstance(algorithm, Algorithm)
-    assert (algorithm.power, algorithm.clip_low) == (3.0, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,6 @@ def test_dpo(beta: float, smooth: float):
     assert gradcheck(loss, args)
 
 
-def test_equal_policies_have_the_loss_of_a_coin():
-    x = torch.tensor([-1.0, -2.0])
-    share, order = torch.full((2,), 0.5), torch.tensor([0, 1])
-    assert DPOLoss()(x, x, share, order).item() == pytest.approx(math.log(2))
-    assert BradleyTerryLoss()(torch.zeros(2), share, order).item() == pytest.approx(math.log(2))
-
-
 def test_a_descent_step_widens_the_margin():
     x = torch.zeros(2, requires_grad=True)
     for loss in (
@@ -104,19 +97,6 @@ def test_a_micro_batch_without_pairs_is_zero_and_stays_in_the_graph(loss_fn):
     _, x = oracle.batch([1, 1])
     names = ("logprobs", "ref_logprobs", "weights", "sequences")
     assert loss_fn.metrics(*(x[n] for n in names if isinstance(loss_fn, DPOLoss) or n != "ref_logprobs")).keys()
-
-
-@pytest.mark.parametrize("loss_fn", [DPOLoss(), BradleyTerryLoss()])
-def test_an_odd_one_is_refused(loss_fn):
-    _, x = oracle.batch([1, 1, 1])
-    with pytest.raises(ValueError, match="3 sequences are no pairs"):
-        pairs_of(loss_fn, x)
-
-
-def test_a_score_is_read_at_one_token():
-    _, x = oracle.batch([2, 1])
-    with pytest.raises(ValueError, match="several trained tokens"):
-        pairs_of(BradleyTerryLoss(), x)
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}])

@@ -56,15 +56,3 @@ def test_gpus_that_the_driver_lists_and_torch_does_not_see(tmp_path: Path):
     assert "the driver 1 (NVIDIA H100 80GB HBM3" in output
     assert any(problem.startswith("torch sees none of them") for problem in problems)
     assert "on a GPU attention is compiled: install gcc" in problems
-
-
-@no_gpu
-def test_a_driver_that_does_not_answer_is_none(tmp_path: Path):
-    tool(tmp_path / "bin", "nvidia-smi", "exit 9")
-    _, _, problems = doctor(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert not [problem for problem in problems if "torch sees none" in problem]
-
-
-def test_words_of_the_other_examination_are_one_line():
-    code, output, _ = doctor("--hosts", "node1")
-    assert (code, output.strip()) == (1, "error: --hosts and --folder are of forge doctor cluster")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 
 import forge
 from forge.cli import main, make_parser
-from forge.recipes.launch import launch
-from forge.recipes.rl_config import RLConfig
 from forge_cluster.launch_command import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
@@ -60,16 +57,6 @@ def test_examples_of_launchers_run(launcher: str, capsys):
     example = text.partition("example: forge ")[2]
     main(shlex.split(example))
     assert "gsm8k" in capsys.readouterr().out
-
-
-def test_watch_names_the_package_to_install(tmp_path, monkeypatch):
-    for module in [
-        name for name in sys.modules if name.startswith(("aiohttp", "forge_http.web", "forge_inspect.watch"))
-    ]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(SystemExit, match="error: serving needs aiohttp: pip install aiohttp"):
-        main(["watch", str(tmp_path)])
 
 
 def test_the_version_is_that_of_the_project(capsys):
@@ -121,12 +108,3 @@ def test_what_would_fail_in_the_queue_is_an_error_at_submission(words: list[str]
     monkeypatch.setattr("forge_cluster.credentials.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=f"error: {message}"):
         main(["launch", "slurm", *words])
-
-
-def test_a_recipe_as_a_program_says_how_it_is_used(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["main.py"])
-    launch(None, RLConfig, ["--config", "apps/grpo/tiny.yaml", "--help"])
-    text = capsys.readouterr().out
-    assert text.startswith("usage: main.py --config FILE")
-    assert "training" in text
-    assert "eval" in text

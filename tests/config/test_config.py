@@ -66,7 +66,6 @@ services:
 NO_CLIP = ["--grpo.clip_low", "null", "--grpo.clip_high", "null"]
 COLOCATED = ["--colocated", "true", "--async.max_policy_age", "0"]
 SOURCES = ["--dataset.path", "null", "--dataset.sources"]
-TEACHER = ["--grpo.reference", "teacher"]
 NO_REFERENCE = ["--services.ref_model", "null"]
 
 
@@ -98,19 +97,6 @@ def test_a_section_that_is_given_in_part_keeps_the_rest_of_its_default(config):
     given = build(Shared, {"reward": {"call_timeout": 60.0}}).reward
     assert (given.share, given.num_replicas, given.call_timeout) == ("helpers", 2, 60.0)
     assert build(Shared, {"reward": {"share": None}}).reward.share is None
-
-
-def test_a_hash_in_an_override_is_no_comment(config):
-    cfg = read(config, "--dataset.target_pattern", r"####\s*(.+)", "--dataset.prompt_template", "{question} # so:")
-    assert cfg.dataset.target_pattern == r"####\s*(.+)"
-    assert cfg.dataset.prompt_template == "{question} # so:"
-
-
-def test_an_override_opens_a_section_that_is_null(config):
-    assert read(config, "--services.reward", "null").services.reward is None
-    assert read(config, "--services.ref_model", "{}").services.ref_model is not None
-    cfg = read(config, "--services.reward", "null", "--services.reward.num_replicas", "2")
-    assert cfg.services.reward.num_replicas == 2
 
 
 def test_overrides(config):
@@ -263,10 +249,6 @@ def test_functions_are_added_to_verifiers_only_where_they_are_named(config):
     ]
 
 
-def test_ranks_may_share_copies_whatever_a_critic_that_is_not_there(config):
-    assert read(config, "--trainer.procs", "4", "--parallelism.data_parallel_shard_degree", "2")
-
-
 def test_an_algorithm_is_made_with_what_is_set_and_nothing_else(config):
     cfg = read(config, "--grpo.loss", "{dual_clip: 5.0}", "--training.entropy_coef", "0.01")
     made = cfg.load_algorithm()
@@ -341,17 +323,6 @@ def test_settings_made_in_python_have_the_same_errors():
         Shelf(name="low", width="wide")
     with pytest.raises(ConfigError, match=r"^slots must be at least 1, got 0$"):
         EngineSettings(slots=0)
-
-
-def test_a_default_that_is_changed_is_of_one_configuration_only():
-    one, other = (build(Cupboard, {}) for _ in range(2))
-    one.spare.width = 1.0
-    assert other.spare.width == 9.0
-
-
-def test_sections_unpack():
-    cfg = build(GRPOConfig, {"model": "m", "dataset": {"task": "apps.toys.words:Reverse"}})
-    assert dict(**cfg.checkpoint) == {"every": 0, "keep": 2, "async_write": False, "push_to_hub": None}
 
 
 @cache

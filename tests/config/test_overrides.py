@@ -42,11 +42,6 @@ def test_an_override_of_text_is_the_text(config, key, text):
     assert read(config, f"--{key}", text, *more).dataset[key.partition(".")[2]] == text
 
 
-@pytest.mark.parametrize("text", ["123", "1e-3", "true", "null", "2026-11-26", "~", "[a]", "{a: b}", "no", "0x10"])
-def test_a_name_that_reads_as_another_value_is_a_name(config, text):
-    assert read(config, "--run.name", text).run.name == text
-
-
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
@@ -84,8 +79,3 @@ def test_a_configuration_in_another_encoding_is_one_line(config, encoding, fault
     config.write_text(config.read_text() + "\n# größer", encoding=encoding)
     with pytest.raises(ConfigError, match=rf"run.yaml, line \d+: .*{fault}"):
         read(config)
-
-
-def test_a_configuration_with_a_byte_order_mark(config):
-    config.write_text(config.read_text(), encoding="utf-8-sig")
-    assert read(config).seed == 0

@@ -9,7 +9,6 @@ import asyncio
 import json
 import random
 import re
-import sys
 from typing import Any
 
 from forge.data.chat import ChatFormat
@@ -17,7 +16,7 @@ from forge.data.prompts import PromptFormat
 from forge.types import Completion
 from forge_envs import Dialogue, Environment, Step, rollout, schema_of
 from forge_envs.calls import syntax_of
-from tests.data.families import ROOT, Family
+from tests.data.families import Family
 
 YES, NONE = "yes", "–"
 EPISODES = 1000
@@ -310,34 +309,6 @@ def episodes(family: Family, count: int = EPISODES) -> str:
     return f"{count:,}"
 
 
-def branches(family: Family) -> str:
-    """With `thoughts: template` the policy reads what the template makes of the conversation in every turn."""
-    tokenizer, dialogue = family.tokenizer, Dialogue(family.tokenizer, thoughts="template")
-    answers = written(family, *(said(f"<think>\n{word}\n</think>\n\n{word}") for word in SAID[:4]))
-    most = 0
-
-    async def play(seed: int) -> int:
-        policy = Sampling(tokenizer, [], answers, 0, seed)
-        policy.random = random.Random(seed)
-        policy.random.randrange = lambda *_: 1  # type: ignore[method-assign]
-        policy.random.random = lambda: 1.0  # type: ignore[method-assign]
-        how = {"dialogue": dialogue, "seed": seed, "max_turns": 3, "max_tokens": 1 << 20}
-        episode = await rollout(policy, Talking(SAID, 3), None, **how)
-        form, talk = ChatFormat(tokenizer), []
-        for message, (prompt, ids) in zip(
-            [m for m in episode.info["messages"] if m["role"] == "user"], policy.seen, strict=True
-        ):
-            talk.append(message)
-            assert tokenizer.decode(prompt) == form.render(talk, add_generation_prompt=True)
-            talk.append(dialogue.turn_message(dialogue.read(ids)))
-        return len(episode.branches)
-
-    for seed in range(20):
-        most = max(most, asyncio.run(play(seed)))
-    assert most == 2 or not family.empty
-    return f"{most + 1} branches in 3 turns" if most else "never needed"
-
-
 def supervised(family: Family) -> str:
     """A conversation has the tokens of an episode in which the policy wrote the same words."""
     chat, dialogue = ChatFormat(family.tokenizer, thoughts="keep"), Dialogue(family.tokenizer)
@@ -354,38 +325,14 @@ def supervised(family: Family) -> str:
     return YES
 
 
-def maker(family: Family) -> str:
-    """As mistral-common, the code of Mistral's models, renders and encodes."""
-    if family.name != "mistral":
-        return NONE
-    paths = [str(ROOT / "python"), str(ROOT / "wheels/mistral-common")]
-    sys.path += paths
-    try:
-        from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
-        from mistral_common.protocol.instruct.request import ChatCompletionRequest
-        from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
-
-        theirs = MistralTokenizer.from_file(ROOT / "wheels/mistral-common/mistral_common/data/tekken_240911.json")
-        for talk in conversations(family):
-            roles = {"user": UserMessage, "assistant": AssistantMessage}
-            request = ChatCompletionRequest(messages=[roles[m["role"]](content=m["content"]) for m in talk[:-1]])
-            prompt = theirs.encode_chat_completion(request).tokens
-            assert prompt == own(family, talk[:-1], add_generation_prompt=True)
-    finally:
-        sys.path[:] = [path for path in sys.path if path not in paths]
-    return YES
-
-
 CHECKS = {
     "template": rendering,
     "mask": mask,
     "thoughts": thoughts,
     "episodes": episodes,
-    "thoughts: template": branches,
     "same tokens in SFT": supervised,
     "tool calls": tools,
     "special tokens inert": inert,
     "bos once": bos,
     "stops": stops,
-    "maker": maker,
 }

@@ -7,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat, messages
-from forge.models.tokenizer import character_tokenizer
 from tests.data.templates import (
     CHATML,
     CHATML_MARKED,
@@ -129,53 +128,6 @@ def test_what_cannot_be_told_apart_is_refused(template, conversation, message):
     with pytest.raises(ValueError, match=message) as caught:
         ChatFormat(byte_pairs(), template).encode(conversation)
     assert "\n" not in str(caught.value)
-
-
-def test_a_turn_before_any_question_is_no_hindrance_to_later_ones():
-    tokenizer = byte_pairs()
-    conversation = [{"role": "assistant", "content": "Welcome"}, *said("a", "b")]
-    assert trained(tokenizer, *ChatFormat(tokenizer, CHATML).encode(conversation, train_on="last")) == "b<|im_end|>"
-
-
-def test_a_token_that_is_partly_the_assistants_is_the_assistants():
-    tokenizer = byte_pairs()
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    tokens, mask = ChatFormat(tokenizer, template).encode(said("hello", "answer is"))
-    assert tokenizer.convert_ids_to_tokens([t for t, own in zip(tokens, mask, strict=True) if own]) == [
-        *("Ġanswer", "Ġis", "<eos>")
-    ]
-
-
-def test_a_template_from_a_file_and_a_tokenizer_of_characters(tmp_path):
-    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz>")
-    text = (
-        "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else eos_token }}{% endfor %}"
-        "{# the answer follows at once #}"
-    )
-    (tmp_path / "plain.jinja").write_text(text)
-    for template in (text, str(tmp_path / "plain.jinja")):
-        tokens, mask = ChatFormat(tokenizer, template).encode(said("abc", "cba", "xy", "yx"))
-        assert tokenizer.decode(tokens) == "abc>cba<eos>xy>yx<eos>"
-        assert trained(tokenizer, tokens, mask) == "cba<eos>yx<eos>"
-    with pytest.raises(ValueError, match="no chat template: use a chat model's, or set chat_template"):
-        ChatFormat(tokenizer)
-    with pytest.raises(FileNotFoundError, match=r"'nowhere\.jinja' is neither a jinja template nor a file"):
-        ChatFormat(tokenizer, "nowhere.jinja")
-
-
-def test_both_forms_of_messages_are_one():
-    plain = [{"role": "system", "content": "s"}, *said("a", "b")]
-    other = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    assert messages({"messages": plain}, "messages") == messages({"conversations": other}, "conversations") == plain
-    # As a parquet file gives them: every message has the keys of all.
-    called = [{**message, "tool_calls": None, "name": None} for message in plain]
-    assert messages({"messages": called}, "messages") == plain
-    calls = [{"function": {"name": "f", "arguments": {}}}]
-    found = messages({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}, "messages")
-    assert found == [{"role": "assistant", "content": "", "tool_calls": calls}]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from itertools import islice
 
 import pytest
 
-from apps.toys.tasks import split_of
 from forge.data.sources import StreamedRows
 from tests.data.rows import ROWS, TOKENIZER, make
 
@@ -88,14 +86,6 @@ def test_every_epoch_has_an_order_of_its_own(places, streaming):
     assert [str(s.prompt) for s in islice(make(places["folder"], streaming=streaming, seed=1), 23)] != epochs[0]
 
 
-def test_the_end_is_remembered(places):
-    data = make(places["rows.jsonl"], epochs=2)
-    assert len(list(data)) == 46
-    again = make(places["rows.jsonl"], epochs=2)
-    again.load_state_dict(data.state_dict())
-    assert list(again) == []
-
-
 @pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
 def test_a_position_in_other_data_is_refused(places, change, jsonl):
     state = make(places["rows.jsonl"]).state_dict()
@@ -115,16 +105,6 @@ def test_held_out_is_fixed_and_disturbs_nothing(places):
         assert data.held_out(4) == held
     with pytest.raises(ValueError, match="30 samples asked for, but only 23"):
         make(places["rows.jsonl"]).held_out(30)
-
-
-def test_held_out_of_a_task_is_the_test_split():
-    data = make(task="apps.toys.words:Reverse", difficulty=(3, 6), seed=9, prompt_template="reverse {question} = ")
-    held = {str(s.prompt).split()[1] for s in data.held_out(100)}
-    drawn = [next(data) for _ in range(500)]
-    assert len(held) == 100
-    assert all(split_of(word) == "test" for word in held)
-    assert not held & {str(s.prompt).split()[1] for s in drawn}
-    assert all(s.target == str(s.prompt).split()[1][::-1] for s in drawn)
 
 
 def test_too_long_prompts_are_skipped_and_counted(places):
@@ -158,12 +138,6 @@ def test_bad_files(tmp_path, places):
         make(places["folder"], target_field="label", streaming=True)
 
 
-def test_a_pipe_is_no_data(tmp_path):
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match=r"rows.jsonl is neither a file nor a folder, but a pipe or a device"):
-        make(str(tmp_path / "rows.jsonl"))
-
-
 def test_a_hub_id_without_the_datasets_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"'openai/gsm8k'.*pip install datasets"):
@@ -173,17 +147,6 @@ def test_a_hub_id_without_the_datasets_package(monkeypatch):
 def test_a_hub_id_without_the_hub_names_the_dataset():
     with pytest.raises(OSError, match="cannot load the dataset 'nobody/nothing'"):
         make("nobody/nothing")
-
-
-def test_a_dataset_with_configurations(tmp_path):
-    for name, answer in (("main", "right"), ("other", "wrong")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.jsonl").write_text(json.dumps({"question": "q", "answer": answer}))
-    (tmp_path / "README.md").write_text(
-        "---\nconfigs:\n- config_name: main\n  data_dir: main\n- config_name: other\n  data_dir: other\n---\n"
-    )
-    assert next(make(str(tmp_path))).target == "right"
-    assert next(make(str(tmp_path), subset="other", streaming=True)).target == "wrong"
 
 
 @pytest.mark.processes

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.data.load import Mixture, load_data
-from forge.types import Episode, Sample
 from tests.data.rows import TOKENIZER
 
-WORDS = {"task": "apps.toys.words:Reverse", "difficulty": 5, "prompt_template": "{question}>"}
 SOURCES = [
     {"task": "apps.toys.numbers:Add", "weight": 3},
     {"task": "apps.toys.words:Sort", "weight": 1.5},
@@ -83,12 +81,6 @@ def test_held_out_has_every_sources_share_and_disturbs_nothing():
     assert first + list(islice(data, 20)) == list(islice(other, 25))
 
 
-def test_kinds_make_different_items():
-    assert isinstance(next(load_data(TOKENIZER, **WORDS)), Sample)
-    assert isinstance(next(load_data(TOKENIZER, kind="supervised", **WORDS)), Episode)
-    assert all(isinstance(e, Episode) for e in next(load_data(TOKENIZER, kind="preferences", **WORDS)))
-
-
 def test_sources_override_common_settings(jsonl):
     path = jsonl({"q": "one", "a": "1"}, {"q": "two", "a": "2"})
     file = {"path": path, "prompt_field": "q", "target_field": "a", "weight": 1}
@@ -125,11 +117,6 @@ def test_sources_override_common_settings(jsonl):
 def test_bad_input_says_what_is_wrong(settings, message):
     with pytest.raises(ValueError, match=message):
         load_data(TOKENIZER, **settings)
-
-
-def test_a_missing_file_names_its_source():
-    with pytest.raises(FileNotFoundError, match=r"source 2: no such file: /nowhere/rows\.jsonl"):
-        load_data(TOKENIZER, sources=[{"task": "apps.toys.numbers:Add"}, {"path": "/nowhere/rows.jsonl"}])
 
 
 def test_a_position_in_other_shares_is_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,20 +16,13 @@ from forge.actors import Trainer
 from forge.algorithms.base import Aggregation
 from forge.data.packing import pack, pack_tensors, split
 from forge.losses import (
-    DPOLoss,
-    DrGRPOLoss,
     GRPOLoss,
-    GSPOLoss,
     ReinforceLoss,
-    RLOOLoss,
-    SAPOLoss,
-    SFTLoss,
     SimpleGRPOLoss,
-    load_algorithm,
 )
 from forge.training.policy import Policy
 from forge.training.step import call_by_name
-from forge.types import Batch, Completion, Episode
+from forge.types import Batch, Episode
 from tests.training.cases import episodes, example, tiny_model
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 9)), min_size=1, max_size=12)
@@ -59,19 +51,6 @@ def test_every_sequence_lands_exactly_once(lengths: list[tuple[int, int]], ranks
     landed = [row for micro in micros if micro.mask.any() for row in rows_of(micro)]
     assert sorted(landed) == sorted(rows_of(batch))
     assert sum(micro.weights.sum() for micro in micros) == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_only_the_proportion_of_episode_weights_matters(aggregation):
-    rows = episodes([(2, 3), (2, 5), (1, 1)])
-    batches = []
-    for scale in (1.0, 0.001):
-        for episode, weight in zip(rows, (2.0, 0.0, 1.0), strict=True):
-            episode.weight = scale * weight
-        batches.append(pack(rows, aggregation=aggregation))
-        assert batches[-1].weights.sum() == pytest.approx(1.0)
-        assert not batches[-1].weights[5:12].any()
-    np.testing.assert_allclose(batches[0].weights, batches[1].weights, rtol=1e-6)
 
 
 @given(LENGTHS)
@@ -198,19 +177,6 @@ def test_what_cannot_be_packed_is_named():
         split(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
 
 
-def test_an_episode_is_made_of_a_completion():
-    completion = Completion("abc", [9, 10, 11], [-0.5, -1.0, -1.5], {"draft": True}, (7, 8), [4, 4, 5], "stop")
-    episode = Episode(completion, 0.5)
-    assert episode.tokens == [7, 8, 9, 10, 11]
-    assert episode.mask == [False, False, True, True, True]
-    assert episode.logprobs == [0.0, 0.0, -0.5, -1.0, -1.5]
-    assert episode.versions == [-1, -1, 4, 4, 5]
-    assert (episode.version, episode.reward, episode.text) == (4, 0.5, "abc")
-    assert episode.info == {"draft": True, "finish": "stop"}
-    four = Completion("abc", [9, 10, 11], [-0.5, -1.0, -1.5], {})
-    assert (four.version, four.versions, Episode(four, 1.0).tokens) == (-1, [-1, -1, -1], [9, 10, 11])
-
-
 def test_an_episode_that_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="from a completion or from prompt_ids"):
         Episode()
@@ -282,60 +248,3 @@ def test_rows_that_are_masked_whole_count_as_in_the_loss_itself(masked: list[int
         flat = {name: values[kept] for name, values in inputs.items() if name != "response"}
         flat["weights"] = torch.from_numpy(batch.weights[batch.mask])
         assert call_by_name(loss, flat).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("loss", "aggregation"),
-    [
-        (GSPOLoss(), "sequence_mean"),
-        (RLOOLoss(), "sequence_mean"),
-        (SAPOLoss(), "sequence_mean"),
-        (SimpleGRPOLoss(), "sequence_mean"),
-        (DPOLoss(), "sequence_mean"),
-        (GRPOLoss(), "token_mean"),
-        (SFTLoss(), "token_mean"),
-        (load_algorithm(SimpleGRPOLoss), "sequence_mean"),
-        (load_algorithm(lambda logprobs, weights: (logprobs * weights).sum()), "token_mean"),
-    ],
-)
-def test_a_trainer_packs_under_its_losss_own_aggregation(loss: Any, aggregation: Aggregation):
-    items = episodes([(2, 5), (2, 1)])
-    expected = pack(items, aggregation=aggregation, unit=getattr(loss, "unit", 1))
-    np.testing.assert_array_equal(Trainer("unused", loss=loss)._pack(items, None).weights, expected.weights)
-    if not getattr(loss, "fixed_aggregation", False):
-        chosen = Trainer("unused", loss=loss, aggregation="token_mean")
-        np.testing.assert_array_equal(chosen._pack(items, None).weights, pack(items, unit=expected.unit).weights)
-
-
-def test_a_horizon_goes_with_its_aggregation():
-    items = episodes([(2, 5), (2, 1)])
-    batch = Trainer("unused", loss=DrGRPOLoss(), horizon=10)._pack(items, None)
-    assert batch.weights[batch.mask].tolist() == pytest.approx([1 / 20] * 6)
-    Trainer("unused", loss=DrGRPOLoss())  # for batches that are packed
-    for arguments in (
-        {"loss": GRPOLoss(), "aggregation": "fixed_horizon"},
-        {"loss": GRPOLoss(), "horizon": 3},
-        {"loss": DrGRPOLoss(), "horizon": 0},
-    ):
-        with pytest.raises(ValueError, match="needs a horizon of at least 1"):
-            Trainer("unused", **arguments)
-    with pytest.raises(ValueError, match="fixed_horizon, and nothing else, needs a horizon"):
-        Trainer("unused", loss=DrGRPOLoss())._pack(items, None)
-    with pytest.raises(ValueError, match="RLOO is only defined under aggregation sequence_mean, not token_mean"):
-        Trainer("unused", loss=RLOOLoss(), aggregation="token_mean")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda i, t: t.pop("response"), r"targets\[0\] needs 'response'"),
-        (lambda i, t: t.update(weight=1), r"targets\[0\] has an unknown key 'weight'"),
-        (lambda i, t: i.update(tokens=i["tokens"] + 1), r"is not the end of inputs\[0\]\['tokens'\]"),
-        (lambda i, t: t.update(padding_mask=torch.ones(2, 3)), r"padding_mask \(2, 3\)"),
-    ],
-)
-def test_dicts_that_do_not_fit_are_an_error(change, message):
-    inputs, targets = tensors()
-    change(inputs, targets)
-    with pytest.raises(ValueError, match=message):
-        pack_tensors([inputs], [targets])

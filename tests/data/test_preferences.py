@@ -15,7 +15,6 @@ from apps.toys.tasks import split_of
 from forge.data.packing import pack
 from forge.data.preferences import PreferenceDataset
 from forge.data.sources import load_task
-from forge.rewards.rules import MathReward
 from tests.data.rows import TASKS, TOKENIZER
 from tests.data.templates import CHATML, CHATML_MARKED, byte_pairs
 
@@ -87,19 +86,6 @@ def test_chat_answers_end_with_the_turn_in_every_form(jsonl, template, row):
     assert [byte_pairs().decode(episode.tokens[-1:]) for episode in scored] == ["<|im_end|>"] * 2
 
 
-def test_texts_are_the_conversations_that_they_stand_for(jsonl):
-    settings = {"tokenizer": byte_pairs(), "chat_template": CHATML}
-    texts = {"prompt": "how are", "chosen": " I am well", "rejected": "The answer is 42\n"}
-    other = {name: [SYSTEM, *said("how are you", texts[name])] for name in ("chosen", "rejected")}
-    pair = next(prefer(jsonl(texts), prompt_template="{question} you", system_prompt="be", **settings))
-    assert pair == next(prefer(jsonl(other), **settings))
-
-
-def test_a_task_may_be_a_conversation():
-    pair = next(prefer(task="apps.toys.numbers:Add", tokenizer=byte_pairs(), chat_template=CHATML))
-    assert all(answer.endswith("<|im_end|>") for answer in read(pair, byte_pairs())[1:])
-
-
 TEXTS = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
 BARE = {"chosen": "hi yes", "rejected": "hi no"}
 ALIKE = [
@@ -126,29 +112,6 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(jsonl, rows, settings, 
         data.held_out(3)
     with pytest.raises(ValueError, match=r"data\.jsonl: all of 2 pairs are alike in chosen and rejected"):
         prefer(jsonl(rows[1], rows[1]), streaming=streaming, **settings)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "hi", "chosen": ["a"], "rejected": ["a"]}, "field 'chosen' must be text or a number, not list"),
-        ({"prompt": None, "chosen": "a", "rejected": "a"}, "field 'prompt' must be text or a number, not NoneType"),
-    ],
-)
-def test_a_malformed_row_of_a_stream_is_left_out_even_if_its_answers_are_equal(row, message, monkeypatch, caplog):
-    stored = [TEXTS, TEXTS, row]
-    monkeypatch.setattr("forge.data.stream.open_stream", lambda place, **_: Streamed(stored))
-    data = prefer("some/set", streaming=True, shuffle=False)
-    assert [read(pair)[0] for pair in islice(data, 3)] == ["hi", "hi", "hi"]
-    assert (data.served, data.skipped) == (3, 1)
-    assert f"some/set, row 3: {message}" in caplog.text
-
-
-class Streamed(list):
-    """Rows of a hub dataset whose columns have no one type."""
-
-    def state_dict(self):
-        return {}
 
 
 def test_scores_are_read_at_the_last_token(jsonl):
@@ -211,17 +174,6 @@ def test_a_mistake_is_one_slip_and_never_right(answer, seed):
         assert int(wrong) != int(answer)
 
 
-def test_mistakes_are_of_every_sort():
-    drawn = {mistake("abc", Random(i)) for i in range(300)}
-    assert {"bac", "acb"} <= drawn
-    assert {"bc", "ac", "ab"} <= drawn
-    assert {"aabc", "abbc", "abcc"} <= drawn
-    assert len([word for word in drawn if len(word) == 3]) > 20
-    assert all(MathReward()("", mistake("100", Random(i)), "100") == 0 for i in range(20))
-    with pytest.raises(ValueError, match="empty answer"):
-        mistake("", Random(0))
-
-
 @pytest.mark.parametrize("settings", [{}, {"streaming": True}, {"shuffle": False, "max_tokens": 5}])
 def test_resumes_exactly_at_every_position(jsonl, settings):
     path = jsonl(*({"prompt": f"q{i}", "chosen": "yes"[: 1 + i % 3], "rejected": "no"} for i in range(9)))
@@ -272,14 +224,3 @@ def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         prefer(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)
-
-
-def test_a_task_has_no_fields_to_choose():
-    with pytest.raises(ValueError, match="leave chosen_field and rejected_field out"):
-        prefer(task="apps.toys.numbers:Add", chosen_field="answer")
-
-
-def test_thoughts_are_of_conversations(jsonl):
-    path = jsonl({"prompt": "a", "chosen": "b", "rejected": "c"})
-    with pytest.raises(ValueError, match="thoughts would do nothing"):
-        PreferenceDataset(path, tokenizer=TOKENIZER, thoughts="template")

@@ -45,13 +45,6 @@ def test_a_prompt_may_be_a_conversation():
     assert first({"prompt": "2+2", "answer": "4"}).prompt.stop_ids == ()
 
 
-def test_settings_of_a_conversation():
-    template = CHATML.replace("<|im_start|>", "<|begin|>")
-    sample = first({"prompt": TALK[1:], "answer": "4"}, chat_template=template, system_prompt="Be brief.")
-    assert sample.prompt.text == RENDERED.replace("<|im_start|>", "<|begin|>")
-    assert first({"talk": TALK, "answer": "4"}, prompt_field="talk").prompt.text == RENDERED
-
-
 def test_a_row_may_offer_tools():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert (
@@ -82,13 +75,6 @@ def test_a_conversation_that_cannot_be_a_prompt_is_one_line(row, settings, messa
         first(row, target_field=None, **settings)
 
 
-def test_a_conversation_needs_a_chat_template():
-    with pytest.raises(
-        ValueError, match="the tokenizer has no chat template: use a chat model's, or set chat_template"
-    ):
-        first({"prompt": TALK, "answer": "4"}, None)
-
-
 def learnt(row: dict[str, Any], **settings: Any) -> tuple[str, str]:
     """The context and what is trained of the row's episode."""
     episode: Episode = next(SupervisedDataset(Rows([row]), tokenizer=tokenizer(), **settings))
@@ -102,9 +88,3 @@ def test_supervised_rows_of_prompt_and_completion(completion):
     assert learnt({"prompt": TALK, "completion": completion}) == (RENDERED, "It is 12.<|im_end|>")
     if isinstance(completion, str):
         assert learnt({"prompt": "7 + 5 =", "completion": " 12"}) == ("7 + 5 =", " 12<eos>")
-
-
-def test_earlier_turns_of_a_prompt_are_not_trained():
-    context, answer = learnt({"prompt": TALK, "completion": "fin"})
-    assert "12" in context
-    assert answer == "fin<|im_end|>"

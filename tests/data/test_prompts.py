@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.data.config import DatasetConfig
-from forge.data.prompts import PromptFormat, stop_ids, supervised
+from forge.data.prompts import stop_ids, supervised
 from forge.models.tokenizer import character_tokenizer
 from forge.rewards.rules import MathReward
 from tests.data.rows import ROWS, TOKENIZER, make
@@ -74,24 +74,6 @@ ROW = {"question": "one", "answer": "1"}
 CHOICE = {"question": "one", "answer": "D", "options": ["x", "y"]}
 
 
-@pytest.mark.parametrize(
-    ("options", "answer", "letter"),
-    [
-        (["0", "2", "1", "3"], 1, "B"),  # a number is a position, whatever the options say
-        (["0", "2", "1", "3"], "1", "C"),  # text is the text of an option
-        (["4", "3", "2", "1", "0"], 0, "A"),
-        (["4", "3", "2", "1", "0"], "0", "E"),
-        (["10", "20", "30"], 20, "B"),  # no position
-        (["x", "y"], "1", "B"),
-        (["B", "A"], "A", "A"),  # a letter
-        (["1", "0"], 1, "B"),
-    ],
-)
-def test_the_target_of_a_multiple_choice_is_a_position_a_letter_or_a_text(options, answer, letter):
-    prompts = PromptFormat(character_tokenizer(), prompt_template="{choices}", target_field="answer", choices_field="o")
-    assert prompts.render({"o": options, "answer": answer})[1] == letter
-
-
 CHOOSE = {"choices_field": "options", "prompt_template": "{choices}"}
 
 
@@ -133,22 +115,6 @@ def test_bad_input_says_what_is_wrong(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         make(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)
-
-
-def test_bad_settings_without_a_path():
-    for settings, message in (
-        ({}, "needs either a path .*, a task, or sources"),
-        ({"task": "add"}, "task 'add' is now 'apps.toys.numbers:Add'"),
-        ({"task": "ad"}, "task 'ad' is unknown: write package.module:Name"),
-        ({"task": "apps.toys.numbers:Ad"}, "'apps.toys.numbers:Ad' was not found"),
-        ({"task": "json:loads"}, "task 'json:loads' has no name, row, take"),
-        ({"task": "apps.toys.numbers:Add", "epochs": 2}, "endless"),
-        ({"task": "apps.toys.numbers:Add", "difficulty": 0}, "difficulty"),
-        ({"task": "apps.toys.numbers:Add", "prompt_template": "{a}"}, "no field 'a': it has question, answer"),
-        ({"task": "apps.toys.numbers:Add", "max_prompt_tokens": 1}, "all of 1000 prompts are longer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(**settings)
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="no GSM8K in ../shared/data")

@@ -6,13 +6,10 @@ import json
 from itertools import islice
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forge.data.chat import ChatFormat
-from forge.data.load import load_data
 from forge.data.packing import pack
-from forge.data.prompts import PromptFormat, supervised
+from forge.data.prompts import supervised
 from forge.data.supervised import SupervisedDataset
 from tests.data.rows import ROWS, TOKENIZER, make
 from tests.data.templates import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING, byte_pairs
@@ -60,23 +57,6 @@ def test_a_prompt_with_an_answer_is_the_conversation_of_both(jsonl, template, sy
     assert tuple(one.tokens[: one.mask.index(True)]) == next(make(jsonl(row), **prompts)).prompt.token_ids
 
 
-@given(question=st.text("ab é\n?", min_size=1, max_size=9), answer=st.text("ab é\n.", max_size=9).map(str.lstrip))
-@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
-def test_an_answer_follows_the_prompt_of_a_generation(template, question, answer):
-    form = PromptFormat(byte_pairs(), "{question}", chat_template=template)
-    tokens, mask = form.answered(question, answer)
-    _, prompt = form.encode(question)
-    assert (tuple(tokens[: len(prompt)]), mask.index(True)) == (prompt, len(prompt))
-
-
-def test_a_mixture_of_forms_teaches_one_ending(jsonl, tmp_path):
-    talk = tmp_path / "talk.jsonl"
-    talk.write_text(json.dumps(CHATS[1]))
-    sources = [{"path": str(talk)}, {"path": jsonl(ROWS[0])}, {"task": "apps.toys.numbers:Add"}]
-    data = load_data(byte_pairs(), kind="supervised", sources=sources, chat_template=CHATML)
-    assert {byte_pairs().decode(episode.tokens[-1:]) for episode in islice(data, 12)} == {"<|im_end|>"}
-
-
 def test_conversations(jsonl):
     path = jsonl(*CHATS)
     for train_on, first in (("assistant", ("u3>", "a3<eos>a3<eos>")), ("last", ("u3>a3<eos>u3>", "a3<eos>"))):
@@ -102,14 +82,6 @@ def test_plain_text_learns_all_but_its_first_token(places, form):
     data = learn(places[form], text_field="answer", epochs=1)
     read_ = sorted(read(episode) for episode in data)
     assert read_ == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
-
-
-def test_a_text_is_closed_once():
-    from forge.data.supervised import document
-
-    tokenizer = byte_pairs()
-    assert document("hello<eos>", tokenizer) == document("hello", tokenizer)
-    assert tokenizer.decode(document("hello", tokenizer)) == "hello<eos>"
 
 
 def test_weights(jsonl):
@@ -168,15 +140,6 @@ def test_resumes_exactly_at_every_position(jsonl, settings):
         resumed.load_state_dict(json.loads(state))
         assert list(islice(resumed, 30 - position)) == episodes[position:]
     assert data.held_out(3) == learn(path, **settings).held_out(3)
-
-
-def test_a_task_holds_its_test_split_out():
-    data = learn(task="apps.toys.words:Reverse", difficulty=(3, 4), prompt_template="{question}>", max_tokens=20)
-    held = {read(episode)[0] for episode in data.held_out(50)}
-    drawn = [read(next(data)) for _ in range(300)]
-    assert len(held) == 50
-    assert not held & {prompt for prompt, _ in drawn}
-    assert all(answer == prompt[-2::-1] + "<eos>" for prompt, answer in drawn)
 
 
 CHAT = CHATS[0]

@@ -105,8 +105,3 @@ def compare(noted: Sequence[Operator], operators: Sequence[Operator]) -> None:
             raise NotCapturable(f"operator {number} was {before} when it was captured, and is {now}")
     if len(noted) != len(operators):
         raise NotCapturable(f"{len(noted)} operators were captured, and now there are {len(operators)}")
-
-
-def step_of(*tensors: Tensor) -> Drawn:
-    """Any result of a step."""
-    return Drawn(*(tensors * 3)[:3])

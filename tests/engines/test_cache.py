@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from forge.engines import EmbeddedEngine
 from forge.engines.cache import token_bytes
 from forge.types import Sampling
-from tests.engines.conftest import VOCAB, random_model
 from tests.engines.test_invariance import MODELS, bits, prompt_of, save
 
 LONGEST = 640
@@ -103,29 +102,3 @@ def test_too_little_for_the_longest_sequence_is_one_line(tmp_path: Path):
     save(tmp_path, "odd")
     with pytest.raises(ValueError, match=r"generator.cache_gb: .* lower generator.max_seq_len or generator.slots$"):
         EmbeddedEngine(tmp_path, slots=4, device="cpu", max_seq_len=LONGEST, cache_gb=1e-6)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("heads", [1, 2])
-def test_idle_rows_are_within_a_cache_that_became_shorter(tmp_path: Path, heads: int):
-    """They decode as well: at the position of a sample that has ended, they would write into rows that are in use."""
-    longest = 1280
-    model = random_model(num_hidden_layers=2, num_key_value_heads=heads, max_position_embeddings=longest, spread=0.1)
-    model.save_pretrained(tmp_path)
-    common: dict[str, Any] = {"slots": 24, "max_seq_len": longest, "prefill_tokens": 64, "prefix_cache_mb": 0}
-    groups = [(1100, 150, 1), *[(3, 250, 1)] * 7, *[(3, 252, 1)] * 10, (200, 50, 1)]
-
-    def drawn(engine: EmbeddedEngine) -> list:
-        engine.submit(prompt_of(600, 0, VOCAB), Sampling(24, 38, seed=0)).result(120)  # all rows, to the longest
-        with engine._wake:  # all at once, so that the same step admits them
-            futures = [
-                engine.submit(prompt_of(prompt, i, VOCAB), Sampling(n, answer, seed=i))
-                for i, (prompt, answer, n) in enumerate(groups)
-            ]
-        return [bits(future.result(120)) for future in futures]
-
-    with EmbeddedEngine(tmp_path, **common) as engine:
-        expected = drawn(engine)
-        cache_gb = budget(engine, 26 * 640)
-    with EmbeddedEngine(tmp_path, cache_gb=cache_gb, **common) as engine:
-        assert drawn(engine) == expected

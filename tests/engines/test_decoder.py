@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from forge.engines import EmbeddedEngine
 from forge.types import Sampling
@@ -43,41 +42,11 @@ def test_any_prefill_budget_gives_the_same_numbers(make: Make, budget: int) -> N
         assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
 
 
-@pytest.mark.parametrize("budget", [7, 4096])
-def test_prompts_in_one_block_give_the_same_numbers(make: Make, budget: int) -> None:
-    folder, model = make("qwen3")
-    with EmbeddedEngine(folder, slots=8, prefill_tokens=budget) as engine:
-        engine._batch.decoder.queries = None  # as on other devices than a CPU
-        futures = [engine.submit(p, Sampling(n=2, max_tokens=9, seed=2)) for p in PROMPTS]
-        assert max(error_of(model, c) for future in futures for c in future.result(30)) < 1e-4
-
-
-def test_the_cache_grows_without_losing_what_it_holds(tmp_path: Path) -> None:
-    model = random_model("qwen2")
-    model.config.max_position_embeddings = 700
-    model.save_pretrained(tmp_path)
-    with EmbeddedEngine(tmp_path, slots=2) as engine:
-        futures = [engine.submit(range(30), Sampling(n=2, max_tokens=600, seed=3))]
-        futures.append(engine.submit([i % VOCAB for i in range(400)], Sampling(max_tokens=20, seed=4)))
-        assert max(error_of(model, c) for future in futures for c in future.result(60)) < 1e-4
-
-
 def test_bfloat16_is_close(make: Make) -> None:
     folder, model = make("qwen3")
     with EmbeddedEngine(folder, slots=4, dtype="bfloat16") as engine:
         (completion,) = engine.submit(PROMPTS[2], Sampling(max_tokens=8, seed=0)).result(30)
         assert error_of(model, completion) < 1.0
-
-
-def test_bfloat16_without_its_instructions_is_float32(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    folder, model = make("qwen3")
-    with caplog.at_level("INFO"), EmbeddedEngine(folder, slots=4, dtype="bfloat16", device="cpu") as engine:
-        (completion,) = engine.submit(PROMPTS[2], Sampling(max_tokens=8, seed=0)).result(30)
-    assert error_of(model, completion) < 1e-4
-    assert "no bfloat16 arithmetic" in caplog.text
 
 
 def test_sharded_checkpoints_load(make: Make) -> None:
@@ -90,16 +59,6 @@ def test_sharded_checkpoints_load(make: Make) -> None:
     next(folder.glob("*.safetensors")).unlink()
     with pytest.raises(FileNotFoundError, match=r"index\.json names"):
         EmbeddedEngine(folder)
-
-
-def test_tied_checkpoints_load_with_and_without_the_head(make: Make) -> None:
-    folder, model = make("qwen3", True)
-    tensors = load_file(folder / "model.safetensors")
-    for head in ({}, {"lm_head.weight": model.state_dict()["lm_head.weight"].clone()}):
-        tensors.pop("lm_head.weight", None)
-        save_file({**tensors, **head}, folder / "model.safetensors")
-        with EmbeddedEngine(folder, slots=2) as engine:
-            assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=5)).result(30)[0]) < 1e-4
 
 
 def test_incomplete_folders_are_refused(make: Make, tmp_path: Path) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -18,15 +14,7 @@ from forge.engines import EmbeddedEngine
 from forge.engines.interface import EngineFailed
 from forge.types import Sampling
 
-from .conformance.conftest import Hold
 from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
-        time.sleep(0.001)
 
 
 def test_a_group_is_prefilled_once_even_when_it_is_admitted_in_parts(make: Make) -> None:
@@ -40,64 +28,6 @@ def test_a_group_is_prefilled_once_even_when_it_is_admitted_in_parts(make: Make)
     assert stats["generated_tokens"] == 66
     assert stats["decode_steps"] == 18
     assert stats["running"] == stats["waiting"] == 0
-
-
-def test_freed_slots_are_reused_at_once_and_in_order(make: Make) -> None:
-    folder, model = make("qwen2")
-    order: list[int] = []
-    with EmbeddedEngine(folder, slots=3) as engine:
-        blocker = engine.submit([1], Sampling(n=3, max_tokens=30, seed=0))
-        lengths = [3, 40, 5, 9, 1, 22, 2, 2, 31, 4]
-        futures = [engine.submit([i, i + 1], Sampling(max_tokens=m, seed=i)) for i, m in enumerate(lengths)]
-        for i, future in enumerate(futures):
-            future.add_done_callback(partial(lambda i, _: order.append(i), i))
-        assert max(error_of(model, future.result(30)[0]) for future in futures) < 1e-4
-        assert [len(future.result()[0].token_ids) for future in futures] == lengths
-        steps = engine.stats()["decode_steps"]
-        blocker.result()
-    # A simulation of three slots filled first come, first served.
-    free, ends = [30, 30, 30], []
-    for length in lengths:
-        start = min(free)
-        free[free.index(start)] = start + length
-        ends.append(start + length)
-    assert steps == max(ends)
-    assert [ends[i] for i in order] == sorted(ends)
-
-
-def test_a_cancelled_request_leaves_its_rows_at_once(make: Make) -> None:
-    folder, _ = make("llama", max_position_embeddings=1024)
-    hold = Hold()
-    with EmbeddedEngine(folder, slots=2) as engine:
-        running = engine.submit([1, 2, 3], Sampling(n=2, max_tokens=1000, seed=0), listener=hold)
-        assert hold.holds.wait(60)
-        assert running.cancel()
-        hold.release()
-        wait_for(lambda: engine.stats()["running"] == 0)
-        assert engine.stats()["decode_steps"] < 100
-
-
-def test_update_in_mid_generation(make: Make) -> None:
-    folder, old = make("llama")
-    new = random_model("llama", seed=1)
-    with EmbeddedEngine(folder, slots=2) as engine:
-        running = engine.submit([1, 2, 3], Sampling(n=5, max_tokens=90, seed=0))
-        wait_for(lambda: engine.stats()["decode_steps"] > 5)
-        engine.update_weights(new.state_dict().items(), 1).result(30)
-        completions = running.result(30)
-        mixed = [c for c in completions if len(set(c.versions)) == 2]
-        assert mixed
-        for completion in mixed:
-            assert completion.versions == sorted(completion.versions)
-            assert completion.version == 0
-            first = completion.versions.index(1)
-            completion.token_ids, completion.logprobs = completion.token_ids[:first], completion.logprobs[:first]
-            assert error_of(old, completion) < 1e-4
-        # Samples of the same group that started later: not from the stored prompt of the old weights.
-        late = [c for c in completions if set(c.versions) == {1}]
-        assert late
-        assert max(error_of(new, c) for c in late) < 1e-4
-        assert engine.stats()["prefilled_tokens"] == 4
 
 
 def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,22 +54,6 @@ def test_a_failing_thread_fails_every_caller(make: Make, monkeypatch: pytest.Mon
         assert isinstance(engine.update_weights(state, 1).exception(10), EngineFailed)
         with pytest.raises(EngineFailed):
             engine.stats()
-
-
-def test_a_callback_may_submit_and_close(make: Make) -> None:
-    folder, _ = make()
-    engine = EmbeddedEngine(folder, slots=2)
-    follow_up = []
-    done = threading.Event()
-
-    def callback(_: object) -> None:
-        follow_up.append(engine.submit([1], Sampling(max_tokens=2)))
-        engine.close()
-        done.set()
-
-    engine.submit([1], Sampling(max_tokens=2)).add_done_callback(callback)
-    assert done.wait(20)
-    assert "closed" in str(follow_up[0].exception(10))
 
 
 mixes = st.lists(

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 
 from forge.config import ConfigError, build
 from forge.engines import EmbeddedEngine, graphs
-from forge.engines.interface import EngineFailed
 from forge.recipes.rl_config import RLConfig
 from forge.types import Sampling
 from tests.emulated import NAME, Emulation, emulated, lines
 
-from .captured import NotCapturable, checked_capture, compare, run, step_of
+from .captured import checked_capture
 from .test_emulated import LONGEST, assert_equal, decode, folders
 
 __all__ = ["folders"]  # a fixture
@@ -43,54 +37,11 @@ def test_captured_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[st
     assert_equal(decode(folders[family], cuda_graphs=True), expected)
 
 
-class CardGraph:
-    """A graph as CUDA's allocator sees it: a pool of which all graphs are dropped takes no other."""
-
-    users: ClassVar = Counter[int]()
-    pools: ClassVar = count(1)
-
-    def __init__(self) -> None:
-        self._pool = 0
-
-    def pool(self) -> int:
-        return self._pool
-
-    def replay(self) -> None:
-        pass
-
-    def __del__(self) -> None:
-        self.users[self._pool] -= 1
-
-    @classmethod
-    @contextmanager
-    def capture(cls, graph: CardGraph, pool: int, capture_error_mode: str) -> Iterator[None]:
-        assert cls.users.get(pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
-        cls.users[pool] += 1
-        graph._pool = pool
-        yield
-
-
-def test_graphs_that_replace_dropped_ones_have_another_pool(monkeypatch: pytest.MonkeyPatch):
-    """Found on an H100: new weights drop all graphs, and the pool with them."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", CardGraph)
-    monkeypatch.setattr(torch.cuda, "graph", CardGraph.capture)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(CardGraph.pools))
-    drawn = step_of(torch.zeros(1))
-    steps = graphs.StepGraphs(graphs.cuda_capture())
-    for _ in range(3):
-        weights = object.__new__(type("Weights", (), {}))
-        for key in (1, 2, 1, 2, 1):
-            assert steps.run(key, [weights], lambda: drawn) is drawn
-        gc.collect()
-    assert steps.replayed == 9
-    assert sorted(CardGraph.users.values()) == [0, 0, 2]  # two graphs share the pool of the last weights
-
-
 def steps(
-    folder: Path, emulation: Emulation, tokens: int, listener: Any = None, read_every: int = 1, **sampling: Any
+    folder: Path, emulation: Emulation, tokens: int, listener: Any = None, **sampling: Any
 ) -> tuple[int, int, int, Any]:
     """Decode steps of three samples, those by a graph, launches and waits."""
-    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, cuda_graphs=True, read_every=read_every) as engine:
+    with EmbeddedEngine(folder, slots=4, max_seq_len=LONGEST, cuda_graphs=True) as engine:
         launches = emulation.launches
         with emulation.counted() as waits:
             asked = Sampling(n=3, max_tokens=tokens, seed=1, **sampling)
@@ -122,55 +73,8 @@ def test_a_step_is_one_graph_and_one_wait(
     assert (many[3] - few[3]).total() <= 40 * waits_a_step, lines(many[3] - few[3])
 
 
-def test_without_graphs_each_operator_is_a_launch(folders: dict[str, Path], device: Emulation):
-    counts = []
-    for tokens in (20, 60):
-        with EmbeddedEngine(folders["qwen3"], slots=4) as engine:
-            launches = device.launches
-            engine.submit([5, 6, 7], Sampling(n=3, max_tokens=tokens, seed=1)).result(60)
-            counts.append(device.launches - launches)
-    # As docs/engines.md says, of two layers.
-    assert round((counts[1] - counts[0]) / 40) == 141
-
-
 def test_top_logprobs_decode_without_a_graph(folders: dict[str, Path], device: Emulation):
     assert steps(folders["qwen3"], device, 20, top_logprobs=2)[:2] == (20, 0)
-
-
-def test_faults_of_a_capture_are_found(device: Emulation):
-    """What a graph would repeat silently."""
-    state = torch.zeros(4, device=device.device)
-    other = torch.zeros(4, device=device.device)
-    numbers = iter(range(9))
-    shapes = iter([4, 3])
-    memory = iter([state, other])
-    faults = {
-        "the host reads": lambda: step_of(state + float(state.sum())),
-        "the host waits": lambda: step_of(torch.ones(4).to(device.device)),
-        "waits for the device": lambda: step_of(state.nonzero()),
-        "operator 0": lambda: step_of(state.add(next(numbers))),
-        "operator 1": lambda: step_of(state.clone()[: next(shapes)] + 1),
-        "is Operator": lambda: step_of(next(memory) * 2),
-    }
-    for message, step in faults.items():
-        with pytest.raises(NotCapturable, match=message):
-            compare(run(step)[1], run(step)[1])
-    compare(run(lambda: step_of(state + 1))[1], run(lambda: step_of(state + 1))[1])
-
-
-def test_memory_that_is_replaced_without_a_word_is_found(folders: dict[str, Path], device: Emulation):
-    """A fault in the batch itself: a state that every step replaces."""
-    with EmbeddedEngine(folders["qwen3"], slots=4, max_seq_len=LONGEST, cuda_graphs=True) as engine:
-        batch = engine._batch
-        advance = batch._captured
-
-        def replacing(*arguments: Any) -> Any:
-            batch.state.temperature = batch.state.temperature.clone()
-            return advance(*arguments)
-
-        batch._captured = replacing  # type: ignore[method-assign]
-        with pytest.raises(EngineFailed, match="when it was captured"):
-            engine.submit([5, 6, 7], Sampling(max_tokens=9, seed=1)).result(60)
 
 
 def test_graphs_are_refused_where_there_are_none(folders: dict[str, Path]):
@@ -180,7 +84,7 @@ def test_graphs_are_refused_where_there_are_none(folders: dict[str, Path]):
         EmbeddedEngine(folders["qwen3-moe"], cuda_graphs=True, device="cpu")
     for settings, message in (
         ({"cuda_graphs": True}, "services.generator has no GPUs"),
-        ({"cuda_graphs": True, "engine": "vllm"}, "vLLM has its own"),
+        ({"cuda_graphs": True, "engine": "vllm"}, "cuda_graphs is of the other engine"),
     ):
         with pytest.raises(ConfigError, match=message):
             build(RLConfig, {"model": "any", "dataset": {"path": "any"}, "generator": settings})

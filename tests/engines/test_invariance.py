@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from forge.engines import EmbeddedEngine
-from forge.engines.decoder import rms_norm
 from forge.types import Completion, Sampling
 
 pytestmark = pytest.mark.costly
@@ -131,20 +130,6 @@ def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str, quan
     finally:
         for engine in (alone, *others):
             engine.close()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("size", [24, 64, 576])
-def test_a_norm_depends_on_its_row_alone(size: int) -> None:
-    x = torch.randn(3000, size, generator=torch.Generator().manual_seed(0))
-    # Vector instructions and the C library round hypot(.00217860681, .001) differently.
-    x[1500:] *= 0.00217860681 / x[1500:].square().mean(-1, keepdim=True).sqrt()
-    weight = torch.rand(size, generator=torch.Generator().manual_seed(1))
-    whole = rms_norm(x, weight, 1e-6)
-    for rows in (2, 8, 40):
-        assert torch.equal(whole, torch.cat([rms_norm(part, weight, 1e-6) for part in x.split(rows)]))
-    exact = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-6)
-    torch.testing.assert_close(whole.double(), exact, rtol=5e-7, atol=0)
 
 
 def test_a_cache_that_grows_changes_nothing(tmp_path: Path) -> None:

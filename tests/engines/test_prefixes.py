@@ -123,25 +123,6 @@ def test_new_weights_reuse_nothing_of_the_old(tmp_path: Path, mode: str):
         assert engine.stats()["reused_tokens"] == 0
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), st.booleans()), max_size=30), st.integers(0, 6))
-def test_blocks_are_those_of_their_tokens(calls: list[tuple[list[int], bool]], blocks: int):
-    """Prompts of blocks that are all 0 or all 1; a value is the sum of all tokens before and at its place."""
-    cache = PrefixCache(blocks * 4 * 2 * TOKENS)
-    for path, add in calls:
-        tokens = [bit for bit in path for _ in range(TOKENS)] + [7]
-        values = torch.tensor(np.cumsum(tokens), dtype=torch.float32).view(1, 1, -1, 1)
-        found = cache.find(tokens)
-        for i, (keys, more) in enumerate(found):
-            torch.testing.assert_close(keys, values[:, :, i * TOKENS : (i + 1) * TOKENS], rtol=0, atol=0)
-            assert more is not keys
-        if add:
-            cache.add(tokens, (values, values))
-            assert len(cache.find(tokens)) == min(len(path), blocks)
-        assert cache.size == len(cache) * 8 * TOKENS <= cache.limit
-    cache.clear()
-    assert (len(cache), cache.size) == (0, 0)
-
-
 def test_the_least_recently_used_is_dropped_first():
     cache = PrefixCache(3 * 8 * TOKENS)
     value = torch.zeros(1, 1, 2 * TOKENS, 1)
@@ -151,15 +132,3 @@ def test_the_least_recently_used_is_dropped_first():
     cache.find(first + second)
     cache.add([4] * TOKENS, (value[:, :, :TOKENS], value[:, :, :TOKENS]))
     assert [len(cache.find(tokens)) for tokens in (first + second, third, [4] * TOKENS)] == [2, 0, 1]
-
-
-def test_prompts_that_come_together_compute_what_they_share_once(tmp_path: Path):
-    save(tmp_path, "even")
-    shared = prompt_of(200, 0, 61)
-    with EmbeddedEngine(tmp_path, slots=16, device="cpu") as engine:
-        with engine._wake:  # all in one step
-            asked = [engine.submit([*shared, *prompt_of(9, i, 61)], Sampling(max_tokens=4)) for i in range(1, 9)]
-        for future in asked:
-            future.result(60)
-        stats = engine.stats()
-    assert (stats["prefilled_tokens"], stats["reused_tokens"]) == (208 + 7 * (208 - 192), 7 * 192)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from forge.data.packing import pack
 from forge.engines import EmbeddedEngine
-from forge.models.find import build_small_model
 from forge.models.tokenizer import open_tokenizer
 from forge.types import Completion, Episode, Sampling
 from tests.training.cases import make_trainer
@@ -21,9 +20,8 @@ from .conftest import Make, error_of, logits_of
 BOUNDS = [
     {"top_p": 0.7},
     {"top_k": 5},
-    {"min_p": 0.2},
     {"repetition_penalty": 1.3},
-    {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 0.8},
+    {"top_p": 0.9, "top_k": 20, "repetition_penalty": 0.8},
 ]
 
 
@@ -43,7 +41,6 @@ def kept(model: PreTrainedModel, completion: Completion, temperature: float, **b
         penalty = bounds.get("repetition_penalty", 1.0)
         row = [(x / penalty if x > 0 else x * penalty) if token in seen else x for token, x in enumerate(row)]
         weights = np.exp((np.array(row) - max(row)) / temperature)
-        weights[weights < bounds.get("min_p", 0.0)] = 0.0
         order = np.argsort(-weights, kind="stable")
         if bounds.get("top_k"):
             weights[order[int(bounds["top_k"]) :]] = 0.0
@@ -81,19 +78,6 @@ def test_the_trainer_computes_the_logprobs_that_were_recorded(make: Make):
     assert np.abs(trainer.logprobs(others) - others.logprobs)[others.mask].max() > 0.05
 
 
-def test_a_setting_of_one_request_leaves_the_others_alone(make: Make):
-    folder, _ = make("qwen3")
-    plain = Sampling(n=4, max_tokens=20, seed=1)
-    with EmbeddedEngine(folder, slots=16) as engine:
-        alone = engine.submit([7, 8], plain).result(60)
-        others = [Sampling(n=2, max_tokens=12, seed=2, logprobs_of="policy", **bounds) for bounds in BOUNDS]
-        futures = [engine.submit([9, 1], other) for other in others]
-        together = engine.submit([7, 8], plain).result(60)
-        for future in futures:
-            future.result(60)
-    assert [(c.token_ids, c.logprobs) for c in alone] == [(c.token_ids, c.logprobs) for c in together]
-
-
 def test_a_penalty_counts_the_prompt_and_survives_a_recomputation(make: Make):
     folder, model = make("llama")
     weights = list(model.state_dict().items())
@@ -106,12 +90,6 @@ def test_a_penalty_counts_the_prompt_and_survives_a_recomputation(make: Make):
     assert len({*completion.token_ids}) > 30
 
 
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
-    sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 256}
-    return build_small_model(tmp_path_factory.mktemp("letters") / "model", seed=0, alphabet="abcd ", **sizes)
-
-
 def texts(folder: str, **settings: Any) -> list[tuple[str, str]]:
     tokenizer = open_tokenizer(folder)
     with EmbeddedEngine(folder, slots=16) as engine:
@@ -120,40 +98,11 @@ def texts(folder: str, **settings: Any) -> list[tuple[str, str]]:
     return [(str(tokenizer.decode(c.token_ids, skip_special_tokens=True)), c.finish) for c in completions]
 
 
-def test_a_text_ends_an_answer(letters: str):
-    free = texts(letters)
-    answers = texts(letters, stop=("ab", "dd"))
-    assert any("ab" in text or "dd" in text for text, _ in free)
-    for (text, finish), (unbounded, _) in zip(answers, free, strict=True):
-        assert unbounded.startswith(text)
-        ends = text.endswith(("ab", "dd"))
-        assert not ends or finish == "stop"
-        assert "ab" not in text[:-1]
-        assert "dd" not in text[:-1]
-        assert ends or text == unbounded
-
-
-def test_bad_words_are_not_drawn(letters: str):
-    assert any("bc" in text for text, _ in texts(letters))
-    # As tokens: one that has no text may stand between the two of a word.
-    for text, _ in texts(letters, bad_words=("bc", "d", "<pad>", "<unk>")):
-        assert "bc" not in text
-        assert "d" not in text
-
-
-def test_texts_need_the_models_tokenizer(make: Make):
-    folder, _ = make("llama")
-    with EmbeddedEngine(folder, slots=4) as engine, pytest.raises(ValueError, match="stop and bad_words need"):
-        engine.submit([1], Sampling(stop=("a",)))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_p": 1.0}, r"min_p must be in \[0, 1\), got 1.0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0"),
         ({"stop": "\n"}, "stop must be a list of texts"),
-        ({"bad_words": ("",)}, "bad_words must be a list of texts"),
         ({"logprobs_of": "raw"}, "logprobs_of must be drawn or policy"),
     ],
 )

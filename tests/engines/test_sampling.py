@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from forge.engines import EmbeddedEngine
-from forge.engines.sampling import draw, keep_top, uniforms
+from forge.engines.sampling import draw, keep_top
 from forge.types import Sampling
 
 from .conftest import VOCAB, Make, logits_of
@@ -45,18 +44,3 @@ def test_top_k_breaks_ties_and_top_p_of_one_keeps_all() -> None:
 def test_the_likeliest_token_stays_whatever_top_p_is() -> None:
     kept = keep_top(torch.randn(2, 50), torch.tensor([0, 3]), torch.tensor([1e-320, 1e-45])).isfinite().sum(-1)
     assert kept.tolist() == [1, 1]
-
-
-def test_numbers_of_a_longer_request_begin_like_those_of_a_shorter_one() -> None:
-    assert torch.equal(uniforms(7, 1, 50)[:20], uniforms(7, 1, 20))
-    assert not torch.equal(uniforms(7, 1, 20), uniforms(7, 2, 20))
-    assert not torch.equal(uniforms(7, 1, 20), uniforms(8, 1, 20))
-    assert len(uniforms(-1, 0, 3)) == 3
-
-
-def test_a_tiny_temperature_is_like_greedy(make: Make) -> None:
-    folder, _ = make("llama")
-    with EmbeddedEngine(folder, slots=4) as engine:
-        greedy, cold = (engine.submit([5, 6], Sampling(max_tokens=10, temperature=t, seed=0)) for t in (0.0, 1e-30))
-        assert greedy.result(30)[0].token_ids == cold.result(30)[0].token_ids
-        assert cold.result(30)[0].logprobs == pytest.approx([0.0] * 10, abs=1e-3)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from forge.engines import EmbeddedEngine
 from forge.types import Completion, Sampling, Spans
 
-from .conftest import EOS, MODES, VOCAB, Make, drive, random_model, updater
+from .conftest import MODES, VOCAB, drive, updater
 
 pytestmark = pytest.mark.costly
 Models = tuple[Path, dict[int, PreTrainedModel]]
@@ -86,14 +86,6 @@ def test_a_schedule_draws_the_same_tokens_again(models: Models, mode: str, seed:
         assert replayed(models, mode, requests, before, slots) == before
 
 
-def test_experts_and_grammars_are_those_of_before(make: Make) -> None:
-    folder, _ = make("qwen3-moe", eos=EOS)
-    models = (folder, {v: random_model("qwen3-moe", seed=v) for v in range(4)})
-    requests = requests_of(random.Random(1), 6)
-    before = recorded(models, "continue", requests, 1)
-    assert replayed(models, "continue", requests, before, 3) == before
-
-
 def test_weights_that_were_passed_over_are_an_error_that_names_them(models: Models) -> None:
     folder, by_version = models
     with EmbeddedEngine(folder, slots=2) as engine:
@@ -107,17 +99,6 @@ def test_weights_that_were_passed_over_are_an_error_that_names_them(models: Mode
         # The engine serves others.
         assert len(engine.submit([1, 2], Sampling(2, 4, seed=6)).result(30)) == 2
         assert engine.stats()["waiting"] == 0
-
-
-def test_a_cancelled_request_leaves_its_pause(models: Models) -> None:
-    folder, by_version = models
-    with EmbeddedEngine(folder, slots=2) as engine:
-        waits = engine.submit([1, 2], Sampling(1, 20, seed=4, schedule=(((0, 2), (3, 5)),)))
-        assert engine.submit([1, 2], Sampling(1, 20, seed=6)).result(30)
-        waits.cancel()
-        assert engine.update_weights(by_version[1].state_dict().items(), 1).result(30) is None
-        assert engine.submit([1, 2], Sampling(1, 2, seed=6)).result(30)
-        assert engine.stats()["waiting"] == engine.stats()["running"] == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from forge.engines import EmbeddedEngine
 from forge.engines.sampling import uniforms
 from forge.types import Completion, Sampling
 
-from .conftest import EOS, MODES, VOCAB, check_by_hand, check_shape, drive, error_of, random_model, updater
+from .conftest import EOS, MODES, VOCAB, check_by_hand, check_shape, drive, error_of, updater
 
 pytestmark = pytest.mark.costly
 
@@ -63,21 +62,6 @@ def test_every_token_is_of_the_weights_it_names(
         assert engine.stats()["running"] == engine.stats()["waiting"] == 0
 
 
-def test_three_versions_in_one_sequence(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
-    folder, by_version = models
-    for mode in ("continue", "recompute"):
-        with EmbeddedEngine(folder, slots=3, on_update=mode) as engine:
-            futures: list[Any] = []
-            drive(engine, {4 * v: updater(engine, by_version, futures, v) for v in (1, 2, 3)})
-            sampling = Sampling(n=3, max_tokens=40, seed=5)
-            completions = engine.submit([9, 8, 7, 6], sampling).result(30)
-            for sample, completion in enumerate(completions):
-                check_by_hand(by_version, completion, keep=mode == "continue")
-                if mode == "recompute":
-                    check_draws(by_version, completion, 5, sample)
-            assert max(len(set(c.versions)) for c in completions) >= 3
-
-
 def test_finish_admits_nothing_until_the_running_ones_end(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
     folder, by_version = models
     order: list[str] = []
@@ -103,15 +87,6 @@ def test_finish_admits_nothing_until_the_running_ones_end(models: tuple[Path, di
         assert order == ["old", "update 1", "update 2"]
 
 
-def test_an_update_without_running_sequences_is_taken_at_once(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
-    folder, by_version = models
-    for mode in MODES:
-        with EmbeddedEngine(folder, slots=2, on_update=mode, version=0) as engine:
-            assert (engine.version, engine.identity) == (0, "")
-            engine.update_weights(by_version[1].state_dict().items(), 1, "digest 1").result(30)
-            assert (engine.version, engine.identity) == (1, "digest 1")
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_cancelling_around_an_update(models: tuple[Path, dict[int, PreTrainedModel]], mode: str) -> None:
     folder, by_version = models
@@ -125,54 +100,3 @@ def test_cancelling_around_an_update(models: tuple[Path, dict[int, PreTrainedMod
         assert all(set(c.versions) == {1} for c in completions)
         assert max(error_of(by_version[1], c) for c in completions) < 1e-4
         assert gone.cancelled()
-
-
-def test_recomputing_goes_on_in_pieces_between_steps(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
-    folder, by_version = models
-    with EmbeddedEngine(folder, slots=3, on_update="recompute", prefill_tokens=10) as engine:
-        futures: list[Any] = []
-        drive(engine, {8: updater(engine, by_version, futures, 1)})
-        pieces: list[tuple[int, int]] = []
-        batch, prefill = engine._batch, engine._batch.decoder.prefill
-
-        def recorded(prompts: Any, rows: Any, start: int = 0) -> None:
-            pieces.append((batch.steps, sum(map(len, prompts))))
-            prefill(prompts, rows, start)
-
-        batch.decoder.prefill = recorded  # type: ignore[method-assign]
-        prompts = [[1, 2, 3], [4] * 30, [5] * 25]
-        running = [engine.submit(p, Sampling(max_tokens=40, seed=i)) for i, p in enumerate(prompts)]
-        waiting = engine.submit([9] * 4, Sampling(max_tokens=3, seed=9))
-        for future in (*running, waiting):
-            check_by_hand(by_version, future.result(30)[0], keep=False)
-        assert max(size for _, size in pieces) <= 10
-        busy = [step for step, _ in pieces if step > 8]
-        assert len(set(busy)) > 3  # rows that are back draw between the pieces of those that are not
-
-
-def test_close_fails_what_is_cut_or_draining(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
-    folder, by_version = models
-    for mode in ("finish", "recompute"):
-        engine = EmbeddedEngine(folder, slots=2, on_update=mode, prefill_tokens=1)
-        futures: list[Any] = []
-        reached = threading.Event()
-        drive(engine, {4: updater(engine, by_version, futures, 1), 5: reached.set})
-        running = engine.submit([5] * 3, Sampling(n=2, max_tokens=93, temperature=0))
-        assert reached.wait(20)
-        engine.close()
-        for future in (running, *futures):
-            error = future.exception(5)
-            assert error is None or "closed" in str(error)
-
-
-def test_after_a_release_rows_of_longer_sequences_are_forgotten(tmp_path: Path) -> None:
-    """The cache is shorter then, and rows that stay idle would be written behind its end."""
-    model = random_model("qwen3")
-    model.config.max_position_embeddings = 1000
-    model.save_pretrained(tmp_path)
-    with EmbeddedEngine(tmp_path, slots=16) as engine:
-        engine.submit([1] * 900, Sampling(n=16, max_tokens=2, seed=1)).result(60)
-        engine.release().result(30)
-        engine.update_weights(model.state_dict().items(), 1).result(30)
-        for completion in engine.submit([1, 2, 3], Sampling(n=9, max_tokens=20, seed=2)).result(30):
-            assert error_of(model, completion) < 1e-4

@@ -136,16 +136,3 @@ def test_an_address_that_does_not_work_is_one_line(files, changes, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         build(AgentConfig, {"function": chat, "address": {"listen": "127.0.0.1:0", **files, **changes}})
     assert "\n" not in str(caught.value)
-
-
-def test_an_address_of_a_command_does_nothing(files):
-    with pytest.raises(ConfigError, match=r"episode\.agent\.address is of a function"):
-        build(AgentConfig, {"command": ["true"], "reward": "ExactMatch", "address": {"listen": "a:1", **files}})
-
-
-def test_a_port_that_is_taken_is_one_line_before_the_start(tmp_path, files):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = {"listen": f"127.0.0.1:{taken.getsockname()[1]}", **files}
-        with pytest.raises(ValueError, match=r"in use: .*episode\.agent\.address\.listen"):
-            run(tmp_path, {"function": chat, "address": address})
-    assert not (tmp_path / "run/metrics.jsonl").exists()

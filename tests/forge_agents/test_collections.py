@@ -10,20 +10,17 @@ import yaml
 
 pytest.importorskip("openai")
 
-import forge
 from forge.config import ConfigError
-from forge.recipes.launch import BadInput
 from forge.types import Prompt, Sample
 from forge_agents import collection_config
 from forge_agents.cli import write_rows
-from forge_agents.collection import WorkerPlay, check_collection, hold_out, read_rows
+from forge_agents.collection import WorkerPlay, hold_out
 from forge_agents.config import AgentConfig
 from forge_agents.settings import Access
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]
 
 SCRIPT = Path(__file__).with_name("collections") / "odd_worker.py"
-TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
 ODD = {"kind": "verifiers", "environment": "odd", "python": sys.executable}
 
 
@@ -48,29 +45,11 @@ def play(agent, target):
     return asyncio.run(run())
 
 
-def test_an_outcome_has_the_reward_and_the_metrics(odd):
-    outcome = play(odd, '{"reward": -0.5}')
-    assert (outcome.reward, outcome.stop, outcome.is_lost) == (-0.5, "ended", False)
-    assert outcome.info["metrics"]["url"] == f"http://gateway/s/{'0' * 32}"
-
-
 @pytest.mark.parametrize("reward", ["null", "true", '"1"', "NaN", "Infinity"])
 def test_a_reward_that_is_not_a_number_is_not_0(odd, reward):
     outcome = play(odd, f'{{"reward": {reward}}}')
     assert (outcome.reward, outcome.stop, outcome.is_lost) == (None, "infrastructure", True)
     assert "not a finite number" in outcome.info["error"]
-
-
-def test_a_row_of_another_dataset_is_one_line(odd):
-    with pytest.raises(ConfigError, match="'forty-two' is not a task of a collection"):
-        play(odd, "forty-two")
-
-
-def test_a_collection_that_has_a_split_is_read_with_it(odd):
-    check_collection(odd)
-    rows = asyncio.run(read_rows(odd))
-    assert [row["answer"]["number"] for row in rows["train"]] == [0, 1, 2, 3]
-    assert [row["answer"]["number"] for row in rows["eval"]] == [4]
 
 
 def test_rows_are_held_out_by_their_question():
@@ -116,24 +95,6 @@ def test_rows_go_to_the_files_of_the_configuration(tmp_path, odd):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"episode": {}}, r"episode\.agent needs one of command, function and collection"),
-        (
-            {"episode": {"agent": {"command": ["true"], "reward": "ExactMatch"}}},
-            r"episode\.agent\.collection is not set",
-        ),
-        ({"dataset": {"path": "rows.parquet"}}, r"dataset\.path must name the \.jsonl file"),
-        ({"eval": {}}, r"eval\.path must name the \.jsonl file"),
-    ],
-)
-def test_a_configuration_without_rows_is_one_line(tmp_path, odd, settings, problem):
-    with pytest.raises(ConfigError, match=problem):
-        write_rows(configured(tmp_path, {"collection": ODD}, **settings))
-    assert not (tmp_path / "rows").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
         ({"collection": {**ODD, "python": "/no/bin/python"}}, r"collection\.python /no/bin/python is not a program"),
         ({"collection": {**ODD, "kind": "others"}}, "kind"),
         ({"collection": ODD, "command": ["true"]}, r"episode\.agent needs one of .*, got command, collection"),
@@ -143,22 +104,3 @@ def test_settings_that_cannot_be(settings, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         AgentConfig(**settings)
     assert "\n" not in str(caught.value)
-
-
-def test_a_run_without_the_package_ends_before_its_folder(tmp_path):
-    """This Python has no verifiers: the worker says so, and nothing of the run has begun."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1", "answer": "{}"}\n')
-    with pytest.raises(BadInput, match=r"verifiers 0\.4 cannot be imported .* -m pip install") as caught:
-        forge.train(
-            None,
-            from_scratch={"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 128},
-            dataset={"path": str(rows)},
-            eval={"problems": 0},
-            episode={"template": TEMPLATE, "agent": {"collection": {**ODD, "environment": "sums"}}},
-            training={"batch_size": 1, "steps": 1, "seq_len": 128},
-            grpo={"n_samples": 2, "max_tokens": 8},
-            run={"name": "run", "root": str(tmp_path)},
-        )
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()

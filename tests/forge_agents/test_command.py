@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from forge_agents.command import INNER_FOLDER, AgentCommand, CommandResult, CommandRunner
+from tests.forge_agents.programs import ASK, DENIED, FORBIDDEN, KERNEL, LOOK
 
 pytestmark = pytest.mark.processes
 ORDINARY = 12345
@@ -177,54 +178,6 @@ def test_links_of_an_agent_lead_nowhere_outside(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        "mkdir -p t/a.py/b; chmod 0 t/a.py t",
-        "mkdir -p t; chmod 0 t",
-        "touch t; chmod 0 t",
-        "mkfifo t",
-        "ln -s t t",
-        "ln -s nowhere t",
-        "mkdir u; ln -s u t; mkfifo t/a.py; chmod 0 u",
-        "rm -rf .home; chmod 0 . /tmp",
-    ],
-)
-def test_a_test_is_put_in_place_whatever_an_agent_left_there(left: str) -> None:
-    async def run() -> None:
-        async with CommandRunner() as runner:
-            result = await runner.run(AgentCommand(["sh", "-c", left], timeout=60))
-            test = AgentCommand(["sh", "-c", "cat t/a.py && touch /tmp/one two"], timeout=60)
-            verdict = await runner.run(test, folder=result.folder, files={"t/a.py": "the test's"})
-            assert (verdict.status, verdict.exit_code, verdict.stdout) == ("exited", 0, "the test's"), verdict
-
-    asyncio.run(run())
-
-
-LOOK = """
-import json, os, pathlib
-def read(path):
-    try:
-        return pathlib.Path(path).read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-text = "".join(read(p) for name in os.listdir("/proc") for p in (f"/proc/{name}/environ", f"/proc/{name}/cmdline"))
-def writable(path):
-    try:
-        open(path + "/forge-test", "w").close()
-    except OSError:
-        return False
-    return True
-print(json.dumps({
-    "file": [read(path) for path in PATHS],
-    "environ": MARK[::-1] in text,
-    "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())[:3],
-    "writable": [path for path in ("/", "/usr", "/etc", "/root", os.path.dirname(os.__file__)) if writable(path)],
-    "runs": [str(p) for p in pathlib.Path("/").glob("tmp/forge-*")],
-}))
-"""
-
-
 def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,40 +200,6 @@ def test_a_program_sees_nothing_of_the_machine_and_of_other_runs(
     assert view == {"file": [""] * 4, "environ": False, "processes": [1, 2], "writable": [], "runs": []}
 
 
-ASK = """
-import json, os, socket, sys, urllib.request
-def reaches(address, family=socket.AF_INET):
-    try:
-        with socket.socket(family) as client:
-            client.settimeout(3)
-            client.connect(address)
-            return True
-    except OSError:
-        return False
-url = os.environ.get("OPENAI_BASE_URL")
-def ask(size):
-    request = urllib.request.Request(url + "/chat", b"x" * size, {"Authorization": os.environ["OPENAI_API_KEY"]})
-    return json.load(urllib.request.urlopen(request, timeout=20))
-OTHER, ABSTRACT = json.loads(sys.argv[1])
-print(json.dumps({
-    "answers": [ask(10), ask(3_000_000)] if url else [],
-    "loopback": reaches(("127.0.0.1", OTHER)),
-    "network": reaches(("1.1.1.1", 53)),
-    "abstract": reaches("\\0" + ABSTRACT, socket.AF_UNIX),
-    "kinds": [family for family in (17, 40) if not denied(family)],
-}))
-"""
-DENIED = """
-import socket
-def denied(family):
-    try:
-        socket.socket(family, socket.SOCK_STREAM if family == 40 else socket.SOCK_RAW).close()
-    except OSError:
-        return True
-    return False
-"""
-
-
 def test_the_gateway_is_the_only_network(url: str) -> None:
     name = uuid.uuid4().hex
     with socket.create_server(("127.0.0.1", 0)) as other, socket.socket(socket.AF_UNIX) as abstract:
@@ -299,38 +218,9 @@ def test_the_gateway_is_the_only_network(url: str) -> None:
     assert (view["answers"], view["loopback"], view["abstract"]) == (answers, True, True)
 
 
-KERNEL = """
-import ctypes, os, subprocess
-libc = ctypes.CDLL(None, use_errno=True)
-tried = {
-    "namespaces": lambda: libc.unshare(0x10000000),
-    "mount": lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None),
-    "memory": lambda: os.memfd_create("x"),
-    "keys": lambda: libc.syscall(250, 0, -3, 1),
-    "root": lambda: os.setuid(0),
-    "clone": lambda: subprocess.run(["unshare", "-U", "true"], check=True, stderr=subprocess.DEVNULL) and 0,
-}
-for name, attempt in tried.items():
-    try:
-        print(name * (attempt() not in (-1,)), end="")
-    except (OSError, subprocess.CalledProcessError):
-        pass
-with open("/proc/self/status") as file:
-    print([line.split()[1] for line in file if line.startswith(("CapEff", "CapBnd", "NoNewPrivs", "Seccomp:"))])
-"""
-
-
 def test_a_program_has_no_privileges_and_none_of_the_kernel_calls_of_escapes() -> None:
     (result,) = play(python(KERNEL))
     assert (result.stdout, result.stderr) == (f"{['0' * 16, '0' * 16, '1', '2']}\n", "")
-
-
-def test_a_gateway_that_is_gone_looks_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    code = "import os, urllib.request; urllib.request.urlopen(os.environ['OPENAI_BASE_URL'], timeout=20)"
-    (result,) = play(python(code), url=f"http://127.0.0.1:{port}")
-    assert (result.status, result.exit_code) == ("exited", 1)
 
 
 @pytest.mark.parametrize(
@@ -372,47 +262,6 @@ def test_a_limit_ends_a_program_with_all_its_processes(
     assert reason in result.reason
     assert len(result.stdout) + len(result.stderr) <= 2 << 16
     assert gone(mark)
-
-
-def test_more_processes_than_allowed_are_an_error_for_the_program() -> None:
-    code = """
-import os, signal
-count = 0
-try:
-    while count < 100:
-        if not os.fork():
-            signal.pause()
-        count += 1
-except OSError:
-    pass
-print(count)
-"""
-    (result,) = play(python(code, processes=20))
-    assert (result.status, result.stdout) == ("exited", "19\n")
-
-
-def test_a_daemon_does_not_outlive_its_run() -> None:
-    mark = uuid.uuid4().hex
-    code = """
-import os, sys
-if not os.fork():
-    os.setsid()
-    if not os.fork():
-        os.execvp("sh", ["sh", "-c", "touch started; sleep 1000", sys.argv[1]])
-    os._exit(0)
-while not os.path.exists("started"):
-    pass
-"""
-    (result,) = play(AgentCommand(["python", "-c", code, mark], timeout=60))
-    assert (result.status, result.exit_code) == ("exited", 0)
-    assert gone(mark)
-
-
-def test_eight_at_once_have_folders_of_their_own(url: str) -> None:
-    code = "import os, time; open(os.environ['FORGE_TASK'], 'w').close(); time.sleep(0.5); print(sorted(os.listdir()))"
-    results = play(*[python(code)] * 8, url=url, task_text="mine")
-    assert [(result.status, result.stdout) for result in results] == [("exited", "['.home', 'mine']\n")] * 8
-    assert len({result.folder for result in results}) == 8
 
 
 def test_a_cancelled_run_ends_its_program() -> None:
@@ -466,39 +315,6 @@ def test_no_process_outlives_a_controller_that_is_killed() -> None:
     wait_for(lambda: not Path(f"/proc/{keeper}").exists())
 
 
-def test_a_killed_keeper_is_a_failure_of_the_machine_and_leaves_no_process() -> None:
-    mark = uuid.uuid4().hex
-
-    async def run() -> CommandResult:
-        async with CommandRunner() as runner:
-            task = asyncio.create_task(runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", mark])))
-            while not processes_with(mark):
-                await asyncio.sleep(0.02)
-            for keeper in keepers_of(os.getpid()):
-                os.kill(keeper, signal.SIGKILL)
-            return await task
-
-    result = asyncio.run(run())
-    assert result.status == "failed"
-    assert "the keeper ended" in result.reason
-    assert gone(mark)
-
-
-def test_a_program_on_node_reaches_the_gateway(url: str) -> None:
-    if not any(os.access(f"{folder}/node", os.X_OK) for folder in ("/usr/bin", "/usr/local/bin")):
-        pytest.skip("node is not installed for the system")
-    code = """
-const headers = {Authorization: process.env.OPENAI_API_KEY, "Content-Type": "text/plain"};
-fetch(process.env.OPENAI_BASE_URL + "/chat", {method: "POST", body: "x".repeat(50), headers})
-  .then(answer => answer.json()).then(answer => {
-    require("child_process").execFileSync("sh", ["-c", "echo child > out.txt"]);
-    console.log(JSON.stringify(answer));
-  });
-"""
-    (result,) = play(AgentCommand(["node", "-e", code], timeout=60), url=url, key="k1")
-    assert json.loads(result.stdout or "{}") == {"path": "/v1/chat", "key": "k1", "size": 50}, result
-
-
 def play_as_user(connection: Any, url: str, secret: str) -> None:
     """In a child: become an ordinary user, and run programs."""
     os.setgroups([])
@@ -540,24 +356,6 @@ def test_an_ordinary_user_confines_programs_as_well(url: str, tmp_path: Path) ->
     assert forking.status in ("timeout", "exited")
 
 
-FORBIDDEN = """
-import asyncio, sys
-from forge_envs.environment import InfrastructureError
-from forge_agents.command import AgentCommand, CommandRunner
-async def main():
-    try:
-        await CommandRunner().start()
-    except InfrastructureError as error:
-        print("rejected:", error)
-    async with CommandRunner(allow_unsafe=True) as runner:
-        daemon = "(setsid sh -c 'sleep 1000; :' $0 &); echo $OPENAI_API_KEY; pwd; exit 4"
-        result = await runner.run(AgentCommand(["sh", "-c", daemon, sys.argv[1]]), url="http://127.0.0.1:9", key="k1")
-        print(runner.level, result.status, result.exit_code, result.stdout.split() == ["k1", str(result.folder)])
-        print((await runner.run(AgentCommand(["sh", "-c", "sleep 1000; :", sys.argv[1]], timeout=0.5))).status)
-asyncio.run(main())
-"""
-
-
 def test_without_namespaces_programs_are_rejected_unless_that_is_accepted() -> None:
     mark = uuid.uuid4().hex
     limit = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
@@ -587,32 +385,3 @@ def test_without_namespaces_programs_are_rejected_unless_that_is_accepted() -> N
 def test_bad_settings_are_errors(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AgentCommand(**{"command": ["true"], **settings})
-
-
-def test_bad_arguments_of_a_run_are_errors() -> None:
-    async def run() -> None:
-        async with CommandRunner() as runner:
-            for url in ("https://127.0.0.1:1", "127.0.0.1:80", "http://127.0.0.1:80/v1"):
-                with pytest.raises(ValueError, match="url must be"):
-                    await runner.run(AgentCommand(["true"]), url=url)
-            for text in ("x" * 200_000, "a\0b"):
-                with pytest.raises(ValueError, match="long task into a file"):
-                    await runner.run(AgentCommand(["true"]), task_text=text)
-            with pytest.raises(ValueError, match="folders of all runs"):
-                await runner.run(AgentCommand(["true"], readable=["/tmp"]))
-            # A failed run leaves no folder.
-            base = runner._scratch
-            assert base is not None
-            assert [path.name for path in base.path.iterdir()] == ["marker"]
-
-    asyncio.run(run())
-
-
-def test_readable_folders_are_read_and_their_programs_in_the_path(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "my-agent").write_text('#!/bin/sh\ncat "$(dirname "$0")/../data"\n')
-    (tmp_path / "bin" / "my-agent").chmod(0o755)
-    (tmp_path / "data").write_text("data of it")
-    tmp_path.chmod(0o755)
-    (result,) = play(AgentCommand(["my-agent"], readable=[tmp_path], timeout=60))
-    assert (result.status, result.stdout) == ("exited", "data of it"), result

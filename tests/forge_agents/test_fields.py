@@ -19,7 +19,6 @@ DIALECTS = {
     "responses": ResponsesDialect(),
     "anthropic": AnthropicDialect(),
 }
-OPENAI_AND_ANTHROPIC = ("chat", "responses", "anthropic")
 USER = {"role": "user", "content": "Do it."}
 CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"a": 1}'}}
 CHAT_TOOL = {"type": "function", "function": {"name": "read", "description": "Reads.", "strict": True}}
@@ -130,85 +129,12 @@ def test_what_cannot_be_honoured_is_named(dialect, fields, message):
     assert error.value.status == 400
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("body", [None, [], "text", {}, {"model": "m"}])
-def test_a_body_without_its_fields_is_named(dialect, body):
-    with pytest.raises(BadRequest):
-        DIALECTS[dialect].read(body)
-
-
-def test_a_rejected_thread_tells_the_client_to_send_everything():
-    with pytest.raises(BadRequest) as error:
-        read("anthropic", thread={"type": "continue", "previous_message_id": "msg_1"})
-    details = AnthropicDialect().error(error.value)["error"]["details"]
-    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-
-
-NEUTRAL = {
-    "chat": {
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "modalities": ["text"],
-        "user": "u",
-        "store": True,
-        "metadata": {"a": "b"},
-        "prompt_cache_key": "k",
-        "functions": None,
-        "an_unknown_field": None,
-        "response_format": {"type": "text"},
-    },
-    "responses": {
-        "background": False,
-        "conversation": None,
-        "store": False,
-        "truncation": "auto",
-        "include": ["reasoning.encrypted_content"],
-        "client_metadata": {"a": "b"},
-        "text": {"format": {"type": "text"}},
-        "service_tier": "auto",
-        "tools": [{"type": "web_search"}],
-    },
-    "anthropic": {
-        "metadata": {"user_id": "u"},
-        "container": None,
-        "mcp_servers": [],
-        "thread": None,
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "cache_control": {"type": "ephemeral"},
-        "service_tier": "auto",
-    },
-}
-
-
-@pytest.mark.parametrize("dialect", NEUTRAL)
-def test_what_changes_nothing_is_accepted(dialect):
-    assert read(dialect, **NEUTRAL[dialect]) == read(dialect)
-
-
 def test_settings_of_sampling_are_the_runs():
     assert read("chat", temperature=0.2, seed=1, top_p=None).overridden == {"temperature": 0.2, "seed": 1}
     request = read("responses", reasoning={"effort": "low"}, text={"verbosity": "low"})
     assert request.overridden == {"reasoning": {"effort": "low"}, "verbosity": "low"}
     request = read("anthropic", thinking={"type": "adaptive"}, top_k=5, output_config={"effort": "high"})
     assert request.overridden == {"thinking": {"type": "adaptive"}, "top_k": 5, "effort": "high"}
-
-
-def test_fields_of_a_request():
-    request = read(
-        "chat",
-        n=3,
-        max_tokens=5,
-        max_completion_tokens=7,
-        stop="x",
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    assert (request.samples, request.max_tokens, request.stop) == (3, 7, ("x",))
-    assert (request.stream, request.stream_usage) == (True, True)
-    request = read("responses", max_output_tokens=7, previous_response_id="resp_1", stream=True)
-    assert (request.max_tokens, request.previous, request.stream) == (7, "resp_1", True)
-    request = read("anthropic", max_tokens=7, stop_sequences=["x", "y"])
-    assert (request.max_tokens, request.stop, request.stream) == (7, ("x", "y"), False)
 
 
 def test_tools_are_the_same_in_every_dialect():
@@ -239,124 +165,6 @@ CHOICES = [
 def test_which_tools_must_be_called(dialect, tool, choice, expected):
     assert read(dialect, tools=[tool], tool_choice=choice).tool_choice == expected
     assert read(dialect, tools=[tool], tool_choice=None).tool_choice == "auto"
-
-
-def test_parallel_calls():
-    assert not read("chat", parallel_tool_calls=False).parallel_calls
-    assert not read("responses", parallel_tool_calls=False).parallel_calls
-    choice = {"type": "auto", "disable_parallel_tool_use": True}
-    assert not read("anthropic", tool_choice=choice).parallel_calls
-    assert all(read(dialect).parallel_calls for dialect in OPENAI_AND_ANTHROPIC)
-
-
-def test_schemas_of_answers():
-    wrapped = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-    flat = {"type": "json_schema", "name": "a", "schema": SCHEMA}
-    requests = [
-        read("chat", response_format=wrapped),
-        read("responses", text={"format": flat}),
-        read("anthropic", output_config={"format": {"type": "json_schema", "schema": SCHEMA}}),
-        read("anthropic", output_format={"type": "json_schema", "schema": SCHEMA}),
-    ]
-    assert [request.schema for request in requests] == [SCHEMA] * 4
-    for request in (
-        read("chat", response_format={"type": "json_object"}),
-        read("responses", text={"format": {"type": "json_object"}}),
-    ):
-        assert request.schema == {"type": "object"}
-
-
-SYSTEM = {"role": "system", "content": "One.\n\nTwo."}
-LATER = {"role": "user", "content": "Later."}
-
-
-def test_system_messages_become_one():
-    messages = [
-        {"role": "system", "content": "One."},
-        {"role": "developer", "content": [{"type": "text", "text": "Two."}]},
-        USER,
-        {"role": "system", "content": "Later."},
-    ]
-    assert read("chat", messages=messages).messages == (SYSTEM, USER, LATER)
-    request = read("responses", instructions="One.", input=messages[1:])
-    assert request.messages == (SYSTEM, USER, LATER)
-    request = read("anthropic", system="One.", messages=[{"role": "system", "content": "Two."}, USER, messages[3]])
-    assert request.messages == (SYSTEM, USER, LATER)
-    billing = {"type": "text", "text": "x-anthropic-billing-header: v=1"}
-    blocks = [{"type": "text", "text": "One."}, {"type": "text", "text": "\nTwo.", "cache_control": {}}]
-    assert read("anthropic", system=[billing, *blocks]).messages == (SYSTEM, USER)
-    assert read("anthropic", system=[billing]).messages == (USER,)
-
-
-def test_parts_of_a_text_are_joined():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    for dialect in ("chat", "anthropic"):
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}, USER]
-        texts = [message["content"] for message in read(dialect, messages=messages).messages]
-        assert texts == ["a\nb", "ab", "Do it."]
-
-
-def test_results_of_tools():
-    results = [
-        {"type": "text", "text": "Before."},
-        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "fine"}]},
-        {"type": "tool_result", "tool_use_id": "t2", "content": "no such file", "is_error": True},
-        {"type": "tool_result", "tool_use_id": "t3", "content": "Error: no such file", "is_error": True},
-        {"type": "tool_result", "tool_use_id": "t4"},
-        {"type": "text", "text": "Go on."},
-    ]
-    use = {"type": "tool_use", "id": "t2", "name": "read", "input": {"b": 1, "a": 2}}
-    messages = [{"role": "assistant", "content": [use]}, {"role": "user", "content": results}]
-    request = read("anthropic", messages=messages)
-    assert request.messages[0]["calls"][0].arguments == '{"b": 1, "a": 2}'
-    assert [(message["role"], message["content"], message.get("name")) for message in request.messages[1:]] == [
-        ("user", "Before.", None),
-        ("tool", "fine", ""),
-        ("tool", "error: no such file", "read"),
-        ("tool", "Error: no such file", ""),
-        ("tool", "", ""),
-        ("user", "Go on.", None),
-    ]
-
-
-def test_the_text_of_arguments_is_kept():
-    call = {**CALL, "function": {"name": "read", "arguments": '{ "a" :1}'}}
-    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages += [{"role": "tool", "tool_call_id": "c1", "content": "fine"}]
-    request = read("chat", messages=messages)
-    assert request.messages[1]["calls"][0].arguments == '{ "a" :1}'
-    assert request.messages[2] == {"role": "tool", "content": "fine", "call_id": "c1", "name": "read"}
-
-
-def test_thoughts_come_back_under_several_names():
-    for fields in ({"reasoning_content": "Hm."}, {"reasoning": "Hm."}):
-        messages = [USER, {"role": "assistant", "content": "Yes.", **fields}]
-        assert read("chat", messages=messages).messages[1]["thought"] == "Hm."
-    for fields in (
-        {"summary": [{"type": "summary_text", "text": "Hm."}], "content": None},
-        {"summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-    ):
-        items = [USER, {"type": "reasoning", "id": "rs_1", "encrypted_content": "x", **fields}]
-        assert read("responses", input=items).messages[1]["thought"] == "Hm."
-    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "thinking", "thinking": "Hm.", "signature": "s"}]
-    messages = [USER, {"role": "assistant", "content": blocks}, USER]
-    assert read("anthropic", messages=messages).messages[1] == {"role": "assistant", "content": "", "thought": "Hm."}
-
-
-def test_pieces_of_a_turn_in_separate_messages_are_one_turn():
-    pieces = [
-        {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-        {"type": "text", "text": "Two files."},
-        {"type": "tool_use", "id": "t1", "name": "read", "input": {}},
-        {"type": "tool_use", "id": "t2", "name": "read", "input": {}},
-    ]
-    messages = [{"role": "assistant", "content": [piece]} for piece in pieces]
-    [turn, _] = read("anthropic", messages=[*messages, USER]).messages
-    assert (turn["thought"], turn["content"], [call.id for call in turn["calls"]]) == (
-        "Hm.",
-        "Two files.",
-        ["t1", "t2"],
-    )
 
 
 VALUES = st.recursive(
@@ -450,28 +258,3 @@ def test_any_other_value_is_read_or_named(dialect, data):
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
     assert all(isinstance(text, str) for call in calls for text in (call.id, call.name))
     assert all(tool["function"].keys() >= {"name", "parameters"} for tool in request.tools)
-
-
-@pytest.mark.parametrize("dialect", BODIES)
-def test_a_body_of_many_levels_is_named(dialect):
-    deep = []
-    for _ in range(50_000):
-        deep = [deep]
-    body = {"model": "m", **BODIES[dialect]}
-    for path in places(body):
-        with pytest.raises(BadRequest, match=r"the body (has more than 128 levels|must be a JSON object)"):
-            DIALECTS[dialect].read(replaced(body, path, deep))
-
-
-def test_arguments_of_many_levels_are_named():
-    function = {"name": "read", "arguments": "[" * 50_000}
-    message = {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}
-    with pytest.raises(BadRequest, match="must be the text of a JSON object"):
-        read("chat", messages=[message])
-
-
-def test_a_thought_within_the_text_is_the_thought_of_the_turn():
-    from forge_agents.dialects.fields import assistant
-
-    assert assistant("", "<think>\nWhy\n</think>\n\nSo.") == assistant("Why", "So.")
-    assert assistant("", "Open <think> and </think>.")["content"] == "Open <think> and </think>."

@@ -3,7 +3,6 @@
 import json
 import threading
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -111,24 +110,6 @@ def test_a_history_that_differs_begins_a_branch_with_its_reason(served, forced_p
     assert sum(map(sum, (episode.mask, episode.branches[0].mask))) == forced_policy.sampled
 
 
-def test_siblings_share_their_context_and_train_once(served, forced_policy):
-    access = opened(served)
-    with client_of(access) as client:
-        first = ask(client, [{"role": "user", "content": "go"}], n=3)
-        assert len({choice.message.content for choice in first.choices}) > 1
-        history = [
-            {"role": "user", "content": "go"},
-            {"role": "assistant", "content": first.choices[1].message.content},
-        ]
-        for word in ("a", "b"):
-            ask(client, [*history, {"role": "user", "content": word}])
-    record = closed(served, access)
-    assert [run.parent for run in record.runs["policy"]] == [None, None, None, 1, 1]
-    episode = record.episode("policy", 1.0)
-    assert len(episode.branches) == 3
-    assert sum(sum(branch.mask) for branch in (*episode.branches, episode)) == forced_policy.sampled
-
-
 def test_an_answer_that_was_not_delivered_goes_to_the_retry_or_never_trains(served, forced_policy):
     access = opened(served)
     body = {"model": "policy", "messages": [{"role": "user", "content": "slow"}]}
@@ -184,56 +165,6 @@ async def _turn():
     await asyncio.sleep(0.01)
 
 
-def test_auxiliary_calls_are_not_trained(served, forced_policy):
-    script(forced_policy, "A title", CALL, "Done.")
-    access = opened(served, max_turn_tokens=None)
-    with client_of(access) as client:
-        ask(client, [{"role": "user", "content": "Write a title for: go"}])
-        messages = [{"role": "user", "content": "go"}]
-        message = ask(client, messages, tools=[TOOL]).choices[0].message
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "x"}
-        ask(client, [*messages, message.model_dump(exclude_none=True), result], tools=[TOOL])
-    record = closed(served, access)
-    certificate = record.episode("policy", 1.0).info["certificate"]
-    assert certificate["auxiliary"] == len(record.runs["policy"][0].completion.token_ids)
-    assert record.episode("policy", 1.0, auxiliary="train").info["certificate"].get("auxiliary", 0) == 0
-
-
-def test_messages_and_responses_stream_and_continue(served, forced_policy):
-    script(forced_policy, "First part of it.", "Second.", CALL, "Third.")
-    access = opened(served, max_turn_tokens=None)
-    with anthropic.Anthropic(base_url=access.url, api_key=access.key, max_retries=0) as claude:
-        messages = [{"role": "user", "content": "go"}]
-        with claude.messages.stream(model="policy", max_tokens=100, messages=messages) as stream:
-            assert "".join(stream.text_stream) == "First part of it."
-            message = stream.get_final_message()
-        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "next"}]
-        counted = claude.messages.count_tokens(model="policy", messages=messages).input_tokens
-        answer = claude.messages.create(model="policy", max_tokens=100, messages=messages)
-        assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted
-        assert [model.id for model in claude.models.list()] == ["policy"]
-    with client_of(access) as client:
-        tool = {"type": "function", **TOOL["function"]}
-        first = client.responses.create(model="policy", input="run it", tools=[tool])
-        (call,) = [item for item in first.output if item.type == "function_call"]
-        output = {"type": "function_call_output", "call_id": call.call_id, "output": "fine"}
-        second = client.responses.create(model="policy", previous_response_id=first.id, input=[output], tools=[tool])
-        assert second.output_text == "Third."
-    runs = closed(served, access).runs["policy"]
-    assert [(run.parent, run.rule) for run in runs] == [(None, ""), (0, "history"), (None, ""), (2, "id")]
-
-
-def test_limits_end_with_length(served):
-    access = opened(served, max_turns=2, max_turn_tokens=4)
-    with client_of(access) as client:
-        choices = [ask(client, [{"role": "user", "content": str(n)}]).choices[0] for n in range(3)]
-    assert [choice.finish_reason for choice in choices][1:] == ["length", "length"]
-    assert choices[2].message.content == ""
-    record = closed(served, access)
-    assert record.limit == "max_turns"
-    assert len(record.runs["policy"]) == 2
-
-
 def test_one_sentence_for_what_cannot_be(served):
     access = opened(served)
     other = opened(served)
@@ -261,26 +192,6 @@ def test_one_sentence_for_what_cannot_be(served):
     # The episode has lost nothing by that.
     assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
     assert httpx.post(f"{access.url}/s/{access.key}/v1/chat/completions", json=body, timeout=60).status_code == 200
-
-
-def test_a_schema_binds_the_answer_and_is_not_trained(served):
-    pytest.importorskip("llguidance")
-    access = opened(served, max_turn_tokens=200)
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
-    with client_of(access) as client:
-        content = ask(client, [{"role": "user", "content": "go"}], response_format=form).choices[0].message.content
-        forced = ask(client, [{"role": "user", "content": "go"}], tools=[TOOL], tool_choice="required", max_tokens=400)
-    assert json.loads(content)["ok"] in (True, False)
-    assert forced.choices[0].message.tool_calls or forced.choices[0].finish_reason == "length"
-    record = closed(served, access)
-    assert record.episode("policy", 1.0) is None
-    assert record.unlearned("policy")["constrained"] == record.unlearned("policy")["sampled"] > 0
 
 
 def test_a_journal_brings_sessions_back(forced_policy, bpe, tmp_path):

@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from forge.engines import EmbeddedEngine
-from forge.models.tokenizer import character_tokenizer
 from forge.types import Completion, Sampling
 from forge_agents.grammar import Grammars, calls_grammar, json_grammar
 from forge_envs.calls import read_action
@@ -167,78 +166,6 @@ def test_logprobs_are_those_of_the_distribution_among_allowed_tokens(
     assert greedy[0].token_ids == logits.argmax(-1).tolist()
 
 
-def test_rows_beside_keep_their_bits(saved: tuple[Path, PreTrainedModel]) -> None:
-    folder, _ = saved
-    plain = Sampling(n=3, max_tokens=40, seed=5)
-    bounded = Sampling(n=2, max_tokens=200, seed=6, grammar=json_grammar(SCHEMAS[14]))
-    with EmbeddedEngine(folder, slots=16) as engine:
-        alone = engine.submit([5, 6], plain).result(30), engine.submit([7, 8], bounded).result(30)
-        futures = engine.submit([5, 6], plain), engine.submit([7, 8], bounded)
-        beside = futures[0].result(30), futures[1].result(30)
-    for before, after in zip(alone, beside, strict=True):
-        assert [c.token_ids for c in before] == [c.token_ids for c in after]
-        assert [c.logprobs for c in before] == [c.logprobs for c in after]
-    assert beside[1][0].token_ids != beside[1][1].token_ids
-
-
-@pytest.mark.parametrize("mode", ["recompute", "continue"])
-def test_a_weight_update_keeps_the_state_of_the_grammar(
-    mode: str, saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    folder, _ = saved
-    size = len(tokenizer) + 9
-    newer = random_model(seed=1, eos=tokenizer.eos_token_id, vocab_size=size, max_position_embeddings=1024)
-    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 9, "maxItems": 9}
-    updates: list[Future[None]] = []
-
-    def update(sample: int, piece: Completion) -> None:
-        if not updates:
-            updates.append(engine.update_weights(newer.state_dict().items(), 1, "one"))
-
-    sampling = Sampling(n=3, max_tokens=300, seed=3, grammar=json_grammar(schema))
-    with EmbeddedEngine(folder, slots=8, on_update=mode) as engine:
-        completions = engine.submit([4, 5], sampling, listener=update).result(60)
-    for completion in completions:
-        assert set(completion.versions) == {0, 1}
-        jsonschema.validate(json.loads(text_of(tokenizer, completion)), schema)
-
-
-def test_max_tokens_cuts_a_text(saved: tuple[Path, PreTrainedModel]) -> None:
-    folder, _ = saved
-    grammar = json_grammar({"type": "string", "minLength": 50})
-    with EmbeddedEngine(folder, slots=4) as engine:
-        cut = engine.submit([5], Sampling(max_tokens=6, seed=0, grammar=grammar)).result(30)[0]
-    assert (cut.finish, len(cut.token_ids)) == ("length", 6)
-
-
-def test_stop_tokens_of_the_request_end_a_text_where_it_is_complete(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    save(tmp_path, tokenizer, eos=None)
-    end, comma = tokenizer.convert_tokens_to_ids("<end>"), tokenizer.convert_tokens_to_ids(",")
-    grammar = json_grammar({"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3})
-    with EmbeddedEngine(tmp_path, slots=4) as engine:
-        with pytest.raises(ValueError, match="set stop_token_ids"):
-            engine.submit([5], Sampling(grammar=grammar))
-        ended = engine.submit([5], Sampling(max_tokens=50, stop_token_ids=(end,), grammar=grammar)).result(30)[0]
-        assert tokenizer.decode(ended.token_ids) == "[1,1,1]<end>"
-        # A stop token that the text would need leaves no text: the request fails, and others continue.
-        with pytest.raises(ValueError, match="allows no token"):
-            engine.submit([5], Sampling(stop_token_ids=(comma,), grammar='start: ","')).result(30)
-        assert engine.submit([5], Sampling(max_tokens=3)).result(30)[0].finish == "length"
-
-
-def test_a_text_that_the_tokenizer_cannot_write_fails_its_request(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer()
-    save(tmp_path, tokenizer)
-    with EmbeddedEngine(tmp_path, slots=4) as engine:
-        answer = engine.submit([5], Sampling(max_tokens=90, seed=0, grammar=json_grammar(SCHEMAS[14]))).result(30)[0]
-        jsonschema.validate(json.loads(text_of(tokenizer, answer).replace(" ", "")), SCHEMAS[14])
-        with pytest.raises(ValueError, match="grammar"):
-            engine.submit([5], Sampling(grammar='start: "漢"')).result(30)
-        assert engine.submit([5], Sampling(max_tokens=2)).result(30)[0].token_ids
-
-
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [("start: foo", 'unknown name: "foo"'), ('{"grammars": 3}', "invalid"), ("no lark at all", "invalid")],
@@ -249,30 +176,6 @@ def test_an_invalid_grammar_is_an_error_at_submit(
     with EmbeddedEngine(saved[0], slots=2) as engine, pytest.raises(ValueError, match=message) as error:
         engine.submit([5], Sampling(grammar=grammar))
     assert "\n" not in str(error.value)
-
-
-def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
-    random_model(eos=3).save_pretrained(tmp_path)
-    with EmbeddedEngine(tmp_path, slots=2) as engine, pytest.raises(ValueError, match="needs the tokenizer"):
-        engine.submit([5], Sampling(grammar='start: "a"'))
-
-
-def test_without_llguidance_the_error_says_what_to_install(
-    saved: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forge_agents.grammar.find_spec", lambda name: None)
-    with EmbeddedEngine(saved[0], slots=2) as engine, pytest.raises(ValueError, match=r"torchforge-rl\[agents\]"):
-        engine.submit([5], Sampling(grammar='start: "a"'))
-    with pytest.raises(ValueError, match="pip install"):
-        json_grammar({"type": "null"})
-
-
-def test_an_unsupported_schema_is_one_line() -> None:
-    with pytest.raises(ValueError, match="not") as error:
-        json_grammar({"type": "string", "not": {"const": "a"}})
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="must be a text"):
-        Sampling(grammar=3)  # type: ignore[arg-type]
 
 
 LEVELS = {"type": "object", "properties": {"level": {"enum": [1, 2]}, "é": {"type": "boolean"}}, "required": ["level"]}
@@ -304,22 +207,3 @@ def test_calls_are_read_whatever_the_tokenizer_has(syntax: Any, added: str, tmp_
                     jsonschema.validate(call.arguments, LEVELS if call.name == "set_level" else {"maxProperties": 0})
                     names.add((choice, call.name))
     assert names >= {("required", "set_level"), ("required", 'say "hi"'), ("set_level", "set_level")}
-
-
-def test_an_added_token_is_drawn_as_such(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer("plain")
-    save(tmp_path, tokenizer)
-    with EmbeddedEngine(tmp_path, slots=2) as engine:
-        grammar = calls_grammar("hermes", TOOLS, "set_level", parallel=False)
-        ids = engine.submit([5], Sampling(max_tokens=200, seed=0, grammar=grammar)).result(30)[0].token_ids
-    assert tokenizer.convert_tokens_to_ids("<tool_call>") == ids[0]
-    assert ids.count(tokenizer.convert_tokens_to_ids("</tool_call>")) == 1
-
-
-def test_other_syntaxes_and_tools_are_errors() -> None:
-    with pytest.raises(ValueError, match="tool_choice required is not supported with the mistral syntax"):
-        calls_grammar("mistral", TOOLS)
-    with pytest.raises(ValueError, match='tool_choice fly needs one of the tools, which are: set_level, say "hi"'):
-        calls_grammar("hermes", TOOLS, "fly")
-    with pytest.raises(ValueError, match="which are: none"):
-        calls_grammar("hermes", [])

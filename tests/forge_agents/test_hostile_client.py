@@ -7,7 +7,6 @@ from collections import Counter
 from contextlib import suppress
 
 import httpx
-import pytest
 
 from forge_agents.certificate import Certificate
 from forge_agents.keys import loose
@@ -277,9 +276,3 @@ def check(policy, tokenizer, count):
 
 def test_a_hostile_client_loses_and_doubles_nothing(forced_policy, bpe):
     check(forced_policy, bpe, 40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("episodes", [200, 1000])
-def test_many_hostile_episodes(forced_policy, bpe, episodes):
-    check(forced_policy, bpe, episodes)

@@ -2,10 +2,7 @@
 
 import asyncio
 import itertools
-import os
-import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,6 @@ pytest.importorskip("openai")
 import forge
 from benchmarks import agent_soak
 from forge.config import ConfigError
-from forge.recipes.launch import BadInput
 from forge_agents.certificate import EXCLUSIONS
 from forge_inspect.account import account_text, token_account
 from forge_inspect.runs import rows
@@ -72,12 +68,6 @@ async def chat(client, sample):
     return float(len(content) % 2)
 
 
-def test_a_coroutine_plays_a_run(tmp_path):
-    metrics = run(tmp_path, {"function": chat})
-    assert all(row.get("episode/unscored", 0) == 0 for row in metrics)
-    assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
-
-
 def test_a_program_plays_a_run_and_a_test_scores_its_folder(tmp_path):
     files = tmp_path / "files"
     files.mkdir()
@@ -88,39 +78,6 @@ def test_a_program_plays_a_run_and_a_test_scores_its_folder(tmp_path):
     )
     assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
     assert all(row.get("episode/infrastructure", 0) == 0 for row in metrics)
-
-
-def test_a_gateway_that_is_killed_comes_back_with_its_sessions(tmp_path):
-    numbers = itertools.count()
-
-    async def kill_once(client, sample):
-        first = asyncio.create_task(chat(client, sample))
-        if next(numbers) == 4:
-            await asyncio.sleep(0.02)
-            os.kill(gateway_process(client.base_url.port), signal.SIGKILL)
-        return await first
-
-    metrics = run(tmp_path, {"function": kill_once})
-    assert sum(row.get("restarts/gateway_actor", 0) for row in metrics) == 1
-    assert all(row.get("episode/unscored", 0) == 0 for row in metrics)
-    # A session that was lost would refuse its key, which ends the run; one without its first turn would have fewer.
-    assert {row["episode/turns"] for row in metrics if "episode/turns" in row} == {2}
-
-
-def gateway_process(port):
-    """The process that serves a port beside this one."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = (line[9] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A")
-    holders = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = os.readlink(descriptor)
-        except OSError:
-            continue
-        if target == f"socket:[{inode}]":
-            holders.add(int(descriptor.parts[2]))
-    (process,) = holders - {os.getpid()}
-    return process
 
 
 def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
@@ -162,26 +119,12 @@ def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
     assert text in (tmp_path / "run/report.html").read_text()
 
 
-def test_a_run_without_agents_has_no_account():
-    assert token_account([{"step": 1, "reward": 0.5}]) == {}
-    assert account_text({}) == ""
-
-
 def test_an_account_that_does_not_add_up_says_so():
     row = {"certificate/sampled": 10, "certificate/trained": 6, "certificate/orphan": 3, "certificate/batch": 4}
     assert account_text(token_account([row, row])) == (
         "20 sampled is not 12 trained + 6 orphan (2 tokens too few); of the trained 8 in a step, 4 in groups that were "
         "dropped or wait"
     )
-
-
-def test_a_program_that_is_missing_is_one_line_before_the_start(tmp_path):
-    with pytest.raises(
-        BadInput, match=r"episode\.agent\.command: no-such-agent cannot be executed.*readable"
-    ) as caught:
-        run(tmp_path, {"command": ["no-such-agent"], "reward": "ExactMatch"})
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_program_of_the_task_folder_that_is_missing_ends_the_run_with_one_line(tmp_path):

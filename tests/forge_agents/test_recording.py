@@ -4,11 +4,8 @@ import json
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import anthropic
 import openai
@@ -166,20 +163,6 @@ def test_answers_that_were_not_continued_are_rejected(recorded, model):
     )
 
 
-def test_a_mark_decides_what_is_chosen(recorded, model, tmp_path):
-    folder, texts = recorded
-    tokenizer = open_tokenizer(str(model))
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    lines = [json.loads(line) for file in tmp_path.glob("traffic-*") for line in file.read_text().splitlines()]
-    ids = {line["run"]["added"][-1]["content"].strip(): line["run"]["id"] for line in lines if line["kind"] == "turn"}
-    (tmp_path / "chosen.txt").write_text(f"{ids[texts['samples'][2]]}\n")
-    pairs = recorded_rows(str(tmp_path), "preferences", tokenizer)
-    chosen = [plain(pair["chosen_ids"], tokenizer) for pair in pairs]
-    assert chosen.count(texts["samples"][2]) == 2
-    assert texts["samples"][1] not in chosen
-
-
 def test_sft_and_dpo_train_the_rows(recorded, model, tmp_path):
     folder, _ = recorded
     common = {"run": {"root": str(tmp_path)}, "training": {"seq_len": 256, "warmup_steps": 0, "learning_rate": 1e-2}}
@@ -190,97 +173,6 @@ def test_sft_and_dpo_train_the_rows(recorded, model, tmp_path):
     losses = [row["train/loss"] for row in dpo.metrics if "train/loss" in row]
     assert losses[0] == pytest.approx(0.693, abs=0.01)
     assert losses[-1] < losses[0] - 0.1
-
-
-@contextmanager
-def one_cpu(process):
-    """Within the block a process and this one share a CPU: either may be stopped between any two steps."""
-    cpus = os.sched_getaffinity(0)
-    threads = [0, *map(int, os.listdir(f"/proc/{process}/task"))]
-    for thread in threads:
-        os.sched_setaffinity(thread, {min(cpus)})
-    try:
-        yield
-    finally:
-        for thread in threads:
-            os.sched_setaffinity(thread, cpus)
-
-
-def hang_up_at_the_end(port, number):
-    """A stream whose client resets the connection at its last event, as it reads nothing after that."""
-    body = json.dumps({"model": "tiny", "messages": [said(str(number))], "max_tokens": 4, "stream": True})
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer client{number}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.sendall((head + body).encode())
-        answer = b""
-        while b"[DONE]" not in answer:
-            piece = connection.recv(1 << 16)
-            assert piece, answer
-            answer += piece
-
-
-def test_a_client_that_hangs_up_at_the_last_event_has_received_the_answer(model, tmp_path):
-    server = Recorder(model, tmp_path)
-    port = int(server.url.rsplit(":", 1)[1])
-    with one_cpu(server.process.pid):
-        for number in range(60):
-            hang_up_at_the_end(port, number)
-    server.end(signal.SIGINT)
-    rows = recorded_rows(str(tmp_path), "supervised", open_tokenizer(str(model)))
-    assert len(rows) == 60
-
-
-@pytest.mark.slow
-def test_a_folder_is_appended_to_by_the_same_model_alone(recorded, model, tmp_path):
-    folder, _ = recorded
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tokenizer = open_tokenizer(str(model))
-    before = len(recorded_rows(str(tmp_path), "supervised", tokenizer))
-    server = Recorder(model, tmp_path, key="secret")
-    # Both are of one server and have sessions of their own; another key has none.
-    answers = [ask(server.client(key), [said("new")]).choices[0].message.content for key in ("secret", "secret:mine")]
-    with pytest.raises(openai.AuthenticationError):
-        ask(server.client("other"), [said("new")])
-    with pytest.raises(anthropic.AuthenticationError):
-        anthropic.Anthropic(base_url=server.url, api_key="secre", max_retries=0).messages.create(
-            model="tiny", max_tokens=9, messages=[said("hi")]
-        )
-    server.end(signal.SIGINT)
-    rows = recorded_rows(str(tmp_path), "supervised", tokenizer)
-    assert len(rows) == before + 2
-    assert {answer for row in spoken(rows, tokenizer)[before:] for answer in row} == {
-        answer.strip() for answer in answers
-    }
-    written = "".join(file.read_text() for file in tmp_path.iterdir())
-    assert "secret" not in written
-    other = make_model(tmp_path / "models/other", 1)
-    refused = Recorder(other, tmp_path)
-    assert "weights differ: name a new folder" in refused.said[-1]
-    assert refused.process.wait(30) == 1
-    (tmp_path / "models/some").mkdir()
-    refused = Recorder(model, tmp_path / "models")
-    assert "holds something else than recorded traffic" in refused.said[-1]
-
-
-def test_a_folder_has_a_limit(model, tmp_path):
-    folder = tmp_path / "traffic"
-    server = Recorder(model, folder, "--record-gb", "4e-6")  # 4000 bytes
-    client = server.client()
-    for number in range(6):
-        assert ask(client, [said(f"question {number}")]).choices[0].finish_reason
-    server.end(signal.SIGINT)
-    assert sum(file.stat().st_size for file in folder.glob("traffic-*")) <= 4000
-    rows = recorded_rows(str(folder), "supervised", open_tokenizer(str(model)))
-    assert 0 < len(rows) < 6
-    assert "no longer recorded: " in server.rest
-    assert "--record-gb" in server.rest
-    again = Recorder(model, folder, "--record-gb", "1e-6")
-    assert "its limit is 1e-06 GB" in again.said[-1]
 
 
 def test_what_is_no_recording_for_a_model(recorded, model, tmp_path):

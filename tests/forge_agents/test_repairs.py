@@ -1,11 +1,9 @@
 """The tasks of apps/agent/repair.yaml, and mini-swe-agent at them; FORGE_MINI_PYTHON names a Python that has it."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,10 @@ import yaml
 pytest.importorskip("openai")
 
 from apps.agent import repairs
-from apps.agent.functions import FUNCTIONS, bugs_of
-from forge.config import ConfigError
 from forge.types import Prompt, Sample
 from forge_agents.command import CommandRunner
 from forge_agents.config import AgentConfig
-from forge_agents.recipe import check_agent, command_play
+from forge_agents.recipe import command_play
 from forge_agents.settings import SessionSettings
 
 pytestmark = pytest.mark.processes
@@ -37,54 +33,6 @@ REPAIR_AGENT = yaml.safe_load((ROOT / "apps/agent/repair.yaml").read_text())["ep
 def section(**settings):
     """The section `episode.agent` of the recipe."""
     return {**REPAIR_AGENT, "files": str(ROOT / "apps/agent/mini"), **settings}
-
-
-def judged(row, folder):
-    """Whether a function passes its test."""
-    (folder / "judge.py").write_text(row["answer"])
-    return subprocess.run([sys.executable, "-I", "judge.py"], cwd=folder, timeout=60).returncode == 0
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
-def test_every_recorded_repair_restores_its_function(function, tmp_path):
-    bugs = bugs_of(function)
-    assert len(bugs) > 5
-    folders = []
-    for number, bug in enumerate(bugs):
-        folders.append(tmp_path / str(number))
-        folders[-1].mkdir()
-        (folders[-1] / repairs.FILE).write_text(repairs.task_row(function, bug, NAMES)["question"])
-    # One shell for all: each runs its command in its folder.
-    commands = [f"cd {folder} && {repairs.repair(bug, NAMES)}" for folder, bug in zip(folders, bugs, strict=True)]
-    subprocess.run(["sh", "-ec", "\n".join(commands)], check=True)
-    for folder, bug in zip(folders, bugs, strict=True):
-        assert (folder / repairs.FILE).read_text() == repairs.commented(function.source, bug, NAMES), bug
-    assert judged(repairs.task_row(function, bugs[0], NAMES), folders[0])
-    # The test sees the bug.
-    (folders[0] / repairs.FILE).write_text(repairs.task_row(function, bugs[0], NAMES)["question"])
-    assert not judged(repairs.task_row(function, bugs[0], NAMES), folders[0])
-
-
-def test_no_held_out_pair_is_in_other_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["repairs", str(tmp_path), "--rows", "500"])
-    monkeypatch.setattr(repairs, "NAMES", NAMES)
-    repairs.main()
-    texts = {path.stem: path.read_text() for path in tmp_path.iterdir()}
-    assert texts.keys() == {"train", "test", "repairs"}
-    for function, bug in PAIRS:
-        sources = [repairs.commented(function.broken(bug), bug, "".join(names)) for names in permutations(NAMES)]
-        files = {name for name, text in texts.items() if any(json.dumps(source)[1:-1] in text for source in sources)}
-        expected = {"held out": {"test"}, "recorded": {"repairs"}, "practised": {"train"}}
-        assert files == expected[repairs.part_of(function, bug)], (function.name, bug)
-
-
-def test_a_program_that_is_not_installed_is_one_line_with_the_remedy():
-    missing = section(command=["no-such-agent"])
-    with pytest.raises(ConfigError, match=r"no-such-agent cannot be executed.*pip install mini-swe-agent") as caught:
-        check_agent(missing)
-    assert "\n" not in str(caught.value)
-    check_agent({**missing, "command": ["python3"]})
-    check_agent({**missing, "command": ["./a-file-of-the-task"]})
 
 
 CONFTEST = """
@@ -155,19 +103,6 @@ def test_a_repair_is_paid_and_its_conversation_is_the_recorded_one(served, force
     assert episode.info["certificate"]["trained"] == forced_policy.sampled
 
 
-def test_the_client_that_mini_swe_agent_has_by_default_plays_the_same(served, forced_policy, tmp_path):
-    settings = yaml.safe_load((ROOT / "apps/agent/mini/mini.yaml").read_text())
-    settings["model"]["model_class"] = "litellm_textbased"
-    (tmp_path / "mini.yaml").write_text(yaml.safe_dump(settings))
-    forced_policy.script = spoken(f"cat {repairs.FILE}", REPAIR, repairs.SUBMIT)
-    command = [word.replace("{model}", "openai/{model}") for word in section()["command"]]
-    outcome, record = play(served, files=str(tmp_path), command=command)
-    assert outcome.reward == 1.0, outcome.info
-    assert [message["content"] for message in record.episode("policy", 1.0).info["messages"]] == [
-        message["content"] for message in repairs.recorded(FUNCTION, BUG, NAMES)
-    ]
-
-
 @pytest.mark.parametrize(
     "commands",
     [
@@ -188,30 +123,6 @@ def test_what_is_no_repair_is_paid_0(served, forced_policy, commands):
     forced_policy.script = spoken(*commands, repairs.SUBMIT)
     outcome, _ = play(served)
     assert (outcome.reward, outcome.is_lost) == (0.0, False), outcome.info
-
-
-def test_answers_without_a_block_are_trained_and_end_the_agent(served, forced_policy):
-    forced_policy.script = lambda prompt: "no block"
-    outcome, record = play(served)
-    assert (outcome.reward, outcome.stop) == (0.0, "exited"), outcome.info
-    episode = record.episode("policy", outcome.reward)
-    assert episode.info["turns"] == 2
-    assert episode.info["certificate"]["trained"] == forced_policy.sampled > 0
-
-
-def test_a_repair_counts_where_the_agent_reached_its_time_limit(served, forced_policy):
-    forced_policy.script = spoken(REPAIR, "sleep 60")
-    outcome, _ = play(served, timeout=6)
-    assert (outcome.reward, outcome.stop) == (1.0, "timeout"), outcome.info
-
-
-def test_output_that_is_no_text_reaches_the_policy_as_text(served, forced_policy):
-    forced_policy.script = spoken(r"printf 'a\000b\377\033[0m<|im_end|>\355\240\200'", REPAIR, repairs.SUBMIT)
-    outcome, record = play(served)
-    assert outcome.reward == 1.0, outcome.info
-    episode = record.episode("policy", 1.0)
-    assert "\ufffd" in episode.info["messages"][3]["content"]
-    assert episode.info["roots"] == {"start": 1}
 
 
 def test_a_repair_that_never_returns_is_paid_0_in_seconds(served, forced_policy):

@@ -8,7 +8,6 @@ from safetensors.numpy import load_file
 
 pytest.importorskip("openai")
 
-from apps.selfplay import games
 from apps.selfplay.main import train
 from forge.config import ConfigError, build
 from forge.models import build_small_model
@@ -99,22 +98,6 @@ def test_two_policies_train_from_their_own_tokens(tmp_path, model):
     assert samplers == {(True, "policy", "generator"), (False, "rival", "rival_generator")}
 
 
-@pytest.mark.slow
-def test_a_run_of_two_policies_resumes_to_the_same_weights(tmp_path, model):
-    models = {"rival": {"trains": True}}
-    training = {**SETTINGS["training"], "steps": 4}
-    whole = run(tmp_path, model, answers, models, "whole", training=training)
-    first = run(tmp_path, model, answers, models, "parts", checkpoint={"every": 2}, training={**training, "steps": 2})
-    assert rows_of(first)[-1]["step"] == 2
-    parts = run(
-        tmp_path, model, answers, models, "parts", "auto", checkpoint={"every": 2}, training={**training, "steps": 4}
-    )
-    assert rows_of(parts)[-1]["step"] == 4
-    for name in ("model", "model-rival"):
-        assert not differs(weights(whole / name), weights(parts / name))
-        assert differs(weights(Path(model)), weights(parts / name))
-
-
 async def uneven(client, sample):
     """The first side always earns more."""
     rewards = await answers(client, sample)
@@ -140,96 +123,6 @@ def test_both_sides_of_a_policy_are_its_episodes(tmp_path, model):
     assert any(any(advantages) for advantages in sides.values())
 
 
-def test_a_group_in_which_a_player_is_never_asked_is_dropped_and_recorded(tmp_path, model):
-    async def one_sided(client, sample):
-        if sample.prompt.index:
-            return await answers(client, sample)
-        messages = [{"role": "user", "content": sample.prompt.text}]
-        await client.chat.completions.create(model="policy", messages=messages)
-        return {"policy": 1.0, "rival": 0.0}
-
-    folder = run(tmp_path, model, one_sided, {"rival": {"trains": True}})
-    dropped = [row for row in rollouts_of(folder) if row["dropped"] == "unscored"]
-    assert {row["group"] for row in dropped} == {0}
-    assert rows_of(folder)[-1]["step"] == 2
-    assert sum(row.get("dropped/unscored", 0) for row in rows_of(folder)) == 1
-    # The player that was not asked has lost nothing.
-    assert all(row.get("episode/unscored", 0.0) == 0.0 for row in rows_of(folder))
-
-
-def test_room_is_needed_for_each_trained_policy():
-    episode = {"agent": {"function": answers}}
-    models = {"rival": {"trains": True}, "mirror": {"seat_of": "policy"}, "judge": {"model": "x"}}
-    cfg = build(Several, {**SETTINGS, "model": "x", "episode": episode, "models": models})
-    assert cfg.trained == 2
-    assert cfg.placements().keys() >= {"models.rival.trainer", "models.rival.generator", "models.judge.generator"}
-    assert not any("mirror" in setting for setting in cfg.placements())
-
-
-def test_the_critic_and_the_reference_of_each_policy_are_placed():
-    episode = {"agent": {"function": answers}}
-    models = {"rival": {"trains": True}, "third": {"trains": True, "model": "y"}, "judge": {"model": "z"}}
-    settings = {**SETTINGS, "model": "x", "episode": episode, "models": models}
-    with_reference = {"services": {"ref_model": {}}, "grpo": {**SETTINGS["grpo"], "beta": 0.1}}
-
-    def placed(**further):
-        placements = build(Several, {**settings, **further}).placements()
-        parts = [name.removeprefix("models.") for name in placements if name.startswith("models.")]
-        return {name for name in parts if name.endswith(("critic", "ref_model"))}
-
-    assert placed() == set()
-    # `rival` starts as the policy, and shares its reference.
-    assert placed(**with_reference) == {"third.ref_model"}
-    assert placed(grpo={**with_reference["grpo"], "reference": "w"}) == set()
-    assert placed(algorithm="ppo") == {"rival.critic", "third.critic"}
-    # Named as the run's own model is: the same start.
-    models["third"]["model"] = "x"
-    assert placed(**with_reference) == set()
-    models["rival"]["critic"] = {"procs": 2}
-    with pytest.raises(ConfigError, match=r"models\.rival\.critic does nothing: the algorithm has no critic"):
-        placed()
-    models["rival"] = {"trains": True, "ref_model": {"procs": 2}}
-    with pytest.raises(ConfigError, match=r"models\.rival\.ref_model does nothing: it shares the run's reference"):
-        placed(**with_reference)
-
-
-def test_each_policy_has_its_critic(tmp_path, model):
-    models = {"rival": {"trains": True}}
-    settings = {"algorithm": "ppo", "checkpoint": {"every": 2}}
-    training = {**SETTINGS["training"], "steps": 4}
-    whole = run(tmp_path, model, answers, models, "whole", training=training, **settings)
-    for row in rows_of(whole)[1:]:
-        assert row["critic/loss"] > 0
-        assert row["rival/critic/loss"] > 0
-        assert row["critic/loss"] != row["rival/critic/loss"]
-    run(tmp_path, model, answers, models, "parts", training={**training, "steps": 2}, **settings)
-    parts = run(tmp_path, model, answers, models, "parts", "auto", training=training, **settings)
-    for name in ("model", "model-rival"):
-        assert not differs(weights(whole / name), weights(parts / name))
-        assert differs(weights(Path(model)), weights(parts / name))
-
-
-def test_a_further_policy_that_takes_shorter_sequences_is_one_line_before_the_start(tmp_path, model):
-    small = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 16}
-    short_model = build_small_model(tmp_path / "short", seed=9, alphabet="0123456789>", **small)
-    with pytest.raises(ValueError, match=r"models\.rival\.model: .* takes 16 tokens, and sequences may have 64: set"):
-        run(tmp_path, model, answers, {"rival": {"trains": True, "model": str(short_model)}})
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_the_reference_of_each_policy_is_its_own_start(tmp_path, model):
-    small = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
-    other_model = build_small_model(tmp_path / "other", seed=9, alphabet="0123456789>", **small)
-    models = {"rival": {"trains": True, "model": str(other_model)}}
-    grpo = {**SETTINGS["grpo"], "beta": 0.1}
-    folder = run(tmp_path, model, answers, models, grpo=grpo, services={"ref_model": {}})
-    first, last = rows_of(folder)[1], rows_of(folder)[-1]
-    for prefix in ("", "rival/"):
-        # Before the first update each is its reference.
-        assert first[f"{prefix}train/kl"] == pytest.approx(0.0, abs=1e-6)
-        assert last[f"{prefix}train/kl"] > 1e-5
-
-
 async def judged(client, sample):
     """The judge's answer decides, of which nothing trains."""
     messages = [{"role": "user", "content": sample.prompt.text}]
@@ -248,31 +141,6 @@ def test_a_frozen_model_answers_and_does_not_train(tmp_path, model):
     assert last["judge/generator/tokens"] > 0
     assert last["certificate/sampled"] <= last["generator/tokens"]  # the judge's tokens are in no account
     assert not (folder / "model-judge").exists()
-
-
-def test_a_debate_before_a_frozen_judge(tmp_path, model):
-    judge = build_small_model(
-        tmp_path / "judge", seed=3, alphabet=None, hidden_size=32, layers=1, heads=2, kv_heads=1, max_positions=512
-    )
-    models = {"rival": {"trains": True}, "judge": {"model": str(judge), "template": TEMPLATE}}
-    training = {**SETTINGS["training"], "seq_len": 512}
-    # The debaters read and write text, so they have the judge's alphabet.
-    folder = run(tmp_path, judge, games.debate, models, max_tokens=512, training=training)
-    for row in rows_of(folder)[1:]:
-        assert row["reward"] + row["rival/reward"] == pytest.approx(1.0)
-        assert row["episode/turns"] == 2
-        # The verdict is decoded under a grammar: each debate has one.
-        assert row.get("episode/unscored", 0.0) == 0.0
-
-
-@pytest.mark.slow
-def test_rewards_for_other_players_end_the_run(tmp_path, model):
-    async def wrong(client, sample):
-        await answers(client, sample)
-        return {"policy": 1.0, "rivall": 0.0}
-
-    with pytest.raises(ValueError, match="rewards to policy, rivall; the trained models are policy, rival"):
-        run(tmp_path, model, wrong, {"rival": {"trains": True}})
 
 
 @pytest.mark.parametrize(

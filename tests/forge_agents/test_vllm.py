@@ -10,7 +10,6 @@ import torch
 from openai import AsyncOpenAI
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import forge
 from forge.actors import Generator
 from forge.runtime.controller import run
 from forge_agents.certificate import EXCLUSIONS
@@ -27,8 +26,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm has it"),
 ]
 
-TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
-SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "max_positions": 256}  # vLLM has no smaller heads
 SCHEMA = {
     "type": "object",
     "properties": {"right": {"type": "boolean"}},
@@ -130,38 +127,3 @@ def test_every_sampled_token_is_in_the_record(bpe, model, tmp_path):  # noqa: F8
     certificate = record.episode("policy", 1.0).info["certificate"]
     assert certificate["sampled"] == certificate["trained"] + sum(certificate.get(name, 0) for name in EXCLUSIONS)
     assert certificate["constrained"] > 0
-
-
-async def play(client, sample):
-    """Asks, and asks again by a stream; the reward is the share of small letters."""
-    messages = [{"role": "user", "content": sample.prompt.text}]
-    reply = await client.chat.completions.create(model="policy", messages=messages)
-    messages += [
-        {"role": "assistant", "content": reply.choices[0].message.content},
-        {"role": "user", "content": "sure?"},
-    ]
-    text = await streamed(client, messages)
-    return sum(letter.islower() for letter in text) / 24
-
-
-def test_a_run_of_agents_trains_what_vllm_sampled(tmp_path):
-    metrics = forge.train(
-        None,
-        run={"name": "run", "root": str(tmp_path)},
-        from_scratch=SIZES,
-        generator={"engine": "vllm", "slots": 64},
-        dataset={"task": "apps.toys.expressions:Expression", "difficulty": [2, 2]},
-        training={"batch_size": 4, "steps": 3, "learning_rate": 1e-3, "seq_len": 256},
-        grpo={"n_samples": 4, "max_tokens": 24},
-        episode={"max_turns": 3, "max_tokens": 200, "template": TEMPLATE, "agent": {"function": play}},
-        **{"async": {"max_policy_age": 0}},
-    ).metrics
-    steps = [row for row in metrics if "train/grad_norm" in row]
-    assert len(steps) == 3
-    for row in steps:
-        assert row["train/engine_difference"] < 1e-5
-        assert row["train/ratio_max_deviation"] < 1e-4
-        assert row["train/grad_norm"] > 0
-        assert row["train/on_policy"] == 1
-        excluded = sum(row.get(f"certificate/{name}", 0) for name in EXCLUSIONS)
-        assert row["certificate/sampled"] == row["certificate/trained"] + excluded > 0

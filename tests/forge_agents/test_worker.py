@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("openai")
 
-from forge.config import ConfigError
 from forge_agents.worker import Worker
 from forge_envs.environment import InfrastructureError
 
@@ -59,20 +58,6 @@ def test_episodes_run_at_once_in_one_process(tmp_path):
     assert not exists(slow["metrics"]["pid"])
 
 
-def test_rows_come_with_their_split():
-    async def use(worker):
-        rows = []
-        count = await worker.request("rows", 60, limit=-1, on_row=lambda split, row: rows.append((split, row)))
-        first = []
-        await worker.request("rows", 60, limit=2, on_row=lambda split, row: first.append(row))
-        return count, rows, first
-
-    count, rows, first = with_worker(use)
-    assert count == {"rows": 5}
-    assert [split for split, _ in rows] == ["train"] * 4 + ["eval"]
-    assert first == [{"question": f"question {n}", "answer": {"number": n}} for n in range(2)]
-
-
 def test_a_worker_that_dies_loses_its_episodes_and_is_started_again(tmp_path):
     async def use(worker):
         other = asyncio.create_task(play(worker, act="wait"))
@@ -85,25 +70,6 @@ def test_a_worker_that_dies_loses_its_episodes_and_is_started_again(tmp_path):
         return again["reward"], worker.starts
 
     assert with_worker(use) == (1.0, 2)
-
-
-def test_an_error_quotes_the_last_words_of_a_worker():
-    async def use(worker):
-        with pytest.raises(InfrastructureError, match="exit code 3: out of luck") as caught:
-            await play(worker, act="die")
-        return str(caught.value)
-
-    assert "\n" not in with_worker(use)
-
-
-def test_an_episode_without_a_result_is_ended_and_others_continue():
-    async def use(worker):
-        other = asyncio.create_task(play(worker, act="wait", seconds=1.5))
-        with pytest.raises(InfrastructureError, match=r"no result of 'play' within 0\.5 s"):
-            await play(worker, timeout=0.5, act="wait")
-        return (await other)["reward"], worker.starts
-
-    assert with_worker(use) == (1.0, 1)
 
 
 def test_a_worker_that_hangs_is_killed():
@@ -121,39 +87,6 @@ def test_a_worker_that_hangs_is_killed():
     first, second, lives = with_worker(use, grace=0.5)
     assert first != second
     assert not lives
-
-
-def test_an_error_of_the_environment_has_its_text():
-    async def use(worker):
-        with pytest.raises(InfrastructureError, match=r"^ValueError: the rubric is broken$"):
-            await play(worker, act="raise")
-        with pytest.raises(ConfigError, match=r"^episode\.agent\.collection: two runs, and one is needed$"):
-            await play(worker, act="setting")
-        return (await play(worker))["reward"], worker.starts
-
-    assert with_worker(use) == (1.0, 1)
-
-
-@pytest.mark.parametrize("line", ['{"id": ', "[]", '{"id": 1}', '{"id": 1, "result": 2}', "nonsense"])
-def test_a_line_that_is_not_a_message_ends_a_worker(line):
-    async def use(worker):
-        for _ in range(2):
-            with pytest.raises(InfrastructureError, match="a line that is not a message"):
-                await play(worker)
-        return worker.starts
-
-    assert with_worker(use, command=[sys.executable, "-c", f"input(); print({line!r}); input()"]) == 2
-
-
-def test_an_environment_or_program_that_is_missing_is_one_line():
-    async def use(worker):
-        with pytest.raises(ConfigError) as caught:
-            await play(worker)
-        return str(caught.value)
-
-    assert with_worker(use, "other") == "episode.agent.collection: environment 'other' is not installed"
-    line = with_worker(use, command=["/no/bin/python", str(SCRIPT)])
-    assert line.startswith("episode.agent.collection.python /no/bin/python cannot be executed")
 
 
 def test_an_episode_that_is_cancelled_ends_in_the_worker():

@@ -137,15 +137,6 @@ async def ranks(procs: str, hosts: str) -> None:
     await serve(handle)
 
 
-async def gpus() -> None:
-    """GPUs of several hosts."""
-    service, actor = await asyncio.gather(
-        Place.options(num_replicas=2, with_gpus=True).as_service(),
-        Place.options(procs=2, with_gpus=True, gpus_per_proc=2, mesh_name="pair").as_actor(),
-    )
-    say("gpus", small=await service.gpus.fanout(), large=await actor.gpus.call(), where=await actor.where.call())
-
-
 async def weights(writer: str) -> None:
     """A writer on one host, a reader on each, and one on the controller's."""
     store = VersionStore.create()

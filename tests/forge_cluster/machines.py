@@ -16,21 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CPU = Path("/sys/fs/cgroup/cpu")
-CPU_QUOTA = "cpu.cfs_quota_us"  # microseconds in a period, by default a tenth of a second; of cgroups of version 1
-CPU_PERIOD = "cpu.cfs_period_us"
-NO_CPU_LIMITS = not (CPU / CPU_QUOTA).exists() or not os.access(CPU, os.W_OK)
 SECRET = "a secret of the tests, long enough to be one"
 
 # The processes of this namespace die with its first one, and so do those of the namespaces inside it.
@@ -74,33 +68,6 @@ def spawn(words: Sequence[str], **settings: Any) -> subprocess.Popen:
 def inside(process: subprocess.Popen) -> int:
     """The id, on this host, of what a `start` has started: `process` is the nsenter that waits for it."""
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-
-
-def number_here(machine: Machine, pid: int) -> int:
-    """The id, on this host, of a process of a machine."""
-    space = os.readlink(f"/proc/{machine.pid}/ns/pid")
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            numbers = re.search(r"NSpid:\t(.*)", status.read_text())
-            if numbers and numbers[1].split()[-1] == str(pid) and os.readlink(status.parent / "ns/pid") == space:
-                return int(status.parent.name)
-    raise AssertionError(f"{machine.name} has no process {pid}")
-
-
-@contextmanager
-def share_of_a_core(pid: int, percent: float) -> Iterator[None]:
-    """Limit a process of this host to that meanwhile; at least .1 %."""
-    group = CPU / f"forge-test-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / CPU_PERIOD).write_text("1000000")
-        (group / CPU_QUOTA).write_text(str(round(percent * 10_000)))
-        (group / "cgroup.procs").write_text(str(pid))
-        yield
-    finally:
-        with suppress(OSError):  # it has ended
-            (CPU / "cgroup.procs").write_text(str(pid))
-        group.rmdir()
 
 
 def missing() -> str | None:

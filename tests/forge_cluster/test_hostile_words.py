@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ from forge_cluster.kubernetes import KubernetesJob
 from forge_cluster.slurm import SlurmJob
 from forge_cluster.ssh import workers
 from forge_cluster.words import check_host, documents
-from tests.forge_cluster.kube import VERSION, expanded
-from tests.forge_cluster.machines import environment
+from tests.forge_cluster.kube import expanded
 
 HOSTILE = [
     "x\ntouch PWNED\n#",
@@ -133,32 +130,6 @@ def test_kubernetes_gives_the_controller_its_words(text: str):
     assert expanded(container["command"], variables) == ["python", "-m", "forge", text]
 
 
-@pytest.mark.parametrize(
-    "text", ["1e-6", "0o17", "0x1", "1_000", "yes", "No", "~", "null", ".5", "1:30", "2026-01-01", "+1", "="]
-)
-def test_text_is_quoted_where_another_parser_of_yaml_would_read_a_number(text: str):
-    assert documents([{"x": text}]) == f'x: "{text}"\n'
-
-
-@pytest.mark.slow
-@examples
-@given(st.text())
-def test_kubernetes_gets_a_name_that_it_takes_or_one_line_says_so(text: str):
-    validate = pytest.importorskip("kubernetes_validate")
-    for option in ("name", "image", "namespace", "claim", "mount", "memory", "shm", "python"):
-        values: dict[str, Any] = {"name": "run", "image": "r/forge:1", "claim": "shared"} | {option: text}
-        job = KubernetesJob(command=["forge"], **values)
-        made, fault = attempted(job.manifests, "s")
-        if made is None:
-            assert re.search(ONE_LINE, fault)
-            continue
-        assert text.isprintable() or option == "python"
-        assert not text.startswith("-")
-        for manifest in yaml.safe_load_all(documents(made)):
-            validate.validate(manifest, VERSION, strict=True)
-            assert re.fullmatch("[a-z][a-z0-9-]{0,51}", manifest["metadata"]["name"])
-
-
 @pytest.mark.parametrize("name", ["Run", "9run", "a_b", "a.b", "-a", "a-", "", "a" * 45, "é", "a\n", "a b", "a/../b"])
 def test_a_name_that_kubernetes_does_not_take_is_one_line(name: str):
     with pytest.raises(ValueError, match=r"\A[^\n]*set run\.name to at most 44[^\n]*\Z"):
@@ -198,13 +169,6 @@ def test_a_host_is_no_option_of_ssh(text: str):
 
 
 @pytest.mark.parametrize(
-    "host", ["node1", "user@node-3", "10.0.0.1", "::1", "user@[fe80::1%eth0]", "ssh://u@h:22", "a.b.c"]
-)
-def test_a_host_may_be_a_name_or_an_address(host: str):
-    check_host(host)
-
-
-@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["ssh", "--hosts=-oProxyCommand=touch PWNED"], "--hosts"),
@@ -229,12 +193,6 @@ def test_a_launcher_says_in_one_line_what_it_does_not_take(words, named, capsys)
     assert "\n" not in said
 
 
-def test_a_partition_is_one_option(capsys):
-    main(["launch", "slurm", "tests/forge_cluster/tiny.yaml", "--dry-run", "--partition", "gpu --wrap=id"])
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "partition" in line]
-    assert shlex.split(line.removeprefix("#SBATCH ")) == ["--partition=gpu --wrap=id"]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_the_machine_that_ssh_reaches_gets_the_folder_and_the_python(text: str, tmp_path: Path, monkeypatch):
@@ -254,18 +212,3 @@ def test_the_machine_that_ssh_reaches_gets_the_folder_and_the_python(text: str, 
     words = (tmp_path / "log").read_bytes().decode().split("\0")
     assert words == [str(place), text[:200], "-m", "forge", "worker", "--listen", ":0", "--stdin", ""]
     assert not any(tmp_path.rglob("PWNED"))
-
-
-GIVEN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29400", "HOME": "/nowhere"}
-
-
-@pytest.mark.processes
-def test_torchrun_at_a_port_that_is_taken_is_one_line():
-    command = [sys.executable, "-m", "forge_cluster.torchrun", "train", "x.yaml"]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "RANK": "0"}
-        variables = environment(**GIVEN | taken)
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: rank 0 cannot listen at MASTER_ADDR 127.0.0.1:")
-    assert "Traceback" not in done.stderr

@@ -122,40 +122,6 @@ def test_a_run_by_ssh(machines_missing, tmp_path):
             wait_until(lambda machine=machine: machine.processes("[f]orge worker") == 0, 15, "the workers end")
 
 
-@pytest.mark.processes
-@pytest.mark.full
-def test_a_host_that_ssh_does_not_reach_is_one_line(tmp_path):
-    if shutil.which("ssh") is None:
-        pytest.skip("no ssh here")
-    command = [*FORGE, "launch", "ssh", CONFIG, "--hosts", "no-such-host.invalid", "--run.root", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "error: the worker on no-such-host.invalid ended with 255" in done.stderr
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_torchrun_starts_it(machines_missing, tmp_path):
-    if machines_missing:
-        pytest.skip(machines_missing)
-    with Machines(2, shared=[ROOT, sys.prefix, tmp_path]) as lab:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        command += [
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            "m1:29400",
-            "-m",
-            "forge_cluster.torchrun",
-            "train",
-            CONFIG,
-        ]
-        command += ["--run.root", str(tmp_path), "--training.steps", "3"]
-        started = [machine.start(command, str(ROOT), env=environment()) for machine in lab]
-        assert [process.wait(300) for process in started] == [0, 0]
-        assert (tmp_path / "tiny" / "finished").exists()
-
-
 TORCHX = shutil.which("torchx", path=f"{Path(sys.prefix) / 'bin'}:{os.environ.get('PATH', '')}")
 
 
@@ -174,27 +140,6 @@ def torchx(tmp_path: Path, scheduler: str, *options: str) -> subprocess.Complete
     return subprocess.run(
         command, cwd=ROOT, env=environment() | {"PATH": path}, capture_output=True, text=True, check=False, timeout=600
     )
-
-
-@pytest.mark.processes
-@pytest.mark.full
-@pytest.mark.skipif(TORCHX is None, reason="torchx is not installed")
-def test_torchx_starts_it(tmp_path):
-    done = torchx(tmp_path, "local_cwd", "--wait", "-cfg", f"log_dir={tmp_path / 'logs'}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "tiny" / "finished").exists()
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(TORCHX is None, reason="torchx is not installed")
-def test_torchx_writes_a_script_for_slurm(tmp_path):
-    done = torchx(tmp_path, "slurm", "--dryrun")
-    assert done.returncode == 0, done.stderr[-2000:]
-    script = done.stdout[done.stdout.index("#!/bin/bash") :]
-    assert f"-m forge.cluster.torchrun train {CONFIG}" in script
-    assert "--nnodes 2 --nproc_per_node 1" in script
-    assert "0" * 64 not in script  # the secret's path, not the secret
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 @pytest.mark.processes

@@ -62,24 +62,6 @@ def test_what_does_not_fit_is_said_host_by_host():
         check_fit(hosts, [Demand("x", procs=2, memory=600 * 10**9, hosts=1)])
 
 
-def test_replicas_without_gpus_go_to_the_least_loaded_host():
-    rooms = [HostRoom.of_host(host("a", cores=2)), HostRoom.of_host(host("b", cores=4))]
-    names = [hosts[0] for hosts in place(rooms, [Demand(f"x[{n}]") for n in range(6)])]
-    assert names.count("a") == 2
-    assert names.count("b") == 4
-
-
-def test_replicas_spread_over_as_many_hosts_as_were_asked_for():
-    rooms = [HostRoom.of_host(host(name)) for name in "abcd"]
-    near: list[HostRoom] = []
-    for _ in range(6):
-        (room,) = choose_rooms(rooms, Demand("x"), near, max_hosts=2)
-        room.reserve(Demand("x"), 1)
-        near += [] if any(room is other for other in near) else [room]
-    assert len(near) == 2
-    assert [room.threads for room in near] == [3, 3]
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(1, 64)), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 16), st.integers(0, 4), st.integers(1, 4)), max_size=12),

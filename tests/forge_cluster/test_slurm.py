@@ -88,36 +88,6 @@ def test_a_preempted_job_saves_itself_and_goes_on(slurm, tmp_path, undisturbed):
     assert trained(tmp_path / "tiny") == undisturbed
 
 
-def test_a_requeued_job_goes_on(slurm, tmp_path, undisturbed):
-    job = Submitted(slurm, tmp_path, "--nodes", "2")
-    job.step(2)
-    slurm.say("scontrol", "requeue", job.job)
-    job.ends()
-    assert trained(tmp_path / "tiny") == undisturbed
-
-
-def test_a_cancelled_job_is_not_started_again(slurm, tmp_path):
-    job = Submitted(slurm, tmp_path, "--nodes", "2")
-    job.step(2)
-    slurm.say("scancel", job.job)
-    job.ends("CANCELLED", 60)
-    slurm.wait(lambda: slurm.states().count("idle") == 3, 60, "idle nodes")
-    time.sleep(3)
-    assert job.state() == "CANCELLED"
-    for machine in slurm[1:]:
-        assert machine.processes("[f]orge") == 0
-
-
-def test_a_job_is_continued_before_its_time_limit(slurm, tmp_path, undisturbed):
-    """Slurm sends SIGUSR1 to the script five minutes before the limit (--signal); here it is sent by hand."""
-    job = Submitted(slurm, tmp_path, "--nodes", "2", "--time", "30")
-    job.step(2)
-    slurm.say("scancel", "--signal=USR1", "--batch", job.job)
-    job.ends()
-    assert "SIGUSR1: the run ended after step" in job.output
-    assert trained(tmp_path / "tiny") == undisturbed
-
-
 def test_a_lost_node_costs_the_job_nothing(slurm, tmp_path, undisturbed):
     job = Submitted(slurm, tmp_path, "--nodes", "3")
     job.step(2)
@@ -125,25 +95,3 @@ def test_a_lost_node_costs_the_job_nothing(slurm, tmp_path, undisturbed):
     job.ends()
     assert " is dead " in job.output  # whoever noticed it first
     assert trained(tmp_path / "tiny") == undisturbed
-
-
-def test_an_array_of_seeds_is_one_table(slurm, tmp_path):
-    job = Submitted(
-        slurm,
-        tmp_path,
-        "--nodes",
-        "1",
-        "--seeds",
-        "2",
-        "--services.trainer.hosts",
-        "1",
-        "--services.generator.hosts",
-        "1",
-        "--training.steps",
-        "3",
-    )
-    slurm.wait(lambda: len(list(tmp_path.glob("tiny-seed*/finished"))) == 2, 240, "both runs\n" + job.output)
-    command = [sys.executable, "-m", "forge", "table", *map(str, sorted(tmp_path.glob("tiny-seed?")))]
-    text = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
-    assert "| tiny-seed0 | finished | 3 |" in text
-    assert "| tiny: 2 seeds |" in text

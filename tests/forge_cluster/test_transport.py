@@ -24,21 +24,6 @@ def test_ranks_of_several_machines_compute_together(lab):
     controller.end()
 
 
-def test_gpus_are_those_of_each_host(lab):
-    for machine in lab[1:]:
-        machine.run(["pkill", "-f", "[f]orge worker"])
-        wait_until(lambda machine=machine: machine.processes("[f]orge worker") == 0, 10, "the worker ends")
-        machine.work("--gpus", "0,1,2,3")
-    controller = Controller(lab[0], "gpus", hosts="m2,m3")
-    found = controller.read("gpus")
-    assert {host for _, host, _ in found["where"]} <= {"m2", "m3"}
-    assert sorted(found["small"]) != found["large"]
-    assert all(
-        len(each.split(",")) == 4 for each in found["large"]
-    )  # those of the replica, of which a rank takes its own
-    assert controller.process.wait(30) == 0
-
-
 @pytest.mark.parametrize("writer", ["m2:7070", pytest.param("home", marks=pytest.mark.slow)])
 def test_weights_reach_every_host(lab, writer):
     controller = Controller(lab[0], "weights", writer, hosts="m2,m3")
@@ -57,23 +42,6 @@ def test_weights_reach_every_host(lab, writer):
     for machine in lab[1:]:  # two versions are kept, and what is being written
         segments = machine.run(["sh", "-c", "ls /dev/shm/forge-weights-*/segments | wc -l"], capture_output=True)
         assert int(segments.stdout) <= 4
-    controller.end()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lab", [4], indirect=True)
-def test_a_version_is_read_although_a_host_on_its_way_is_lost(lab):
-    controller = Controller(lab[0], "weights", "m2:7070", hosts="m2,m3,m4")
-    controller.read("ready")
-    for machine in lab:
-        machine.slow("200mbit")
-    controller.ask("put", version=1, size=50_000_000)
-    controller.send("get", version=1)
-    wait_until(lambda: lab[2].run(["sh", "-c", "test $(du -s /dev/shm | cut -f1) -gt 100000"]).returncode == 0, 60, "x")
-    lab[2].kill()
-    answer = controller.read("answer")
-    assert len(answer["value"]) == 3
-    assert len({digest for _, _, digest in answer["value"]}) == 1
     controller.end()
 
 
@@ -130,32 +98,3 @@ def test_another_secret_is_one_line(lab):
     done = lab[0].run(command, str(ROOT), env=own, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "host m2:7070 has another secret, or something else listens there" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_host_that_another_run_holds_says_which(lab):
-    first = Controller(lab[0], "replicas", "1", "1", hosts="m2")
-    first.read("ready")
-    command = [sys.executable, "-m", "tests.forge_cluster.controllers", "replicas", "1", "1"]
-    own = environment(FORGE_HOSTS="m2")
-    done = lab[2].run(command, str(ROOT), env=own, capture_output=True, text=True, timeout=60)
-    assert "it is held by m1 pid" in done.stderr
-    first.end()
-
-
-def test_ports_that_say_nothing_do_not_block(lab):
-    """Connections that never speak end by themselves, and others are served meanwhile."""
-    program = "import socket, time; c = [socket.create_connection(('m2', 7070)) for _ in range(50)]; time.sleep(60)"
-    lab[2].start([sys.executable, "-c", program])
-    controller = Controller(lab[0], "replicas", "1", "1", hosts="m2")
-    controller.read("ready")
-    assert len(controller.ask("where")) == 1
-    controller.end()
-    count = ["sh", "-c", "ss -tnH state established sport = :7070 | wc -l"]
-    wait_until(lambda: int(lab[1].run(count, capture_output=True).stdout) == 0, 15, "they are closed")
-
-
-def test_an_expired_certificate_is_one_line(lab):
-    command = [sys.executable, "-m", "tests.forge_cluster.expired", "m2:7070"]
-    done = lab[0].run(command, str(ROOT), env=environment(), capture_output=True, text=True, timeout=60)
-    assert "host m2:7070 closed the connection without an answer: it does not accept this machine's" in done.stdout

@@ -38,11 +38,6 @@ def test_what_an_answer_names_exists():
                     assert hasattr(importlib.import_module(module), attribute), word
 
 
-def test_a_module_that_nobody_has_is_pythons_own_error():
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'forge\.nothing'"):
-        importlib.import_module("forge.nothing")
-
-
 @pytest.mark.parametrize("name", ENDPOINTS)
 def test_an_endpoint_of_upstream_names_ours(name: str):
     service = Service("policy", frozenset({"generate", "logprobs"}))

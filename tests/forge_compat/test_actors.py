@@ -12,8 +12,6 @@ import pytest
 import torch
 from forge.data_models.completion import Completion
 from forge.observability.metric_actors import get_or_create_metric_logger
-from forge.observability.perf_tracker import Tracer, trace
-from forge.util import get_logger, get_world_size_and_rank, log_once
 from forge.util.config import parse
 from forge.util.ops import compute_logprobs
 from transformers import AutoModelForCausalLM
@@ -21,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from forge.actors import Generator, Trainer
 from forge.losses import ReinforceLoss
 from forge.observability import Reduce, record_metric
-from forge.observability.metrics import drain
 from forge.runtime.controller import endpoint, run, shutdown
 from forge_compat.actors import ReferenceModel, ReplayBuffer, TitanTrainer
 
@@ -147,22 +144,6 @@ def test_what_torchforges_sections_say_is_done_or_an_error():
         titan(activation_checkpoint={"mode": "some"})
 
 
-def test_the_section_of_checkpoints_does_nothing_but_for_a_step_to_load():
-    titan(checkpoint={"load_step": -1, "keep_latest_k": 3, "enable": True}, comm={"init_timeout_seconds": 3})
-    with pytest.raises(TypeError, match=r"checkpoint\.load_step = 100: call load_checkpoint with its path"):
-        titan(checkpoint={"load_step": 100})
-
-
-@pytest.mark.parametrize("model", [None, "", 3])
-def test_no_name_of_a_model_is_not_the_name_none(model):
-    for component in (Generator, ReferenceModel, Trainer, TitanTrainer):
-        settings = {"loss": ReinforceLoss()} if issubclass(component, Trainer) else {}
-        with pytest.raises(ValueError, match=f"model must be a folder or hub id, got {model!r}"):
-            component(model, **settings)
-    with pytest.raises(ValueError, match="model needs hf_assets_path, a folder or hub id"):
-        titan(model={"hf_assets_path": None})
-
-
 LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
 
 
@@ -239,41 +220,6 @@ def test_logprobs_of_a_response():
     assert compute_logprobs(logits.bfloat16(), tokens).dtype == torch.float32
 
 
-def test_a_tracer_records_its_steps():
-    drain()
-    tracer = Tracer("loop")
-    with pytest.raises(ValueError, match="must be started before calling step"):
-        tracer.step("a")
-    tracer.start()
-    with pytest.raises(ValueError, match="has already been started"):
-        tracer.start()
-    for _ in range(2):
-        tracer.step("a")
-    tracer.stop()
-    snapshot = drain()
-    assert snapshot.moments["loop/a/duration_avg_s", Reduce.MEAN].count == 2
-    values = snapshot.values()
-    assert 0 <= values["loop/a/duration_avg_s"] <= values["loop/a/duration_max_s/max"]
-    assert values["loop/total_duration_avg_s"] >= 2 * values["loop/a/duration_avg_s"] - 1e-9
-
-    @trace("call")
-    async def asked(number: int) -> int:
-        return number
-
-    @trace("call")
-    def plain(number: int) -> int:
-        return number
-
-    assert (asyncio.run(asked(3)), plain(4)) == (3, 4)
-    with trace("block") as inner:
-        inner.step("half")
-    moments = drain().moments
-    assert moments["call/total_duration_avg_s", Reduce.MEAN].count == 2
-    assert ("block/half/duration_max_s", Reduce.MAX) in moments
-    with pytest.raises(ValueError, match='timer must be "cpu" or "gpu"'):
-        Tracer("x", timer="tpu")
-
-
 class Recorder(ReplayBuffer):
     """Records a metric in its own process."""
 
@@ -324,12 +270,3 @@ def test_a_program_with_a_configuration_file(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(sys, "argv", ["program", "--config", str(file), word])
         with pytest.raises(SystemExit, match=message):
             main()
-
-
-def test_the_rest_of_forge_util(caplog):
-    assert get_world_size_and_rank() == (1, 0)
-    logger = get_logger("INFO")
-    with caplog.at_level(logging.INFO, logger="forge"):
-        for _ in range(3):
-            log_once(logger, "a line that is once in the log")
-    assert caplog.text.count("a line that is once in the log") == 1

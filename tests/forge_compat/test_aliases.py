@@ -33,21 +33,6 @@ def test_modules_within_and_their_classes_exist_once():
     assert pickle.loads(pickle.dumps(ExactMatch())) == ExactMatch()
 
 
-def test_a_store_by_the_name_of_the_documents():
-    import forge.store as ts
-
-    from forge.runtime import store
-    from forge_compat import store_calls
-
-    assert ts.put is store_calls.put
-    assert ts.MissingVersion is store.MissingVersion
-
-
-def test_a_module_that_does_not_exist_is_named_as_it_was_written():
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'forge\.controller\.servcie'"):
-        importlib.import_module("forge.controller.servcie")
-
-
 @pytest.mark.processes
 def test_a_program_by_its_older_name():
     errors = []

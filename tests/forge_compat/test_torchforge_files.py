@@ -201,19 +201,6 @@ def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[st
     assert not any(note == NOTES[""] for _, _, note in converted.notes)
 
 
-def test_models_over_several_gpus(tmp_path: Path):
-    policy = {"engine_args": {"tensor_parallel_size": 4, "max_num_seqs": 64}}
-    values = convert(read_upstream(written(tmp_path, LARGE | {"policy": policy}))).values
-    assert values["parallelism"] == {"tensor_parallel_degree": 8}
-    assert values["services"]["trainer"] == {"procs": 8, "with_gpus": True}
-    assert values["generator"] == {"slots": 64, "engine": "vllm", **rest(values)}
-
-
-def rest(values: dict[str, Any]) -> dict[str, Any]:
-    """What follows from the trainer's section."""
-    return {name: values["generator"][name] for name in ("max_seq_len", "dtype")}
-
-
 def test_the_file_of_sft_loads(tmp_path: Path):
     converted = convert(read_upstream(written(tmp_path, SFT)), "llama")
     ours = tmp_path / "ours.yaml"
@@ -304,32 +291,6 @@ def test_arguments_of_vllm_are_kept_but_for_those_that_other_keys_say():
     assert convert(placed | {"policy": {"engine_args": differing}}).values["generator"]["vllm"] == differing
 
 
-def rl(shard: int, procs: int | None, **degrees: int) -> dict[str, Any]:
-    return {
-        "group_size": 8,
-        "local_batch_size": 16,
-        "replay_buffer": {"dp_size": shard},
-        "trainer": {"parallelism": {"data_parallel_shard_degree": shard, **degrees}},
-        "actors": {} if procs is None else {"trainer": {"procs": procs}},
-    }
-
-
-def test_a_buffer_for_all_shards_has_as_many_parts_as_the_trainer_has_shards():
-    sizes = [(8, {}, 16), (8, {"tensor_parallel_degree": 2}, 8), (8, {"data_parallel_replicate_degree": 4}, 4)]
-    for procs, degrees, size in [*sizes, (None, {}, 2), (None, {"tensor_parallel_degree": 2}, 2)]:
-        assert convert(rl(-1, procs, **degrees)).values["training"]["batch_size"] == size
-    assert convert(rl(2, 2)).values["training"]["batch_size"] == 4
-    with pytest.raises(ValueError, match=r"dp_size = -1: .* make 2, which does not divide actors.trainer.procs = 3"):
-        convert(rl(-1, 3, context_parallel_degree=2))
-
-
-def test_ranks_that_share_rows_do_not_multiply_the_batch_of_sft():
-    values = SFT | {"model_name": "m", "parallelism": {"tensor_parallel_degree": 2, "context_parallel_degree": 2}}
-    assert convert(values).values["training"]["batch_size"] == 2
-    with pytest.raises(ValueError, match=r"degrees of parallelism make 3, which does not divide processes.procs = 8"):
-        convert(SFT | {"parallelism": {"tensor_parallel_degree": 3}})
-
-
 RL = {"group_size": 8, "local_batch_size": 16}
 
 
@@ -393,35 +354,3 @@ def test_switches_of_checkpoints_and_activations():
     for mode, is_on in ((None, False), ("none", False), ("full", True)):
         training = converted(activation_checkpoint={"mode": mode})["training"]
         assert training["gradient_checkpointing"] is is_on
-
-
-def test_of_two_keys_for_one_here_the_first_has_a_comment():
-    converted = convert(RL | {"off_by_n": 1, "replay_buffer": {"max_policy_age": 3}})
-    assert converted.values["async"] == {"max_policy_age": 3}
-    assert ("off_by_n", 1, "async.max_policy_age is that of replay_buffer.max_policy_age") in converted.notes
-
-
-def test_a_comment_has_one_line():
-    converted = convert(RL | {"unheard": "a\n\n  b: 1\n"})
-    assert yaml.safe_load(converted.text("x.yaml")) == converted.values
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("${oc.env:NEVER_SET,null}", None),
-        ("${oc.env:NEVER_SET,}", ""),
-        ("${oc.env:NEVER_SET, 'a b'}", "a b"),
-        ("x${oc.env:NEVER_SET,}y", "xy"),
-        ("${oc.env:USER,null}", "ada"),
-        (r"\${model}", "${model}"),
-        (r"\${model}-${model}", "${model}-a/b"),
-    ],
-)
-def test_defaults_of_the_environment_and_literal_texts(tmp_path: Path, text: str, value: Any):
-    assert read_upstream(written(tmp_path, {"model": "a/b", "x": text}))["x"] == value
-
-
-def test_a_sum_of_what_is_no_number_is_one_line(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"\$\{sum:1,x\} needs whole numbers"):
-        read_upstream(written(tmp_path, {"x": "${sum:1,x}"}))

@@ -113,16 +113,6 @@ def test_an_mcp_server_that_answers_a_call_with_anything(name: str):
     tracemalloc.stop()
 
 
-def test_arguments_that_are_no_text_do_not_end_the_session():
-    async def main():
-        async with mcp_server() as url, mcp.HTTPTools(url) as tools:
-            with pytest.raises(mcp.ToolError, match="lone surrogate"):
-                await tools.call("add", {"a": ["\ud800"]})
-            assert await tools.call("add", {"a": ["\U0001f600"]}) == ""
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
     line, size = f"data: {'a' * 60_000}{end}".encode(), 1 << 14

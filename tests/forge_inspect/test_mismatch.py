@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 import forge
@@ -13,7 +12,6 @@ from forge.cli import main
 from forge.training import policy as training_policy
 from forge.training.checkpoint import checkpoints
 from forge_inspect.alerts import folder_alerts
-from forge_inspect.mismatch.differences import distance
 from forge_inspect.mismatch.verdict import compare
 
 
@@ -94,15 +92,3 @@ def test_bad_input_is_one_line_and_exit_code_2(change, reason, clean, tmp_path, 
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert reason in lines[0]
-
-
-def test_one_sequence_that_differs_is_not_averaged_away():
-    owners = np.repeat(np.arange(10), 10)
-    first = np.zeros(100)
-    second = np.where(owners == 3, 1e-3, 0.0)
-    assert distance(first, second, owners) == pytest.approx(1e-3)
-    # Tokens of a mixture that flipped between two experts are left aside.
-    second = np.where(np.arange(100) == 7, 1.0, 1e-6)
-    assert distance(first, second, owners) == pytest.approx(0.1, rel=1e-3)
-    assert distance(first, second, owners, flipped=0.02) == pytest.approx(1e-6)
-    assert distance(first, np.full(100, np.nan), owners) == 0.0

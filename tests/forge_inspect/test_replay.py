@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -19,10 +18,8 @@ import yaml
 
 from forge.config import ConfigError
 from forge.observability.schedule import seal_line
-from forge.types import Seen
 from forge_envs import Action, Environment, Step
-from forge_inspect.replay import Plan, ReplayDiffers, first_versions, replay
-from forge_inspect.schedule import read_schedule
+from forge_inspect.replay import replay
 from tests.recipes.test_recipes import CONFIG, finish, start
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -133,32 +130,6 @@ def test_an_edited_entry_is_named_at_its_step(
     assert message in output
 
 
-def test_a_change_says_where_the_runs_part(run: Path) -> None:
-    name = "parted"
-    code, output = forge("replay", str(run), "--change", "training.weight_decay=0.5", "--until", "4", "--name", name)
-    assert code == 0, output
-    assert "with training.weight_decay=0.5 the runs part in step 1: the weights are" in output
-    assert max(read_schedule(run.parent / name).steps) == 4
-
-
-def test_a_checkpoint_is_a_start_where_nothing_was_in_flight(tmp_path: Path) -> None:
-    lock_step = trained(tmp_path, ASYNCHRONOUS | {"async": {"max_policy_age": 0}})
-    code, output = forge("replay", str(lock_step), "--from", "5")
-    assert code == 0, output
-    assert f"steps 6 to {STEPS} are those of the run, bit for bit" in output
-    second_states = states(lock_step.parent / "test-replay")
-    assert second_states == {name: digest for name, digest in states(lock_step).items() if name in second_states}
-
-
-def test_a_prompt_in_flight_at_the_checkpoint_is_named(run: Path) -> None:
-    schedule = read_schedule(run)
-    plan = Plan(schedule, STEPS)
-    early = {index for index, first in first_versions(plan, Seen(), 0).items() if first < 3}
-    assert first_versions(plan, Seen(0, early), 3).keys() == schedule.groups.keys() - early
-    with pytest.raises(ReplayDiffers, match=rf"prompt {max(early)} was in flight at step 3, begun by version"):
-        first_versions(plan, Seen(0, early - {max(early)}), 3)
-
-
 @pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
     config = ASYNCHRONOUS | {"checkpoint": {"every": 3, "keep": STEPS}, "generator": {"slots": 2}}
@@ -182,21 +153,6 @@ def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
     code, output = forge("replay", str(tmp_path / "runs/test"), "--from", "3", "--name", "late")
     assert code == 0, output
     assert f"steps 4 to {STEPS} are those of the run, bit for bit" in output
-
-
-def noisy(response: str) -> float:
-    """A reward that draws."""
-    return random.random()
-
-
-@pytest.mark.slow
-def test_a_reward_that_draws_is_named(tmp_path: Path) -> None:
-    reward = {"functions": ["tests.recipes.test_replay:noisy"], "accuracy": "ExactMatch"}
-    folder = trained(tmp_path, ASYNCHRONOUS | {"reward": reward, "training": ASYNCHRONOUS["training"] | {"steps": 2}})
-    code, output = forge("replay", str(folder))
-    assert code == 1
-    assert "step 1: sample 0 of prompt" in output
-    assert "for the same tokens" in output
 
 
 def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from time import perf_counter
 import pytest
 
 from forge_sandbox import CodeVerifier
-from forge_verifiers import Panel
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +52,6 @@ def score(responses, cases, **settings):
 
 
 DOUBLE = [{"stdin": "3\n", "stdout": "6"}, {"stdin": "5", "stdout": "10"}]
-SQUARE = [{"call": "square(3)", "value": "9"}, {"test": "assert square(-2) == 4"}]
 
 
 def test_input_and_output():
@@ -66,19 +64,6 @@ def test_input_and_output():
     ]
     assert score(programs, DOUBLE).values[:, 0].tolist() == [1, 1, 0, 0, 0]
     assert score(programs[:3], DOUBLE, credit="share").values[:, 0].tolist() == [1, 1, 0.5]
-
-
-def test_values_and_statements():
-    programs = [
-        block("def square(x):\n    return x * x"),
-        block("def square(x):\n    return float(x * x) if x > 0 else 0"),
-        block("import sys\nsys.exit(0)"),
-        block("print('9')\nimport os\nos._exit(0)"),
-        block("def square(x:"),
-    ]
-    found = score(programs, SQUARE, credit="share")
-    assert found.values[:, 0].tolist() == [1, 0.5, 0, 0, 0]
-    assert not found.reasons
 
 
 def test_a_program_that_does_not_end_fails():
@@ -109,51 +94,3 @@ def test_a_verdict_is_remembered_under_the_settings_of_its_sandbox_alone():
     assert verifier.fingerprint is not None
     assert len({verifier.fingerprint, *(other.fingerprint for other in others)}) == 4
     assert CodeVerifier({"workers": 1}).fingerprint == verifier.fingerprint
-
-
-def test_programs_of_many_calls_have_time_as_long_as_some_end():
-    class Busy(Trusting):
-        """One program at a time, and it counts those whose sandbox was closed."""
-
-        def __init__(self):
-            self.turn, self.closed = asyncio.Lock(), 0
-
-        async def run(self, program, *, stdin="", time_limit):
-            async with self.turn:
-                await asyncio.sleep(0.02)
-                return Ended("ok", "2", 0.02)
-
-        async def close(self):
-            self.closed += 1
-
-    async def many():
-        sandbox = Busy()
-        panel = Panel([CodeVerifier(sandbox)], timeout=0.25)
-        target = json.dumps([{"stdout": "2"}])
-        found = await asyncio.gather(*(panel.score("", [block("print(2)")] * 4, target) for _ in range(5)))
-        await panel.close()
-        return found, sandbox.closed
-
-    found, closed = asyncio.run(many())
-    assert [part.values.tolist() for part in found] == [[[1.0]] * 4] * 5
-    assert closed == 1
-
-
-def test_a_program_that_was_cancelled_is_no_progress():
-    class Sometimes:
-        async def run(self, program, *, stdin="", time_limit):
-            if "hang" in program:
-                await asyncio.sleep(30)
-            if "fail" in program:
-                raise OSError("no room for a sandbox")
-            return Ended("timeout", "", time_limit)
-
-    async def some():
-        verifier = CodeVerifier(Sometimes())
-        target = json.dumps([{"stdout": "2"}])
-        await verifier.score("", [block("slow"), block("fail")], target)
-        ended = verifier.progress
-        found = await Panel([verifier], timeout=0.1).score("", [block("hang")], target)
-        return ended, verifier.progress, found.reasons[0, 0]
-
-    assert asyncio.run(some()) == (2, 2, "the verifier made no progress for 0.1 s")

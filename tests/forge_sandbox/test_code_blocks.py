@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_sandbox.code_blocks import CodeBlock, code_blocks, python_block
+from forge_sandbox.code_blocks import CodeBlock, code_blocks
 from forge_sandbox.code_verifier import code_block
 
 DOC = "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"
@@ -40,24 +40,3 @@ def test_the_program_is_the_last_block_in_python(response, program):
 def test_blocks_in_order_with_their_languages():
     text = "```Bash\nls\n```\n\n    ```\n    indented code, no fence\n\n~~~\nx\n~~~"
     assert code_blocks(text) == [CodeBlock("bash", "ls\n"), CodeBlock("", "x\n")]
-
-
-@pytest.mark.parametrize(
-    ("later", "is_program"),
-    [
-        ("6", False),
-        ("Counter({'a': 1})", False),
-        ("set()", False),
-        ("x = 6", False),
-        ("print(double(3))", False),
-        ("[" * 500, False),
-        ("print(2 * int(input()))", True),
-        ("import math\nprint(math.pi)", True),
-        ("from math import *\nprint(sqrt(4))", True),
-        ("def double(x):\n    return x + x", True),
-    ],
-)
-def test_a_later_block_without_a_language(later, is_program):
-    program = "def double(x):\n    return 2 * x\n"
-    text = f"```python\n{program}```\nThen:\n```\n{later}\n```\n"
-    assert python_block(text) == (f"{later}\n" if is_program else program)

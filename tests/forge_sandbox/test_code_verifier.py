@@ -65,26 +65,6 @@ def test_time_and_output_are_each_calls_own(sandbox):
     assert score(sandbox, chatter, long) == 19 / 20
 
 
-def test_what_is_longer_than_the_output(sandbox):
-    found = asyncio.run(
-        CodeVerifier(sandbox, program=str).score(
-            "", ["def f(): return 'x' * 10 ** 5"], json.dumps([{"call": "f()", "value": repr("x" * 10**5)}])
-        )
-    )
-    assert "100004 characters are expected" in found.reasons[0, 0]
-    assert score(sandbox, "def f(x): return 'x' * 10 ** 5") == 0.0
-
-
-def test_a_program_that_cannot_be_written_is_wrong(sandbox):
-    assert score(sandbox, "print('\ud800')", [{"stdin": "", "stdout": "?"}]) == 0.0
-
-
-def test_a_program_that_does_not_load_is_not_run_again(sandbox):
-    for program in ("1 / 0", "def f(x:", "import os; os._exit(0)", "exit()", "\0", RIGHT + "while True: pass"):
-        assert score(sandbox, program, time_limit=0.15) == 0.0
-    assert sandbox.runs == 6
-
-
 def test_kinds_of_cases_together(sandbox):
     cases = [
         {"stdin": "4", "stdout": "16"},
@@ -156,12 +136,6 @@ def test_asserts_are_judged_by_values(test, right, sandbox):
         score(sandbox, "def f(*a): return [] if 'not' not in TEST else 1".replace("TEST", repr(test)), [{"test": test}])
         == 0.0
     )
-
-
-def test_asserts_that_hold_of_any_object(sandbox):
-    program = "class A: pass\ndef f(*a): return A()"
-    for test in ("assert f(1) is not None", "assert f(1) != 3", "x = f(1)\nassert x", "assert f(1) is not f(1)"):
-        assert score(sandbox, program, [{"test": test}]) == 1.0
 
 
 WRONG = "def f(x):\n    return 0\n"
@@ -271,36 +245,6 @@ def test_only_right_programs_pass(name, sandbox):
     assert score(sandbox, SQUARE, [case]) == 1.0
     for program in ("def f(x):\n    return x + x + 1", EQUAL_TO_ALL, EQUAL, "1 / 0", "import os; os._exit(0)"):
         assert score(sandbox, program, [case]) == 0.0
-
-
-OBJECTS = {
-    "methods": (
-        "class Stack:\n    def __init__(self): self.items = []\n"
-        "    def push(self, x): self.items.append(x)\n    def pop(self): return self.items.pop()",
-        "s = Stack()\ns.push(1)\ns.push([2])\nassert s.pop() == [2]\nassert len(s.items) == 1\nassert s.pop() == 1",
-        "class Stack:\n    items = [0]\n    push = lambda *a: None\n    pop = lambda s: 1",
-    ),
-    "arguments in place": ("def f(x): x.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]", "def f(x): return sorted(x)"),
-    "two objects": (
-        "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
-        "    def __add__(self, other): return P(self.x + other.x)",
-        "assert P(1) + P(2) == P(3)\nassert (P(1) + P(2)).x == 3\nassert P(1) != P(2)",
-        "class P:\n    def __init__(self, x): self.x = x\n    __add__ = lambda s, o: s",
-    ),
-    "not a number": (
-        "def f(x): return float('nan')",
-        "import math\nassert math.isnan(f(float('inf'))) and f(1) != f(1)",
-        "def f(x): return x",
-    ),
-    "functions": ("def f(g): return [g(1)]", "x = f(lambda n: n + 1)\nassert x == [2]", "def f(g): return [1]"),
-}
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_objects_of_the_program(name, sandbox):
-    right, test, wrong = OBJECTS[name]
-    assert score(sandbox, right, [{"test": test}]) == 1.0
-    assert score(sandbox, wrong, [{"test": test}]) == 0.0
 
 
 def test_a_data_set_with_tests_that_can_be_forged_is_named():

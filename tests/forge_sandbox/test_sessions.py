@@ -126,40 +126,6 @@ def test_limits_hold_between_cells(cell, limit, level, user):
 
 
 @each_level
-def test_a_session_that_ends_between_cells(level, user, sandboxes):
-    first = """
-        import os, threading, time
-        def end():
-            time.sleep(0.1)
-            os._exit(3)
-        threading.Thread(target=end).start()
-    """
-
-    sandbox = sandboxes(level, user)
-
-    async def main():
-        async with sandbox.session() as python:
-            before = below(os.getpid())
-            assert (await python.run(textwrap.dedent(first))).status == "ok"
-            while before <= below(os.getpid()):
-                await asyncio.sleep(0.01)
-            result = await python.run("1")
-            assert (result.status, "ended between two cells, with exit code 3" in result.stderr) == ("ended", True)
-
-    asyncio.run(main())
-
-
-def test_a_cell_is_looked_at_when_it_ends():
-    """However short it was."""
-    sandbox = opened("namespaces", SELF, workers=1, memory_mb=256)
-    held = "import os, time\nif not os.fork():\n    held = bytearray(b'x') * (150 << 20)\n    os.write(told, b'x')\n"
-    cell = f"import os\nready, told = os.pipe()\n{held}    time.sleep(60)\nos.read(ready, 1)"
-    results = cells(sandbox, cell, "os.close(ready)", cell, "1")
-    assert [result.status for result in results] == ["ok", "ok", "memory", "ended"]
-    asyncio.run(sandbox.close())
-
-
-@each_level
 def test_a_child_of_a_cell_does_not_answer_for_the_next(level, user, sandboxes):
     returns = """
         import os, time
@@ -208,24 +174,3 @@ def test_descriptors_sent_with_answers_are_not_received(level, user, sandboxes):
     """
     results = cells(sandboxes(level, user), CHANNEL + textwrap.dedent(many), "1")
     assert [result.status for result in results] == ["ok", "ok"]
-
-
-@each_level
-def test_a_session_without_free_descriptors(level, user, sandboxes):
-    results = cells(sandboxes(level, user), "import os\nfor _ in range(99): os.dup(0)", "1", "1")
-    assert [result.status for result in results] == ["error", "error", "ended"]
-    assert "too many open files" in results[1].stderr
-
-
-@each_level
-def test_a_channel_that_is_closed(level, user, sandboxes):
-    closes = CHANNEL + "channel().shutdown(socket.SHUT_RDWR)"
-    results = cells(sandboxes(level, user), closes, "1")
-    assert results[0].status in ("ok", "error")
-    assert results[-1].status != "ok"
-
-
-def test_cpu_time_of_a_cell_includes_that_of_the_session(sandboxes):
-    burn = "import time\nuntil = time.process_time() + 0.3\nwhile time.process_time() < until: pass"
-    for result in cells(sandboxes("namespaces", SELF), burn, burn):
-        assert 0.2 < result.cpu_seconds < 5.0

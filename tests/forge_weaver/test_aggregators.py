@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from forge_weaver import (
     load,
 )
 from forge_weaver.calibration import auc, ece, log_loss
-from forge_weaver.means import fitted_slope
 from forge_weaver.selection import selection_accuracy
 
 from .synthetic import Truth, generate, scenario
@@ -80,19 +78,6 @@ def table() -> ScoreTable:
 
 @quiet
 @every
-def test_probabilities_and_what_has_none(make: Callable[[], Aggregator], table: ScoreTable):
-    p = make().fit(table).predict_proba(table)
-    assert p.shape == table.present.shape
-    unscored = ~table.present
-    unscored[2, 4] = True
-    np.testing.assert_array_equal(np.isnan(p), unscored)
-    assert (p[~unscored] >= 0).all()
-    assert (p[~unscored] <= 1).all()
-    assert auc(p, table.labels) > 0.55
-
-
-@quiet
-@every
 def test_a_file_holds_all_there_is(make: Callable[[], Aggregator], table: ScoreTable, tmp_path: Path):
     fitted = make().fit(table)
     fitted.save(tmp_path / "fit.npz")
@@ -137,31 +122,6 @@ def test_verifiers_are_found_by_name(make: Callable[[], Aggregator], table: Scor
     more = dataclasses.replace(table.select([*rest, first]), verifiers=(*rest, "stranger"), families=None)
     with pytest.raises(ValueError, match=f"lacks {first} and also has stranger"):
         fitted.predict_proba(more)
-
-
-@pytest.mark.full
-@quiet
-@every
-def test_useless_verifiers_break_nothing(make: Callable[[], Aggregator], table: ScoreTable):
-    scores = np.concatenate([table.scores, np.full((40, 8, 2), np.nan)], axis=2)
-    scores[..., -1][table.present] = 4.0
-    spoilt = dataclasses.replace(
-        table, scores=scores, verifiers=(*table.verifiers, "absent", "constant"), families=None
-    )
-    fitted = make().fit(spoilt)
-    assert fitted.report.dropped["absent"] == "it never gave a score"
-    assert fitted.report.dropped["constant"] == "it always said 4"
-    assert fitted.report.verifiers["constant"] == {"coverage": 1.0, "weight": 0.0}
-    plain = make().fit(dataclasses.replace(table, families=None))
-    np.testing.assert_array_equal(
-        fitted.predict_proba(spoilt)[table.present],
-        plain.predict_proba(dataclasses.replace(table, families=None))[table.present],
-    )
-
-
-def test_nothing_but_useless_verifiers():
-    with pytest.raises(ValueError, match="no verifier is left"):
-        RankMean().fit(ScoreTable(np.ones((2, 2, 1)), ("constant",)))
 
 
 UNSUPERVISED = [maker for maker in MAKERS if not isinstance(maker(), AnchoredLogistic)]
@@ -209,16 +169,6 @@ def test_rates_are_recovered_without_labels(balance: float, missing: float):
     assert np.abs(estimated - true).mean() < 0.01
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", [0.0, 0.2])
-@pytest.mark.parametrize("balance", [0.1, 0.3, 0.6])
-def test_rates_are_recovered_whatever_the_seed(balance: float, missing: float):
-    for seed in range(10):
-        truth = generate(500, 100, 33, balance=balance, missing=missing, verdicts=True, seed=seed)
-        estimated, true = rates(DawidSkene().fit(truth.table.with_labels_of([])), truth)
-        assert np.abs(estimated - true).mean() <= 0.01
-
-
 def test_a_verifier_worse_than_chance_counts_the_other_way():
     truth = generate(100, 20, 9, verdicts=True, seed=0, areas=(0.7, 0.85))
     scores = truth.table.scores.copy()
@@ -227,31 +177,6 @@ def test_a_verifier_worse_than_chance_counts_the_other_way():
     found = fitted.report.verifiers[truth.table.verifiers[0]]
     assert found["tpr"] + found["tnr"] < 0.9
     assert auc(fitted.predict_proba(dataclasses.replace(truth.table, scores=scores)), truth.table.labels) > 0.9
-
-
-def test_a_rank_mean_is_matched_to_the_class_balance(table: ScoreTable):
-    p = RankMean(0.2).fit(table).predict_proba(table)
-    assert np.nanmean(p) == pytest.approx(0.2, abs=0.01)
-    families = RankMean(by_family=True).fit(table).report.verifiers
-    weights = [families[name]["weight"] for name in table.verifiers]
-    np.testing.assert_allclose(weights, [0.1] * 8 + [0.2])
-
-
-@pytest.mark.parametrize(("balance", "distance"), [(0.5, 3.0), (0.3, 2.0), (0.1, 4.0)])
-def test_the_slope_of_a_rank_mean_is_that_of_two_gaussians(balance: float, distance: float):
-    rng = np.random.default_rng(0)
-    u = 0.3 * (rng.normal(size=20_000) + distance * (rng.random(20_000) < balance))
-    assert fitted_slope(u) == pytest.approx(distance / 0.3 * u.std(), rel=0.1)
-    assert all(fitted_slope(rng.normal(size=n)) <= 1.0 for n in (5, 40, 200, 1000, 20_000))
-
-
-def test_a_rank_mean_that_tells_the_classes_apart_says_so():
-    truth = generate(200, 16, 12, balance=0.4, areas=(0.85, 0.9), seed=0).table
-    p = RankMean(0.4).fit(truth).predict_proba(truth)
-    cautious = RankMean(0.4, slope=1.0).fit(truth).predict_proba(truth)
-    assert auc(p, truth.labels) > 0.99
-    assert ece(p, truth.labels) < 0.06 < 0.15 < ece(cautious, truth.labels)
-    assert (np.argsort(p, axis=None) == np.argsort(cautious, axis=None)).all()
 
 
 def test_the_published_model_drops_one_sided_verifiers():
@@ -310,24 +235,6 @@ def test_auto_goes_by_labels_then_by_independence(table: ScoreTable):
         Auto(one_right=True, class_balance=0.1).fit(table)
 
 
-@pytest.mark.full
-def test_auto_where_verifiers_err_together():
-    """The mixture beats the rank mean by far where problems differ, and is not trusted where it contradicts it."""
-    made = scenario("correlated", 0, problems=150).table
-    hidden = made.with_labels_of([])
-    with pytest.warns(UserWarning, match="err together .* the correlated mixture is taken"):
-        fitted = Auto().fit(hidden)
-    p, rank = fitted.predict_proba(hidden), RankMean().fit(hidden).predict_proba(hidden)
-    assert selection_accuracy(p, made.labels) > selection_accuracy(rank, made.labels) + 0.05
-    assert fitted.report.residual_correlation is not None
-    assert fitted.report.residual_correlation > 0.1
-    with pytest.warns(UserWarning, match="the rank mean is taken, and that .* no more than a guess"):
-        fallen = Auto(agreement=1.0).fit(hidden)
-    assert fallen.report.method == "Auto: RankMean"
-    order = np.argsort(np.argsort(fallen.predict_proba(hidden), axis=None))
-    np.testing.assert_array_equal(order, np.argsort(np.argsort(rank, axis=None)))
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_auto_makes_nothing_up_from_one_or_two_verifiers(count: int):
     made = generate(100, 16, count, areas=(0.8, 0.8), seed=0).table
@@ -348,38 +255,6 @@ def test_one_right_is_worth_something_to_one_verifier(count: int):
     np.testing.assert_allclose(p.sum(1), 1)
     assert selection_accuracy(p, right) > 0.7
     assert ece(p, right) < 0.06
-
-
-@quiet
-@pytest.mark.parametrize("count", [3, 5, 7, 9])
-def test_auto_leaves_a_mean_that_shows_two_heaps_as_it_is(count: int):
-    """Good verifiers that err together, a third of them verdicts: the mixture would weigh the best ones down."""
-    for seed in range(2):
-        made = generate(200, 8, count, areas=(0.85, 0.97), correlation=0.6, seed=seed).table
-        hidden = made.with_labels_of([])
-        fitted = Auto().fit(hidden)
-        assert fitted.report.method == "Auto: RankMean"
-        p, rank = fitted.predict_proba(hidden), RankMean().fit(hidden).predict_proba(hidden)
-        np.testing.assert_array_equal(np.argsort(p, axis=None), np.argsort(rank, axis=None))
-
-
-@quiet
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["independent", "missing", "correlated", "hard"])
-def test_auto_is_never_worse_than_the_rank_mean(case: str):
-    for seed in range(10):
-        made = scenario(case, seed).table
-        hidden = made.with_labels_of([])
-        p, rank = (one.fit(hidden).predict_proba(hidden) for one in (Auto(), RankMean(0.3)))
-        assert selection_accuracy(p, made.labels) >= selection_accuracy(rank, made.labels) - 0.02
-
-
-@quiet
-def test_auto_mistrusts_the_mixture_where_problems_move_the_scores():
-    made = generate(150, 16, 16, areas=(0.52, 0.76), correlation=0.5, query_shift=1.2, seed=0).table
-    fitted = Auto(agreement=-1.0).fit(made.with_labels_of([]))
-    assert fitted.report.details["problem_effect"] > 0.25
-    assert fitted.report.method == "Auto: RankMean"
 
 
 def test_one_right_response_of_each_problem():
@@ -403,24 +278,6 @@ def test_one_right_response_of_each_problem():
 def only(table: ScoreTable, mask: np.ndarray) -> ScoreTable:
     """With scores of some responses alone."""
     return dataclasses.replace(table, scores=np.where(mask[..., None], table.scores, np.nan))
-
-
-def test_losses_are_compared_on_the_same_responses():
-    """Only one of five labelled problems has right responses, so it cannot be held out: labels cannot be judged."""
-    made = generate(200, 8, 10, balance=0.1, seed=3, areas=(0.6, 0.85)).table
-    assert made.labels is not None
-    some = made.labels.sum(1) > 0
-    labelled = np.concatenate([np.flatnonzero(some)[:1], np.flatnonzero(~some)[:4]])
-    shown = made.with_labels_of(labelled)
-    anchored = AnchoredLogistic().fit(shown)
-    assert np.isnan(anchored.held_out).sum() == 8
-    with pytest.warns(UserWarning, match="to hold any out"):
-        assert Auto().fit(shown).report.method == "Auto: BinnedDawidSkene"
-    two = np.full_like(made.labels, np.nan)
-    two[0], two[1] = 1, 0
-    none = AnchoredLogistic().fit(dataclasses.replace(made, labels=two))
-    assert none.report.details["penalty"] == 1000
-    assert none.report.details["log_loss"] is None
 
 
 @quiet
@@ -447,84 +304,6 @@ def test_what_nothing_scored_is_not_learned_from(make: Callable[[], Aggregator],
     assert fitted.report.to_dict() == report
 
 
-def test_coverage_is_of_all_that_was_learned_from():
-    plain = ScoreTable(np.random.default_rng(0).normal(size=(20, 4, 3)), ("a", "b", "c"))
-    later = plain.scores.copy()
-    later[..., 0] = np.nan
-    later[:10] = np.nan
-    for make in (BinnedDawidSkene, Auto):
-        fitted = make().fit(plain).partial_fit(ScoreTable(later, plain.verifiers))
-        assert fitted.report.coverage == pytest.approx(0.75)
-        assert [fitted.report.verifiers[name]["coverage"] for name in "abc"] == pytest.approx([0.5, 0.75, 0.75])
-
-
-def test_an_unscored_response_may_be_the_right_one():
-    """It counts with evidence 0 against the others, and has no probability of its own."""
-    made = generate(40, 10, 6, seed=0).table.with_labels_of([])
-    fitted = CorrelatedMixture(one_right=True).fit(made)
-    gone = np.ones((40, 10), bool)
-    gone[0, 5:] = False
-    p = fitted.predict_proba(only(made, gone))[0]
-    assert np.isnan(p[5:]).all()
-    evidence = fitted.evidence(fitted._data(made))[:5]
-    np.testing.assert_allclose(p[:5], np.exp(evidence) / (np.exp(evidence).sum() + 5))
-    mean = RankMean(0.3).fit(only(made, gone)).predict_proba(only(made, gone))
-    assert np.nanmean(mean) == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    "make", [BinnedDawidSkene, DawidSkene, CorrelatedMixture, Online], ids=lambda make: make.__name__
-)
-def test_one_problem_more_does_not_move_the_prior(make: Callable[[], Aggregator]):
-    made = generate(300, 8, 9, balance=0.4, areas=(0.65, 0.8), seed=0).table
-    assert made.labels is not None
-    hidden, test = made.with_labels_of([]), made.take(range(200, 300))
-    fitted = make().fit(hidden.take(range(200)))
-    before = fitted.predict_proba(test)
-    fitted.partial_fit(hidden.take(np.flatnonzero(made.labels[:200].sum(1) == 0)[:1]))
-    assert np.abs(fitted.predict_proba(test) - before).mean() < 0.01
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("balance", [0.02, 0.98])
-def test_nearly_all_wrong_or_right(balance: float):
-    made = generate(120, 16, 12, balance=balance, seed=0, areas=(0.6, 0.85)).table
-    hidden = made.with_labels_of([])
-    rank = auc(RankMean().fit(hidden).predict_proba(hidden), made.labels)
-    for make in (BinnedDawidSkene, CorrelatedMixture):
-        fitted = make().fit(hidden)
-        p = fitted.predict_proba(hidden)
-        assert ece(p, made.labels) < 0.1
-        assert auc(p, made.labels) > rank - 0.02
-        assert not dataclasses.replace(make(), steps=2).fit(hidden).report.details["converged"]
-
-
-@pytest.mark.full
-@quiet
-@pytest.mark.parametrize("make", UNSUPERVISED, ids=lambda make: type(make()).__name__)
-def test_the_order_of_verifiers_does_not_matter(make: Callable[[], Aggregator]):
-    made = scenario("correlated", 0, problems=30, responses=8, verifiers=12).table.with_labels_of([])
-    turned = made.select([made.verifiers[v] for v in np.random.default_rng(0).permutation(12)])
-    np.testing.assert_allclose(
-        make().fit(turned).predict_proba(turned), make().fit(made).predict_proba(made), atol=1e-9
-    )
-
-
-@quiet
-def test_auto_knows_that_one_is_right():
-    rng = np.random.default_rng(0)
-    right = np.eye(6)[rng.integers(0, 6, 200)]
-    made = ScoreTable(right[..., None] + rng.normal(size=(200, 6, 5)), tuple("abcde"), labels=right)
-    hidden = made.with_labels_of([])
-    fitted = Auto(one_right=True).fit(hidden)
-    assert fitted.report.residual_correlation is not None
-    assert fitted.report.residual_correlation < 0.05
-    np.testing.assert_allclose(fitted.predict_proba(hidden).sum(1), 1)
-    with pytest.warns(UserWarning, match="the rank mean is taken;"):
-        fallen = Auto(one_right=True, gate=-1.0, agreement=2.0).fit(hidden)
-    assert fallen.report.class_balance == pytest.approx(1 / 6)
-
-
 def test_the_published_posterior_is_that_of_all_four_entries():
     made = generate(60, 10, 6, verdicts=True, seed=0).table.with_labels_of([])
     fitted = PublishedWeaver(class_balance=0.3).fit(made)
@@ -540,19 +319,6 @@ def test_the_published_posterior_is_that_of_all_four_entries():
     np.testing.assert_allclose(fitted.predict_proba(made).ravel(), expected, atol=1e-12)
 
 
-def test_a_failed_fit_leaves_what_was_there(table: ScoreTable):
-    unfitted = AnchoredLogistic()
-    with pytest.raises(ValueError, match="two labelled problems"):
-        unfitted.fit(table.with_labels_of([]))
-    with pytest.raises(ValueError, match="has not been fitted"):
-        unfitted.predict_proba(table)
-    fitted = RankMean().fit(table)
-    before = fitted.predict_proba(table)
-    with pytest.raises(ValueError, match="no verifier is left"):
-        fitted.fit(ScoreTable(np.ones((2, 2, 1)), ("constant",)))
-    np.testing.assert_array_equal(fitted.predict_proba(table), before)
-
-
 def test_settings_that_cannot_be(table: ScoreTable):
     for make in (RankMean, BinnedDawidSkene, CorrelatedMixture, PublishedWeaver, Auto):
         for balance in (0.0, 1.0, -1.0, float("nan")):
@@ -562,57 +328,3 @@ def test_settings_that_cannot_be(table: ScoreTable):
         DawidSkene(bins=8)  # type: ignore[call-arg]
     for balance in (0.002, 0.998):
         assert BinnedDawidSkene(class_balance=balance).fit(table).report.class_balance == pytest.approx(balance)
-
-
-def test_arrays_that_a_file_lacks_or_has_too_many_of(table: ScoreTable, tmp_path: Path):
-    BinnedDawidSkene().fit(table).save(tmp_path / "fit.npz")
-    with np.load(tmp_path / "fit.npz") as file:
-        arrays = dict(file)
-    header = json.loads(arrays["header"].tobytes())
-    header["verifiers"] = header["verifiers"][:2]
-    fewer = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    for changed, said in (
-        ({name: value for name, value in arrays.items() if name != "ratios"}, "lacks 'ratios'"),
-        ({**arrays, "more": np.ones(1)}, "also has more"),
-        ({**arrays, "header": fewer}, "out of range for 2 verifiers"),
-    ):
-        np.savez(tmp_path / "odd.npz", **changed)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=said):
-            load(tmp_path / "odd.npz")
-    whole = (tmp_path / "fit.npz").read_bytes()
-    for at in range(0, len(whole), len(whole) // 40):
-        (tmp_path / "bent.npz").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        with contextlib.suppress(ValueError):  # nothing else, such as zlib.error
-            load(tmp_path / "bent.npz")
-
-
-def test_a_table_too_small_to_judge():
-    made = generate(3, 4, 5, seed=0).table.with_labels_of([])
-    with pytest.warns(UserWarning, match="too few responses"):
-        p = Auto().fit(made).predict_proba(made)
-    assert ((p >= 0) & (p <= 1)).all()
-
-
-@pytest.mark.full
-@quiet
-@pytest.mark.filterwarnings("ignore:too few responses:UserWarning")
-@every
-def test_odd_tables(make: Callable[[], Aggregator]):
-    """Twins, a verifier that is right every time, hardly any scores, two by two: a probability or a clear error."""
-    plain = generate(30, 6, 5, seed=0).table
-    twins = dataclasses.replace(
-        plain, scores=np.concatenate([plain.scores] * 2, axis=2), verifiers=tuple(f"v{i}" for i in range(10))
-    )
-    assert plain.labels is not None
-    perfect = dataclasses.replace(plain, scores=np.repeat(plain.labels[..., None], 5, axis=2))
-    sparse = generate(60, 6, 8, missing=0.85, seed=0).table
-    for odd in (twins, perfect, sparse, generate(2, 2, 3, seed=1).table, generate(40, 1, 6, seed=0).table):
-        if isinstance(make(), CorrelatedMixture) and make().one_right and odd.scores.shape[1] == 1:  # type: ignore[attr-defined]
-            with pytest.raises(ValueError, match="problems of several responses"):
-                make().fit(odd)
-            continue
-        with np.errstate(invalid="raise", divide="raise", over="raise"):
-            p = make().fit(odd).predict_proba(odd)
-        known = p[~np.isnan(p)]
-        assert known.size
-        assert ((known >= 0) & (known <= 1)).all()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from forge_weaver import NaiveMean, RankMean, ScoreTable, TopAgreement, fit_table
+from forge_weaver import NaiveMean, RankMean, ScoreTable, TopAgreement
 from forge_weaver.agreement import problem_shares, top_agreement
 from forge_weaver.selection import selection_accuracy
 
@@ -73,12 +73,3 @@ def test_a_family_that_agrees_with_itself_gains_no_weight(seed: int):
     # Without families the styled verifiers are the majority, and pass for right.
     alone = TopAgreement(1 / 8).fit(ScoreTable(scores, names)).predict_proba(table)
     assert selection_accuracy(alone, truth) < accuracy
-
-
-def test_verifiers_that_never_agree_are_weighed_equally():
-    first = np.tile(np.arange(6.0), (40, 1))
-    table = ScoreTable(np.stack([first, -first], axis=2), ("up", "down"))
-    with pytest.warns(UserWarning, match="no verifier agrees with others on the best responses"):
-        fitted = fit_table(table, "top_agreement", class_balance=0.2)
-    assert [fitted.report.verifiers[name]["weight"] for name in ("up", "down")] == [0.5, 0.5]
-    assert np.mean(fitted.predict_proba(table)) == pytest.approx(0.2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ from .synthetic import scenario
 @pytest.fixture
 def table() -> ScoreTable:
     return scenario("independent", 0, problems=20, responses=4, verifiers=4).table
-
-
-def test_what_predict_has_added_is_not_taken_for_a_verifier(tmp_path, table):
-    scores, fitted, predicted = (str(tmp_path / name) for name in ("scores.npz", "fitted.npz", "predicted.npz"))
-    table.save(scores)
-    forge(["weaver", "fit", scores, "--method", "rank_mean", "--out", fitted])
-    forge(["weaver", "predict", scores, "--aggregator", fitted, "--out", predicted])
-    assert ScoreTable.load(predicted).verifiers == (*table.verifiers, "weaver")
-    for step in (["fit", predicted], ["predict", predicted, "--aggregator", fitted]):
-        with pytest.raises(SystemExit, match="has a column weaver, which predict adds: give the scores without it"):
-            forge(["weaver", *step, "--out", str(tmp_path / "again.npz")])
 
 
 def test_labels_that_are_not_there(tmp_path, table):
@@ -49,13 +37,6 @@ def test_names_are_checked_before_anything_is_scored(tmp_path, monkeypatch):
             forge(["weaver", "score", "responses.jsonl", "--verifiers", "verifiers.yaml", "--out", out])
 
 
-def test_labels_for_a_method_that_does_not_look_at_them(tmp_path, table):
-    scores = tmp_path / "scores.npz"
-    table.save(scores)
-    with pytest.raises(SystemExit, match="method binned does not look at labels: omit labelled"):
-        forge(["weaver", "fit", str(scores), "--method", "binned", "--labelled", "5", "--out", str(tmp_path / "x.npz")])
-
-
 @pytest.mark.parametrize("method", ["binned", "online"])
 def test_a_method_that_is_too_sure_of_copies_says_so(tmp_path, capsys, method):
     table = scenario("independent", 0, problems=100, responses=8, verifiers=4).table
@@ -68,14 +49,3 @@ def test_a_method_that_is_too_sure_of_copies_says_so(tmp_path, capsys, method):
 
 def copies(table: ScoreTable) -> ScoreTable:
     return table.with_verifier("copy", table.scores[:, :, 0]).with_verifier("again", table.scores[:, :, 0])
-
-
-def test_scoring_says_how_long_the_command_took(tmp_path, capsys, monkeypatch):
-    (tmp_path / "lengths.py").write_text("def length(prompt, response, target):\n    return float(len(response))\n")
-    (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a", "bb"]}\n' * 3)
-    (tmp_path / "verifiers.yaml").write_text('rules: ["lengths:length"]\n')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    forge(["weaver", "score", "responses.jsonl", "--verifiers", "verifiers.yaml", "--out", "scores.npz"])
-    printed = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"all of it took \d+\.\d s", printed[-2])

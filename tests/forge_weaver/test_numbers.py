@@ -11,17 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_weaver.calibration import Recalibration, auc, brier, ece, log_loss
-from forge_weaver.correlated import problem_correlation, residual_correlation, within_problems
-from forge_weaver.em import Counts, Prior, log_ratios, sigmoid
+from forge_weaver.em import Prior
 from forge_weaver.normalise import (
     NormalScores,
-    bin_edges,
-    family_means,
     imputed,
-    scattered,
-    thresholds,
-    to_bins,
-    verdicts,
 )
 from forge_weaver.published import loss, minimise
 from forge_weaver.selection import best_of, selection_accuracy
@@ -41,36 +34,6 @@ def test_normal_scores_are_quantiles_of_mid_ranks():
     ])  # fmt: skip
 
 
-@given(st.integers(0, 10_000), st.sampled_from([np.exp, np.arctan, lambda x: 5 * x - 2]))
-def test_normal_scores_do_not_know_the_scale(seed: int, curve):
-    x = np.random.default_rng(seed).normal(size=(60, 2)).round(1)
-    np.testing.assert_allclose(NormalScores.fit(x)(x), NormalScores.fit(curve(x))(curve(x)), atol=1e-12)
-
-
-def test_many_values_are_thinned_without_loss():
-    x = np.random.default_rng(0).exponential(size=(20_000, 1))
-    found = NormalScores.fit(x)
-    exact = scattered(x, ["only"], 0)
-    assert found.values.shape[1] <= 1024
-    assert np.abs(found(x) - exact).max() < 0.02
-
-
-def test_bins_and_verdicts():
-    x = np.array([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0], [4.0, NAN]])
-    edges = bin_edges(x, 4)
-    np.testing.assert_array_equal(to_bins(x, edges), [[0, 1, 2, 3], [0, 1, 0, 4]])
-    many = np.random.default_rng(0).normal(size=(1000, 1))
-    np.testing.assert_allclose(np.bincount(to_bins(many, bin_edges(many, 8))[0]), 125, atol=1)
-    cuts = thresholds(x, accept=0.25)
-    np.testing.assert_array_equal(verdicts(x, cuts), [[0, 0], [0, 1], [0, 0], [1, NAN]])
-    np.testing.assert_array_equal(thresholds(x, accept=0.25, threshold=2.5), [2.5, 0.5])
-
-
-def test_family_means_leave_out_what_is_missing():
-    x = np.array([[1.0, 3.0, 5.0], [NAN, 4.0, NAN]])
-    np.testing.assert_array_equal(family_means(x, np.array([0, 0, 1])), [[2, 5], [4, NAN]])
-
-
 def test_a_missing_score_is_regressed_on_the_rest():
     rng = np.random.default_rng(0)
     covariance = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.6], [0.5, 0.6, 1.0]])
@@ -84,15 +47,6 @@ def test_a_missing_score_is_regressed_on_the_rest():
     np.testing.assert_array_equal(found[~gone], full[~gone])
     again, _ = imputed(holes[:5], precision)
     assert not np.isnan(again).any()
-
-
-def test_log_ratios_of_counts():
-    counts = Counts(np.array([[10.0, 30.0]]), np.array([[45.0, 15.0]]), np.array([40.0, 60.0]))
-    found = log_ratios(counts, shrink=0.0, monotone=False)
-    np.testing.assert_allclose(found, [[np.log((10 / 40) / (45 / 60)), np.log((30 / 40) / (15 / 60)), 0]], atol=1e-6)
-    assert np.abs(log_ratios(counts, shrink=1e6, monotone=False)).max() < 1e-3
-    falling = Counts(counts.wrong, counts.right, counts.balance[::-1])
-    np.testing.assert_allclose(np.ptp(log_ratios(falling, 0.0, monotone=True)[0, :2]), 0, atol=1e-12)
 
 
 @given(st.integers(0, 10_000))
@@ -113,38 +67,6 @@ def test_posterior_of_a_problem_against_enumeration(seed: int):
                 right += chance * y
         np.testing.assert_allclose(found[problem == i], right / total, atol=1e-10)
         assert (np.argsort(found[problem == i]) == np.argsort(own)).all()
-
-
-def test_priors_at_the_edge():
-    prior = Prior.start(0.3, by_problem=True)
-    assert prior.balance == pytest.approx(0.3)
-    found = prior.posterior(np.array([1e6, -1e6, 0.0]), np.array([0, 0, 0]))
-    np.testing.assert_allclose(found[:2], [1, 0], atol=1e-6)
-    evidence, problem = np.random.default_rng(0).normal(0, 3, 400), np.repeat(np.arange(40), 10)
-    _, held = prior.step(evidence, problem, balance=0.25)
-    assert held.balance == pytest.approx(0.25)
-
-
-def test_small_probabilities_keep_their_order():
-    found = sigmoid(np.array([-700.0, -60.0, -50.0, 0.0, 2.0, 700.0]))
-    assert (np.diff(found) > 0).all()
-    np.testing.assert_allclose(found[[1, 3, 4]], [np.exp(-60), 0.5, 1 / (1 + np.exp(-2))])
-
-
-def test_a_prior_goes_on_from_what_it_saw():
-    """Counts of earlier problems weigh as problems do, and no rate is lost for good."""
-    rng = np.random.default_rng(0)
-    problem = np.repeat(np.arange(60), 10)
-    evidence = 4.0 * (2 * (rng.random(600) < 0.2) - 1)
-    whole, first = Prior.start(0.5, by_problem=True), Prior.start(0.5, by_problem=True)
-    for _ in range(200):
-        whole, first = whole.step(evidence, problem, None)[1], first.step(evidence[:300], problem[:300], None)[1]
-    assert first.weights.min() > 1e-6
-    then = Prior(first.rates, first.weights, first.counts)
-    for _ in range(200):
-        then = then.step(evidence[300:], problem[300:] - 30, None)[1]
-    assert then.balance == pytest.approx(whole.balance, abs=0.02)
-    assert then.counts.sum() == pytest.approx(60)
 
 
 def test_the_likelihood_of_a_problem_by_enumeration():
@@ -210,38 +132,6 @@ def test_a_published_step_goes_down_the_gradient():
     np.testing.assert_allclose(minimise(o, pi, converged=False, seed=5), mu, atol=1e-6)
 
 
-def test_residual_correlation_of_independent_and_dependent_verifiers():
-    rng = np.random.default_rng(0)
-    right = rng.random(4000) < 0.3
-    noise, shared = rng.normal(size=(4000, 6)), rng.normal(size=(4000, 1))
-    alone = right[:, None] * 1.0 + noise
-    together = right[:, None] * 1.0 + np.sqrt(0.5) * noise + np.sqrt(0.5) * shared
-    r = right.astype(float)
-    assert residual_correlation(alone, r)[0] < 0.02
-    rms, matrix = residual_correlation(together, r)
-    assert rms == pytest.approx(0.5, abs=0.03)
-    np.testing.assert_allclose(np.diag(matrix), 1, atol=1e-9)
-    gaps = np.where(rng.random(together.shape) < 0.3, NAN, together)
-    assert residual_correlation(gaps, r)[0] == pytest.approx(rms, abs=0.03)
-    assert np.isnan(residual_correlation(alone[:10], r[:10])[0])
-
-
-def test_correlation_within_problems_is_blind_between_them():
-    problem = np.repeat(np.arange(50), 4)
-    a = np.random.default_rng(0).normal(size=200)
-    assert within_problems(a + 100 * problem, a - 50 * problem, problem) == pytest.approx(1)
-    assert within_problems(a, 1.0 * problem, problem) == 0
-
-
-def test_what_a_problem_does_to_its_scores():
-    rng, problem = np.random.default_rng(0), np.repeat(np.arange(400), 5)
-    alone = rng.normal(size=(2000, 3))
-    assert problem_correlation(alone, problem) == pytest.approx(0, abs=0.03)
-    moved = alone + rng.normal(size=(400, 3))[problem]
-    assert problem_correlation(moved, problem) == pytest.approx(0.5, abs=0.05)
-    assert np.isnan(problem_correlation(alone, np.arange(2000)))
-
-
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))
 def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[float, bool]]):
     p, y = np.array([a for a, _ in pairs]), np.array([float(b) for _, b in pairs])
@@ -261,15 +151,6 @@ def test_calibration_measures():
         ece(np.array([-1.0]), np.array([1.0]))
 
 
-def test_labels_on_another_scale_are_refused():
-    p, y = np.array([[0.1, 0.9]]), np.array([[0.0, 1.0]])
-    for measure in (brier, ece, log_loss, auc, Recalibration.fit, selection_accuracy):
-        measure(p, y)
-        for other in (2 * y, 2 * y - 1):
-            with pytest.raises(ValueError, match="label"):
-                measure(p, other)
-
-
 def test_recalibration_undoes_a_distortion():
     rng = np.random.default_rng(0)
     true = rng.beta(1, 2, 40_000)
@@ -286,13 +167,6 @@ def test_recalibration_undoes_a_distortion():
     assert np.isfinite([separable.slope, separable.intercept]).all()
     with pytest.raises(ValueError, match="both classes"):
         Recalibration.fit(np.array([0.2]), np.array([0.0]))
-
-
-def test_a_selection_that_cannot_be_judged():
-    with pytest.raises(ValueError, match="no problem has labels"):
-        selection_accuracy(np.ones((2, 2)), np.full((2, 2), NAN))
-    with pytest.raises(ValueError, match=r"probabilities are \(2, 2\) and labels \(1, 2\)"):
-        selection_accuracy(np.ones((2, 2)), np.ones((1, 2)))
 
 
 def test_best_response_and_ties():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from forge.rewards import Scores
-from forge.rewards.reward import Reward
 from forge_verifiers import Panel, Rule
 from forge_weaver import Problem, read_problems, score_table, write_problems
 
@@ -60,24 +59,6 @@ def test_readings_of_one_model_are_a_family():
     assert table.families == ("prm", "prm", "other")
 
 
-def test_each_reason_why_scores_are_missing_is_logged_once_in_training(caplog):
-    reasons = ["harmless", "harmless", "the endpoint is down", "harmless", *map(str, range(20))]
-
-    def fails(prompt, response, target):
-        raise ValueError(reasons[int(response)])
-
-    async def train():
-        reward = Reward([Panel([Rule(fails)])])
-        for number in range(len(reasons)):
-            [score] = await reward.score("p", [str(number)], None)
-            assert (score.reward, score.correct) == (None, None)
-            assert score.reason.endswith(reasons[number])
-
-    asyncio.run(train())
-    said = [record.getMessage().rsplit(": ", 1)[1] for record in caplog.records]
-    assert said == ["harmless", "the endpoint is down", *map(str, range(8))]
-
-
 def test_a_verifier_that_raises_costs_its_problem_alone():
     class Picky:
         names = ("picky",)
@@ -90,21 +71,6 @@ def test_a_verifier_that_raises_costs_its_problem_alone():
     table = asyncio.run(score_table(Picky(), PROBLEMS))
     assert np.isnan(table.scores[0]).all()
     assert table.scores[1, 0, 0] == 2
-
-
-def test_no_more_problems_at_a_time_than_asked_for():
-    at_once = [0, 0]
-
-    async def busy(prompt, response, target):
-        at_once[0] += 1
-        at_once[1] = max(at_once)
-        await asyncio.sleep(0.002)
-        at_once[0] -= 1
-        return 1.0
-
-    table = asyncio.run(score_table(Panel([Rule(busy)]), [Problem(str(i), ["a"]) for i in range(12)], concurrency=3))
-    assert at_once[1] == 3
-    assert (table.scores == 1).all()
 
 
 def test_problems_as_a_file(tmp_path):

@@ -8,8 +8,7 @@ import pytest
 from forge.rewards import Scores
 from forge.rewards.reward import Reward
 from forge_verifiers import Panel, Rule
-from forge_verifiers.config import VerifiersConfig
-from forge_weaver import BinnedDawidSkene, Ensemble, Online, RankMean, ScoreTable, load_ensemble, save_ensemble
+from forge_weaver import BinnedDawidSkene, Ensemble, Online, RankMean, ScoreTable
 
 NAMES = ("a", "b", "c", "d")
 
@@ -54,10 +53,6 @@ def test_the_reward_is_the_probability_and_none_where_nobody_gave_a_score(fitted
     group = [[2.0] * 4, [-1.0] * 4, [2.0, -1.0, np.nan, np.nan], [np.nan] * 4]
     expected = fitted.predict_proba(ScoreTable([group], NAMES))[0, :3]
     assert [right, wrong, mixed] == pytest.approx(expected.tolist())
-
-
-def test_a_group_without_responses_has_no_rewards(fitted):
-    assert rewards(Ensemble.over(Panel([Written()]), fitted), []) == []
 
 
 def test_an_ensemble_in_memory_is_a_reward(fitted):
@@ -106,16 +101,6 @@ def test_a_veto_that_gave_no_score_leaves_no_reward_and_a_decision_that_gave_non
     assert rewards(reward, ["2 2 2 2", "-1 -1 -1 -1"], "????") == [None, None]
 
 
-def test_it_does_not_follow_groups_without_a_score():
-    reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=2)
-    before = reward.aggregator
-    for group in ("? ? ? ?", "2 2 2 2", "? ? ? ?"):
-        rewards(reward, [group])
-    assert reward.aggregator is before
-    rewards(reward, ["-1 -1 -1 -1"])
-    assert reward.aggregator is not before
-
-
 def test_it_learns_from_the_groups_it_has_judged_and_hands_on_alarms():
     reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=4)
     before = reward.aggregator
@@ -137,28 +122,6 @@ def test_it_learns_from_the_groups_it_has_judged_and_hands_on_alarms():
     assert all(alarm.startswith("d: ") for alarm in alarms)
 
 
-def test_groups_that_are_waiting_for_an_update_are_not_lost():
-    """Neither to a checkpoint meanwhile nor when the calls that brought them are given up."""
-    reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=2)
-    fitted = reward.aggregator.report.problems
-    group = ["1 0 1 1", "0 0 0 1", "-1 0 0 0"]
-
-    async def go():
-        async with reward._learning:
-            calls = [asyncio.create_task(reward.score("p", group)) for _ in range(4)]
-            while len(reward._seen) < 4:
-                await asyncio.sleep(0)
-            for call in calls[:3]:
-                call.cancel()
-            await asyncio.sleep(0)
-        await calls[3]
-        return await reward.state_dict()
-
-    state = asyncio.run(go())
-    assert state["seen"] == []
-    assert state["aggregator"]["header"]["report"]["problems"] == fitted + 4
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -176,14 +139,3 @@ def test_settings_that_cannot_be_are_refused(fitted, settings, message):
 def test_a_panel_without_the_verifiers_of_the_fit_is_refused():
     with pytest.raises(ValueError, match="the panel lacks a, b, c, d"):
         Ensemble.over(Panel([Rule(lambda p, r, t: 1.0, "other")]), RankMean().fit(table(20)))
-
-
-def test_an_ensemble_of_an_earlier_version_is_read(fitted, tmp_path):
-    save_ensemble(tmp_path, VerifiersConfig(math=True), fitted)
-    with (tmp_path / "verifiers.yaml").open("a") as file:
-        file.write("distilled: []\ncode: {credit: share, sandbox: {memory_mb: 64}}\n")
-    verifiers, _ = load_ensemble(tmp_path)
-    assert verifiers.plugins == [
-        {"use": "forge_sandbox:CodeVerifier", "credit": "share", "sandbox": {"memory_mb": 64}},
-    ]
-    assert verifiers.names == ["math", "code"]

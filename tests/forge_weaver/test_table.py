@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from forge_weaver import ScoreTable, check_one_right, families_by_name
+from forge_weaver import ScoreTable, families_by_name
 from forge_weaver.formats import from_public
 
 
@@ -131,27 +131,6 @@ def test_the_public_layout(tmp_path: Path):
         from_public([{"samples": ["a"]}])
 
 
-def test_public_rows_of_other_kinds(tmp_path: Path):
-    row = {"A_scores": np.array([0.1, 0.2]), "samples": np.array(["a", "b"]), "A_verdicts": [np.True_, np.False_]}
-    rows = [
-        {**row, "P_min_scores": [1, 2], "P_max_scores": [3, 4], "instruction": "q"},
-        {**row, "P_min_scores": [1, 2], "P_max_scores": [3, 4], "instruction": None},
-    ]
-    table = from_public(rows)
-    assert table.verifiers == ("A_scores", "A_verdicts", "P_max", "P_min")
-    assert table.families == ("A", "A", "P", "P")
-    np.testing.assert_array_equal(table.scores[0, :, 1], [1, 0])
-    assert table.prompts == ["q", ""]
-    with pytest.raises(ValueError, match="problem 0, answer_correct: labels are 1, 0 or missing"):
-        from_public([{**row, "answer_correct": ["yes", "no"]}])
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    for kind in (arrow.large_list(arrow.float64()), arrow.list_(arrow.float64(), 2)):
-        parquet.write_table(arrow.table({"A_scores": arrow.array([[0.1, 0.2]], kind)}), tmp_path / "large.parquet")
-        np.testing.assert_array_equal(ScoreTable.load(tmp_path / "large.parquet").scores, [[[0.1], [0.2]]])
-
-
 def test_a_damaged_table_is_said_to_be_one(tmp_path: Path):
     path = tmp_path / "scores.npz"
     ragged().save(path)
@@ -188,22 +167,6 @@ def test_parts_of_a_table():
         table.select(["other"])
     np.testing.assert_array_equal(table.spread(np.arange(6.0))[2], [4, 5, np.nan])
     np.testing.assert_array_equal(table.problem_of, [0, 0, 0, 1, 2, 2])
-
-
-@pytest.mark.parametrize(
-    ("labels", "good"),
-    [
-        ([[1, 0, 0], [1, 0, 0], [0, 1, 0]], True),
-        ([[1, np.nan, 0], [1, 0, 0], [0, np.nan, 0]], True),  # the one may be among those not known
-        ([[1, 1, np.nan], [1, 0, 0], [0, 1, 0]], False),
-        ([[1, 0, 0], [0, 0, 0], [0, 1, 0]], False),
-    ],
-)
-def test_labels_that_leave_one_right_response_possible(labels, good: bool):
-    table = ragged()
-    table = replace(table, labels=np.where(table.present, labels, np.nan))
-    with contextlib.nullcontext() if good else pytest.raises(ValueError, match="1 problems have none or several"):
-        check_one_right(table)
 
 
 def test_families_are_read_off_names():

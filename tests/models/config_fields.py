@@ -9,7 +9,6 @@ key. What transformers itself computes is the oracle: its eager attention, one s
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -177,11 +176,6 @@ class Cell(NamedTuple):
     effect: bool
     trainer: str
     engine: str
-
-
-def fields_of(family: str) -> list[str]:
-    """The fields of a family's configuration class."""
-    return [field.name for field in dataclasses.fields(CONFIG_MAPPING[family])]
 
 
 def cases(family: str, fields: Sequence[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +118,3 @@ def test_files_that_are_no_model_are_one_line(tmp_path: Path, monkeypatch):
     with pytest.raises(ValueError, match=r"other\.gguf"):
         resolve_model(str(tmp_path / "other.gguf"))
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-
-
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write(tmp_path / "tiny.gguf")
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchforge-rl\[gguf\]'"):
-        resolve_model(str(tmp_path / "tiny.gguf"))

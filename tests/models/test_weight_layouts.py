@@ -10,11 +10,9 @@ import torch
 
 from forge.models import FAMILIES
 from forge.models.weight_layouts import (
-    EMBEDDING,
     HEAD,
     adapters,
     follows,
-    has_adapters,
     layout,
     merge_adapters,
     plain,
@@ -28,19 +26,6 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 61,
-}
-# As peft 0.21 wrote them for one layer with an adapter on q_proj and down_proj, with and without the adapter's name.
-LAYER = "base_model.model.model.layers.0."
-PEFT = {
-    f"{LAYER}self_attn.q_proj.base_layer.weight": "model.layers.0.self_attn.q_proj.weight",
-    f"{LAYER}self_attn.q_proj.lora_A.default.weight": "model.layers.0.self_attn.q_proj.lora_A.weight",
-    f"{LAYER}self_attn.q_proj.lora_B.weight": "model.layers.0.self_attn.q_proj.lora_B.weight",
-    f"{LAYER}self_attn.q_proj.base_layer.bias": "model.layers.0.self_attn.q_proj.bias",
-    f"{LAYER}self_attn.k_proj.weight": "model.layers.0.self_attn.k_proj.weight",
-    f"{LAYER}mlp.down_proj.lora_B.default.weight": "model.layers.0.mlp.down_proj.lora_B.weight",
-    "base_model.model.model.embed_tokens.weight": EMBEDDING,
-    "base_model.model.lm_head.weight": HEAD,
-    "model.norm.weight": "model.norm.weight",
 }
 AT = "base_model.model.model.layers.0.self_attn.q_proj"
 PLAIN = "model.layers.0.self_attn.q_proj"
@@ -83,19 +68,6 @@ def test_fused_parameters_are_in_row_order() -> None:
     assert [(part.rows, part.shape) for part in table["layers.0.qk_norm"]] == [(4, (16,)), (2, (16,))]
     assert "head.weight" in table
     assert "head.weight" not in layout(config(tied=True))
-
-
-def test_what_follows_from_other_tensors() -> None:
-    assert follows("model.layers.0.self_attn.rotary_emb.inv_freq", False)
-    assert follows(HEAD, True)
-    assert not follows(HEAD, False)
-    assert not follows(EMBEDDING, True)
-
-
-@pytest.mark.parametrize(("name", "expected"), PEFT.items())
-def test_names_of_peft_become_plain(name: str, expected: str) -> None:
-    assert plain(name) == expected
-    assert plain(expected) == expected
 
 
 @pytest.mark.parametrize(
@@ -150,26 +122,6 @@ def test_merging_in_closed_form() -> None:
     assert list(merge_adapters([(HEAD, base)], {})) == [(HEAD, base)]
 
 
-def test_a_factor_is_known_by_its_name() -> None:
-    assert has_adapters(adapters(tensors().items()))
-    assert not has_adapters([f"{PLAIN}.weight", HEAD])
-
-
-def test_half_precision_is_merged_in_float32() -> None:
-    half = {name: tensor.bfloat16() for name, tensor in tensors().items()}
-    a, base, _, b, _ = (tensor.double() for tensor in half.values())
-    merged = dict(merge_adapters(base_of(half).items(), adapters(half.items())))[f"{PLAIN}.weight"]
-    assert torch.allclose(merged.double(), base + b @ a, atol=1e-6)
-
-
-def test_any_order_merges_to_the_same() -> None:
-    named = tensors()
-    turned = dict(reversed(named.items()))
-    one, two = (dict(merge_adapters(base_of(n).items(), adapters(n.items()))) for n in (named, turned))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 @pytest.mark.parametrize("lost", ["lora_A.default.weight", "lora_B.default.weight"])
 def test_a_factor_that_is_missing_is_named(lost: str) -> None:
     named = tensors()
@@ -194,12 +146,6 @@ def test_wrong_shapes_and_bases_are_named() -> None:
         dict(merge_adapters([("model.norm.weight", torch.zeros(6))], factors))
     with pytest.raises(ValueError, match="is not a LoRA factor"):
         dict(merge_adapters([], {"model.norm.weight": torch.zeros(6)}))
-
-
-def test_a_second_adapter_is_named() -> None:
-    named = tensors() | {f"{AT}.lora_A.other.weight": torch.randn(3, 5)}
-    with pytest.raises(ValueError, match=r"lora_A\.other\.weight.* second"):
-        adapters(named.items())
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2])

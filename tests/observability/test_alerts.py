@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from forge_inspect.alerts import WINDOW, alerts
@@ -62,12 +60,3 @@ def test_what_goes_wrong_has_one(last: dict[str, float], found: str, advice: str
     assert len(only) == 1, only
     assert only[0].finding.startswith(found)
     assert advice in only[0].advice
-
-
-def test_a_short_run_is_not_judged():
-    assert alerts(a_run(WINDOW - 1, reward=0.0, **{"reward/std": 0.0}), SETTINGS) == []
-
-
-def test_metrics_that_a_recipe_lacks_are_no_alert():
-    rows: list[dict[str, Any]] = [{"step": float(step), "train/loss": 1.0} for step in range(50)]
-    assert alerts(rows, {}) == []

@@ -12,10 +12,10 @@ import pytest
 
 from forge.envs.group import SingleTurnEnv
 from forge.observability import Run
-from forge.observability.held_out import HELD_OUT, lines
+from forge.observability.held_out import HELD_OUT
 from forge.observability.metrics import Snapshot
 from forge.rewards.reward import Score
-from forge.types import Completion, Episode, Prompt, Sample
+from forge.types import Completion, Prompt, Sample
 from forge_inspect.watch.held_out import Answers
 
 SAMPLES = [Sample(Prompt(f"{number} + 1 =", (number, 7), number), str(number + 1)) for number in range(6)]
@@ -104,37 +104,6 @@ def test_pages_of_answers(recorded: Path):
     answers.refresh()
     [row] = answers.page({})["rows"]
     assert (row["step"], len(row["response"])) == (3, 4000)
-
-
-def test_each_set_has_its_pages(tmp_path: Path):
-    path = tmp_path / HELD_OUT
-    sample = Sample(Prompt("1 +", (1,), 0), "1")
-    completion = Completion(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text="1", finish="stop")
-    episodes = [Episode(completion, 1.0, info={"correct": correct}) for correct in (True, False, True)]
-    path.write_bytes(
-        lines(0, [sample], episodes[:1])
-        + lines(0, [sample] * 3, episodes, "hard")
-        + lines(4, [sample] * 3, episodes, "hard")
-    )
-    answers = Answers(path)
-    answers.refresh()
-    first = answers.page({})
-    assert (first["sets"], first["set"], first["steps"], first["all"]) == (["", "hard"], "", [0], 1)
-    hard = answers.page({"set": "hard"})
-    assert (hard["set"], hard["steps"], hard["step"], hard["all"]) == ("hard", [0, 4], 4, 3)
-    assert [row["problem"] for row in hard["rows"]] == [0, 0, 0]  # three answers to one problem
-    assert answers.page({"set": "gone", "step": "9"})["all"] == 0
-
-
-@pytest.mark.parametrize(
-    "line", ["[]", "{}", "null", '{"step": "1", "problem": 0}', "{", '{"step": 1.5, "problem": 0}']
-)
-def test_damaged_lines_are_left_out(recorded: Path, line: str):
-    with (recorded / HELD_OUT).open("a") as file:
-        file.write(f"{line}\n")
-    answers = Answers(recorded / HELD_OUT)
-    answers.refresh()
-    assert answers.page({})["total"] == 6
 
 
 def test_a_resumed_run_has_each_evaluation_once(recorded: Path):

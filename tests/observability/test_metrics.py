@@ -36,13 +36,6 @@ def test_any_split_over_processes_gives_the_statistics_of_all_values(parts):
     assert (values["x/max"], values["x/min"]) == (everything.max(), everything.min())
 
 
-def test_weights_count_as_many_observations():
-    record_metric("x", 1.0, weight=3)
-    record_metric("x", 5.0, weight=1)
-    assert drain().values() == {"x": 2.0}
-    assert drain().values() == {}
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_an_error(value):
     with pytest.raises(ValueError, match="metric 'x' got"):
@@ -85,19 +78,6 @@ def test_a_run_folder(tmp_path, capsys):
     events = json.loads((tmp_path / "one/trace.json").read_text())
     assert {"name", "ph", "pid"} <= set(events[0])
     assert "held-out accuracy 0.100 at step 0, 0.900 at step 2" in capsys.readouterr().out
-
-
-def test_a_run_that_made_no_step_does_not_block_the_next(tmp_path):
-    failed = Run("one", {"seed": 1}, steps=2, root=str(tmp_path))
-    failed.log(0, Snapshot(), **{"eval/accuracy": 0.5})
-    failed.close()
-    again = Run("one", {"seed": 2}, steps=2, root=str(tmp_path))
-    assert "seed: 2" in (tmp_path / "one/config.yaml").read_text()
-    assert (tmp_path / "one/metrics.jsonl").read_text() == ""
-    (tmp_path / "one/checkpoints/step_000001").mkdir(parents=True)
-    with pytest.raises(FileExistsError, match=r"resume it with --resume"):
-        Run("one", {}, steps=2, root=str(tmp_path))
-    again.close()
 
 
 def test_an_earlier_run_is_never_replaced_unasked(tmp_path):

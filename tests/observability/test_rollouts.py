@@ -153,27 +153,6 @@ def test_it_is_cut_back_to_a_step(tmp_path: Path):
     cut(tmp_path / "none.arrow", 3)
 
 
-def test_what_is_no_file_of_rollouts_is_removed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / ROLLOUTS).write_bytes(os.urandom(9000))
-    with pytest.raises(ValueError, match="is not a file of rollouts"):
-        list(batches(tmp_path / ROLLOUTS))
-    cut(tmp_path / ROLLOUTS, 3)
-    assert "is not a file of rollouts" in caplog.text
-    steps(writer(tmp_path), range(1, 2))
-    assert len(read(tmp_path)) == 4
-
-
-def test_later_readers_continue_where_they_were(tmp_path: Path):
-    log = writer(tmp_path)
-    steps(log, range(1, 3))
-    end = [end for end, _ in batches(tmp_path / ROLLOUTS)][-1]
-    assert list(batches(tmp_path / ROLLOUTS, after=end)) == []
-    steps(log, range(3, 5))
-    assert [batch["step"][0].as_py() for _, batch in batches(tmp_path / ROLLOUTS, after=end)] == [3, 4]
-    columns = [batch.schema.names for _, batch in batches(tmp_path / ROLLOUTS, ["step", "reward"])]
-    assert columns == [["step", "reward"]] * 4
-
-
 def test_the_number_of_groups_and_the_size_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     given = [group(index) for index in (5, 3, 4)]
     assert [one.index for one in writer(tmp_path, 2).pick(given)] == [3, 5]
@@ -185,11 +164,3 @@ def test_the_number_of_groups_and_the_size_are_bounded(tmp_path: Path, caplog: p
     assert log.pick(given) == []
     assert caplog.text.count("no more rollouts are recorded; raise metrics.rollouts_mb") == 1
     assert writer(tmp_path, "all", most=10_000).pick(given) == []  # resumed
-
-
-def test_text_that_utf8_lacks_is_written_as_escapes(tmp_path: Path):
-    odd = group(0, prompt="\udcff\x1b[31m<script>")
-    odd.episodes[0].text = "\ud800"
-    writer(tmp_path).add(1, [odd])
-    row = read(tmp_path)[0]
-    assert (row["prompt"], row["response"]) == ("\\udcff\x1b[31m<script>", "\\ud800")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge.observability import Run
-from forge.observability.folder import clear, cut
+from forge.observability.folder import cut
 from forge.observability.lock import RunLock
 from forge.observability.metrics import Snapshot
 
@@ -38,11 +38,6 @@ def test_a_folder_is_free_once_the_last_process_of_its_run_is_gone(tmp_path: Pat
     RunLock(tmp_path / "run").close()
 
 
-def test_a_folder_that_was_made_for_nothing_goes(tmp_path: Path):
-    RunLock(tmp_path / "a" / "run").close()
-    assert not (tmp_path / "a" / "run").exists()
-
-
 def test_cutting_back(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"step": step}) for step in (0, 1, 1, 2, 3)]
@@ -60,23 +55,6 @@ def test_a_damaged_line_is_a_warning(tmp_path: Path, damaged: bytes, caplog: pyt
     assert cut(path, 9) == [{"step": 0}, {"step": 2}]
     assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
     assert "rows.jsonl, line 2 is damaged and left out" in caplog.text
-
-
-def test_logs_that_were_cut_back_twice_are_not_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """The checkpoint of step 4 was damaged, so the run was resumed from that of step 2, and killed before the next."""
-    first = Run("one", {}, steps=4, root=str(tmp_path))
-    for step in range(5):
-        first.log(step, Snapshot(), reward=1.0)
-        first.sync()
-    first.close()
-    for reward in (2.0, 3.0):
-        again = Run("one", {}, steps=4, root=str(tmp_path), resume="a checkpoint", start=2)
-        for step in (3, 4):
-            again.log(step, Snapshot(), reward=reward)
-        again.close()
-    assert "damaged" not in caplog.text
-    (tmp_path / "one/rollouts.arrow").unlink()  # somebody needed the space
-    Run("one", {}, steps=4, root=str(tmp_path), resume="a checkpoint", start=2).close()
 
 
 def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
@@ -123,12 +101,3 @@ lock.close()
             RunLock(tmp_path / "run", patience=0).close()
         finally:
             os.kill(left, signal.SIGKILL)
-
-
-def test_an_earlier_run_is_removed_but_for_its_lock(tmp_path: Path):
-    Run("one", {}, steps=4, root=str(tmp_path)).log(0, Snapshot())
-    lock = RunLock(tmp_path / "one")
-    (tmp_path / "one/checkpoints/step_000001").mkdir(parents=True)
-    clear(tmp_path / "one")
-    assert [path.name for path in (tmp_path / "one").iterdir()] == ["lock"]
-    lock.close()

@@ -13,7 +13,6 @@ import yaml
 
 from forge.cli import main
 from forge.observability.lock import RunLock
-from forge_inspect.runs import ABSENT, SECTION, differences, rows
 
 
 def a_run(folder: Path, rows: list[dict[str, Any]], finished: bool = False, **config: Any) -> Path:
@@ -56,15 +55,6 @@ def test_runs_are_listed_with_their_state_and_last_values(tmp_path: Path, capsys
     assert len(found) == 3
 
 
-def test_a_damaged_configuration_hides_no_other_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    a_run(tmp_path / "good", ROWS, training={"steps": 2})
-    (a_run(tmp_path / "bad", ROWS) / "config.yaml").write_text("{training: [")
-    main(["runs", str(tmp_path)])
-    by_name = {row[0]: row[1:] for row in lines(capsys)}
-    assert by_name["bad"][0] == "stopped (damaged config.yaml)"
-    assert by_name["good"][1] == "2/2"
-
-
 def test_a_hostile_folder_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     a_run(tmp_path / "good", ROWS[:2], training={"steps": 2})
     bad = a_run(tmp_path / "bad\x1b[31m", ROWS * 3)
@@ -89,21 +79,6 @@ def test_runs_are_compared_at_the_last_step_of_both(tmp_path: Path, capsys: pyte
     assert ["reward", "0.5", "0.5", "+0"] in said
     assert ["eval/accuracy", "0.25", "0.25", "+0"] in said
     assert not any(row[0] == "train/loss" for row in said)
-
-
-def test_a_section_that_a_run_lacks_is_one_difference(tmp_path: Path):
-    services = {"trainer": {"procs": 2}, "critic": {"procs": 1, "hosts": None}}
-    one = a_run(tmp_path / "one", [], services=services)
-    two = a_run(tmp_path / "two", [], services={"trainer": {"procs": 4}})
-    assert differences([one, two]) == {"services.trainer.procs": [2, 4], "services.critic": [SECTION, ABSENT]}
-    three = a_run(tmp_path / "three", [], services={"trainer": {"procs": 2}, "critic": None})
-    assert differences([one, three]) == {"services.critic": [SECTION, None]}
-
-
-def test_a_row_that_is_half_written_is_left_out(tmp_path: Path):
-    folder = a_run(tmp_path / "run", ROWS)
-    (folder / "metrics.jsonl").write_bytes(b'{"step": 1.0}\n\xff\xfe\n[1]\n{"step": 2.0}\n{"st')
-    assert [row["step"] for row in rows(folder)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,6 @@ def test_a_damaged_line_is_named(tmp_path: Path, lines: list[str], text: str) ->
         read_schedule(written(tmp_path, [*lines[:2], text, *lines[3:]]))
 
 
-def test_a_schedule_without_a_step_is_none(tmp_path: Path, lines: list[str]) -> None:
-    with pytest.raises(BadSchedule, match="has no step"):
-        read_schedule(written(tmp_path, lines[:2]))
-
-
 def test_a_difference_names_the_first_thing() -> None:
     first, second = entries()
     reward = StepEntry(1, (GroupEntry.of(Group([episode([0]), episode([0, 0], 0.5)], 1)),), (), first.numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -16,11 +15,9 @@ from forge.config import to_dict
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
 from forge.recipes.metrics_config import MetricsConfig
-from forge.recipes.result import Result
 from forge.system.masking import without_secrets
 from forge.types import Episode, Group
 from forge_trackers import check_trackers
-from forge_trackers.settings import wandb_mode
 
 SECTIONS = {
     "tensorboard": True,
@@ -122,26 +119,6 @@ def test_wandb_offline_has_the_same_values(tracked: Path):
 
 
 @pytest.mark.full
-@needs("trackio")
-def test_trackio_has_the_same_values(tracked: Path):
-    code = (
-        "import json; from trackio.sqlite_storage import SQLiteStorage as S; r = S.get_run_records('forge');"
-        "print(json.dumps([r[0]['id'], len(r), S.get_logs('forge', run_id=r[0]['id']),"
-        " S.get_run_config('forge', run_id=r[0]['id'])]))"
-    )
-    env = os.environ | {"TRACKIO_DIR": str(tracked / "trackio")}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    run, runs, shown, config = json.loads(done.stdout.splitlines()[-1])
-    written = lines(tracked, "metrics")
-    assert (run, runs) == (known(tracked, "trackio"), 1)
-    assert [row["step"] for row in shown] == [row["step"] for row in written]
-    for ours, theirs, rollout in zip(written, shown, Result(tracked / "one").rollouts, strict=True):
-        assert {name: theirs[name] for name in ours} == ours
-        assert theirs["rollouts"]["_value"][0] == {**rollout, "rewards": json.dumps(rollout["rewards"])}
-    assert (config["seed"], config["services"]) == (3, {"x": {"env": {"HF_TOKEN": "***"}}})
-
-
-@pytest.mark.full
 @needs("mlflow")
 def test_mlflow_has_each_step_once(tracked: Path):
     from mlflow import MlflowClient
@@ -179,20 +156,6 @@ def test_tensorboard_has_the_same_values(tracked: Path):
     for name in shown.Tags()["scalars"]:
         ours = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in written if name in row]
         assert [(event.step, event.value) for event in shown.Scalars(name)] == ours
-
-
-KILLED = """
-import json, os, signal, sys, time
-from pathlib import Path
-from forge.observability import Run
-from forge.observability.metrics import Snapshot
-
-run = Run("one", json.loads(sys.argv[2]), steps=9, root=sys.argv[1])
-for step in range(4):
-    run.log(step, Snapshot(), reward=step / 7)
-print(run._trackers._process.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 @pytest.mark.full
@@ -253,29 +216,6 @@ def test_wandb_without_a_key_is_one_line(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ValueError, match="run wandb login, set WANDB_API_KEY, or set mode: offline"):
         check_trackers(to_dict(MetricsConfig.model_validate({"wandb": {"project": "forge"}})))
-
-
-@pytest.mark.parametrize(
-    ("variable", "mode", "expected"),
-    [
-        ("", None, "online"),
-        ("offline", None, "offline"),
-        ("DRYRUN", None, "offline"),
-        ("disabled", None, "disabled"),
-        ("shared", None, "online"),
-        ("offline", "online", "online"),  # the configuration says more than the environment
-        ("online", "disabled", "disabled"),
-    ],
-)
-def test_wandb_heeds_the_environment(monkeypatch, variable, mode, expected):
-    monkeypatch.setenv("WANDB_MODE", variable)
-    assert wandb_mode({"mode": mode}) == expected
-
-
-def test_an_unknown_mode_of_wandb_is_one_line(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "ofline")
-    with pytest.raises(ValueError, match="WANDB_MODE is 'ofline': set it to online, offline or disabled"):
-        wandb_mode({"mode": None})
 
 
 @pytest.mark.processes

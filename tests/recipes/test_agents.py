@@ -1,7 +1,6 @@
 """The recipes of agents as a user runs them, with small models that know nothing yet."""
 
 import json
-import shutil
 import sys
 
 import pytest
@@ -80,16 +79,6 @@ def test_settings_that_cannot_be_or_do_nothing(tmp_path, setting, problem):
         load(cls, ["--config", config(tmp_path, "apps.toys.expressions:Expression"), *setting])
 
 
-def test_a_template_without_turns_ends_the_program_before_it_starts_anything(tmp_path):
-    path = config(
-        tmp_path,
-        "apps.toys.expressions:Expression",
-        episode={"template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
-    )
-    with pytest.raises(SystemExit, match="error: the chat template does not end an assistant's turn"):
-        launch(None, ToolsConfig, ["--config", path])
-
-
 def test_limits_of_a_recipe_reach_the_policy_and_fit_the_model(tmp_path):
     path = config(tmp_path, "apps.toys.expressions:Expression")
     assert load(ToolsConfig, ["--config", path]).limits()["max_turn_tokens"] == 8
@@ -123,29 +112,3 @@ def test_demonstrations_are_right_and_programs_with_bugs_are_not():
                     seen.add((name, repr(eval(case["call"], names)) == case["value"]))
         assert ("right", False) not in seen
         assert ("wrong", False) in seen
-
-
-def test_expressions_of_every_difficulty_have_an_end():
-    assert Expression().size(1, 1) >= 100
-    assert len({Expression().row(n, difficulty=1).question for n in range(200)}) > 100
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_run_in_lock_step_goes_on_from_a_checkpoint_to_the_same_weights(tmp_path):
-    settings = {"async": {"max_policy_age": 0}, "checkpoint": {"every": 2, "keep": 9}}
-    training = {"batch_size": 2, "steps": 4, "learning_rate": 1e-2, "seq_len": 256}
-    path = config(tmp_path, "apps.toys.expressions:Expression", training=training, **settings)
-    code, output = finish(sys.executable, "-m", "apps.tools.main", "--config", path)
-    assert code == 0, output
-    run = tmp_path / "run"
-    whole = (run / "model/model.safetensors").read_bytes()
-    *_, before, last = sorted(path for path in (run / "checkpoints").iterdir() if path.is_dir())
-    assert (before.name[-1], last.name[-1]) == ("2", "4")
-    shutil.rmtree(last)
-    shutil.rmtree(run / "model")
-    (run / "finished").unlink()
-    code, output = finish(sys.executable, "-m", "apps.tools.main", "--resume", str(run))
-    assert code == 0, output
-    assert "resuming from" in output
-    assert (run / "model/model.safetensors").read_bytes() == whole

@@ -56,16 +56,3 @@ def test_50_steps_without_learning_leave_the_ratio_at_1(tmp_path, on_update):
         assert all(difference < 1e-4 for difference in differences.values())
     spent = sum(row["wall/accounted"] * row["seconds/step"] for row in history)
     assert spent >= 0.99 * sum(row["seconds/step"] for row in history)
-
-
-def test_the_phases_of_a_lock_step_step_add_up_to_the_wall(tmp_path):
-    config = CONFIG | {"training": CONFIG["training"] | {"steps": 10, "batch_size": 16}}
-    overrides = ["--async.max_policy_age", "0", "--grpo.correction", "truncate"]
-    code, output = finish(*command(tmp_path, *overrides, config=config))
-    assert code == 0, output
-    history = rows(tmp_path)[1:]
-    spent = sum(row["wall/accounted"] * row["seconds/step"] for row in history)
-    assert 0.99 <= spent / sum(row["seconds/step"] for row in history) <= 1.0001
-    assert {"wall/replay_buffer.sample", "wall/trainer.train_step", "wall/generator.update_weights"} <= set(history[3])
-    assert "train/correction_fraction" in history[0]
-    assert all(row["train/engine_difference"] < 1e-4 for row in history)

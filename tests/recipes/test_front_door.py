@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -13,10 +11,9 @@ import pytest
 from nbclient import NotebookClient
 
 import forge
-from forge.algorithms import ALGORITHMS, Algorithm, setting_names
+from forge.algorithms import ALGORITHMS, setting_names
 from forge.config import ConfigError, keys_of, section_in
 from forge.recipes.api import _placed
-from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import BadInput
 from forge.recipes.result import Result
 from forge.recipes.rl_config import RLConfig
@@ -38,24 +35,6 @@ result = forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows[2:], 
                      prompt_template="{question}>", reward=backwards, name="closure",
                      steps=2, batch_size=4, n_samples=4, max_tokens=6, seq_len=256)
 print(result.model, len(result.metrics), result.rollouts[0]["rewards"])
-"""
-
-# A new algorithm from its formula: the whole of it.
-ALGORITHM = """
-import forge, torch
-from dataclasses import dataclass
-from forge.algorithms import Algorithm
-
-@dataclass(eq=False)
-class TanhGRPO(Algorithm):
-    scale: float = 2.0
-
-    def token_loss(self, ratio, logprobs, advantages):
-        return -torch.tanh(self.scale * (ratio - 1)) / self.scale * advantages - ratio.detach() * advantages
-
-rows = [{"question": word + ">", "answer": word[::-1]} for word in ("abc", "cab", "bca")]
-forge.train(None, from_scratch={"alphabet": "abc>"}, dataset=rows, reward="CharacterMatch", name="tanh",
-            algorithm=TanhGRPO(scale=3.0), steps=2, batch_size=2, n_samples=4, max_tokens=6, seq_len=256)
 """
 
 
@@ -85,14 +64,6 @@ def test_a_closure_as_reward_in_a_script(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_a_new_algorithm_from_its_formula(tmp_path: Path):
-    in_script(tmp_path, ALGORITHM)
-    rows = [json.loads(line) for line in (tmp_path / "runs/tanh/metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 2
-    assert all("train/loss" in row for row in rows[1:])
-
-
-@pytest.mark.full
 def test_in_a_notebook_whose_event_loop_runs(tmp_path: Path):
     cells = [
         "import asyncio; assert asyncio.get_running_loop().is_running()",
@@ -107,10 +78,6 @@ def test_in_a_notebook_whose_event_loop_runs(tmp_path: Path):
 
 def reward(prompt: str, response: str, target: str) -> float:
     return 1.0
-
-
-def trl_reward(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
 
 
 SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "answer": "cba"}], "reward": reward}
@@ -157,16 +124,3 @@ def test_every_setting_of_an_algorithm_is_found_by_its_name(algorithm: str, sett
     [(section, values)] = _placed(RLConfig, setting, 0.5, algorithm).items()
     assert section == "grpo" or setting in keys_of(section_in(keys_of(RLConfig)[section].annotation))
     assert values == {setting: 0.5}
-
-
-def test_settings_of_preferences_and_of_ones_own_algorithm_are_found_by_their_names():
-    class Bounded(Algorithm):
-        pass
-
-    Own = dataclass(type("Own", (Bounded,), {"__annotations__": {"stesp": float}, "stesp": 1.0}))
-    assert _placed(DPOConfig, "beta", 0.2, None) == {"dpo": {"beta": 0.2}}
-    assert _placed(RLConfig, "clip_high", 0.3, "dapo") == {"grpo": {"clip_high": 0.3}}
-    assert _placed(DPOConfig, "label_smoothing", 0.2, None) == {"dpo": {"label_smoothing": 0.2}}
-    assert _placed(RLConfig, "stesp", 3.0, Own) == {"grpo": {"stesp": 3.0}}  # near "steps"
-    with pytest.raises(ConfigError, match="unknown setting 'stesp'; did you mean 'steps'"):
-        _placed(RLConfig, "stesp", 3.0, "grpo")

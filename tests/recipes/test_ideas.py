@@ -1,4 +1,4 @@
-"""Six ideas of a researcher, each in at most 20 lines over the public interface."""
+"""Ideas of a researcher, each in at most 20 lines over the public interface."""
 
 import inspect
 
@@ -8,12 +8,8 @@ pytest.importorskip("openai")
 
 import forge
 from apps.selfplay.main import SelfPlay
-from forge.actors import Generator
 from forge.algorithms import GRPO
-from forge_envs import ToolEnvironment
 from forge_envs.samplers import Sampler
-from forge_envs.tools import Toolbox
-from tests.recipes.test_hooks import Replay
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -90,72 +86,3 @@ def test_a_curriculum(tmp_path):
     run = train(tmp_path, dataset=dataset, reward="CharacterMatch", metrics={"rollouts": "all"})
     assert lines_of(Easiest) <= 20
     assert {row["prompt"] for row in run.rollouts} == {"ab>", "ba>"}
-
-
-class Judge:
-    """Idea 4, first half: a judge with its own model, started with the first answer."""
-
-    def __init__(self):
-        self.model = None
-
-    async def __call__(self, response, target, judge_model):
-        if self.model is None:
-            self.model = await Generator.options(mesh_name="judge").as_service(judge_model)
-        verdicts = await self.model.generate.route(f"{response}>{target}", n=2, max_tokens=1)
-        return sum(verdict.text == "a" for verdict in verdicts) / 2 + 0.1 * len(set(response))
-
-
-@pytest.mark.slow
-def test_a_judge_with_its_own_model(tmp_path):
-    sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
-    judge = forge.models.build_small_model(tmp_path / "judge", seed=1, alphabet="abc>", **sizes)
-    rows = [row | {"judge_model": judge} for row in ROWS]
-    history = train(tmp_path, dataset=SETTINGS["dataset"] | {"path": rows}, reward=Judge()).metrics
-    assert lines_of(Judge) <= 20
-    assert any(row["reward/std"] > 0 for row in history[1:])
-
-
-class Counter(ToolEnvironment):
-    """Idea 4, second half: tools with a state for each episode, which the reward reads."""
-
-    def __init__(self):
-        self.calls = 0
-        super().__init__(Toolbox(self.press), self.judged)
-
-    def press(self) -> str:
-        """Press the button."""
-        self.calls += 1
-        return "pressed"
-
-    def judged(self, response, env):
-        return float(env.calls) + 0.1 * len(set(response))
-
-
-def test_tools_with_a_state(tmp_path):
-    history = train(tmp_path, environment=Counter, episode={"template": CHAT, "max_tokens": 64}).metrics
-    assert lines_of(Counter) <= 20
-    assert any(row["reward/std"] > 0 for row in history[1:])
-
-
-def test_two_evaluations_and_pass_at_k(tmp_path):
-    """Idea 5: settings alone."""
-    sets = {
-        "short": {"path": ROWS[:2], "problems": 2, "every": 1, "n": 4},
-        "long": {"path": ROWS[2:], "problems": 4, "every": 2, "n": 8},
-    }
-    history = train(tmp_path, reward="CharacterMatch", eval={"sets": sets}).metrics
-    assert [row["step"] for row in history if "eval/short/pass@4" in row] == [0, 1, 2, 3, 4]
-    assert [row["step"] for row in history if "eval/long/pass@8" in row] == [0, 2, 4]
-
-
-def test_replay_callback_early_end_and_metric(tmp_path):
-    """Idea 6: a second update on the groups of the step before; a callback, an early end and a metric besides."""
-
-    def on_step(step, metrics):
-        forge.log("mine/step", step)
-        return step == 3
-
-    ages = {"max_policy_age": 0, "max_training_age": 1}
-    run = train(tmp_path, recipe=Replay, on_step=on_step, reward="CharacterMatch", **{"async": ages})
-    assert lines_of(Replay, on_step) <= 20
-    assert [row["mine/step"] for row in run.metrics] == [0, 1, 2, 3]

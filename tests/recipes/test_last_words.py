@@ -1,6 +1,5 @@
 """What a run says when the machine takes something away from it: one line, and no traceback."""
 
-import os
 import re
 import shutil
 import signal
@@ -11,7 +10,6 @@ import pytest
 
 from tests.recipes.test_recipes import CONFIG, ROOT, command, start
 from tests.system.disks import SmallDisk, small_disk
-from tests.trees import components
 
 pytestmark = pytest.mark.processes
 
@@ -44,28 +42,6 @@ def test_the_folder_of_the_run_is_removed(tmp_path: Path):
     (tmp_path / "runs/test").rename(tmp_path / "gone")  # at once: the run still writes into it
     assert f"error: {tmp_path}/runs/test was removed while the run used it" in ended(process)[-1]
     assert process.returncode == 1
-
-
-@pytest.mark.slow
-def test_the_weight_store_is_removed(tmp_path: Path):
-    process = running(tmp_path)
-    (store,) = Path("/dev/shm").glob(f"forge-weights-{process.pid}-*")
-    shutil.rmtree(store)
-    assert ended(process)[-1].startswith(f"error: {store} was removed while the run used it")
-
-
-@pytest.mark.full
-def test_the_folder_of_sockets_is_removed_and_a_process_killed(tmp_path: Path):
-    process = running(tmp_path)
-    (folder,) = Path("/tmp").glob(f"forge-run-{process.pid}-*")
-    victim = components(process.pid)[0]
-    shutil.rmtree(folder)
-    os.kill(victim, signal.SIGKILL)
-    assert process.stdout is not None
-    # A run that has a generator left continues with it.
-    assert any(f"{folder}, which holds this run's sockets, was removed" in line for line in process.stdout)
-    process.terminate()
-    ended(process)
 
 
 @pytest.mark.full

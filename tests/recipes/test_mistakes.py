@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,6 @@ START: dict[str, Any] = {
     "seq_len": 64,
     "services": {"reward": None},
 }
-
-
-class Endless:
-    """Rows that never raise IndexError, as a sequence of the user's own may."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        return itertools.cycle(ROWS)
 
 
 def started(settings: dict[str, Any]) -> None:
@@ -125,24 +114,6 @@ def test_a_mistake_is_answered_by_one_line_before_anything_starts(
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/metrics.jsonl"))
 
 
-def test_there_are_thirty():
-    assert len(TABLE) >= 30
-
-
-def test_a_sequence_without_an_end_has_its_length():
-    from forge.data.files import Rows
-
-    assert len(Rows(Endless())) == 4
-
-
-def test_beta_is_the_algorithms():
-    from forge.recipes.api import _placed
-    from forge.recipes.dpo import DPOConfig
-
-    assert _placed(RLConfig, "beta", 0.04, "grpo") == {"grpo": {"beta": 0.04}}
-    assert _placed(DPOConfig, "beta", 0.2, None) == {"dpo": {"beta": 0.2}}
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -193,11 +164,6 @@ def test_a_misspelt_command_lists_the_commands(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["trian"])
     assert "train" in capsys.readouterr().err
-
-
-def test_answers_are_missing_in_supervised_rows():
-    with pytest.raises(ValueError, match=r"no field 'answer': it has question; .* or to the column of the answer"):
-        forge.sft(None, from_scratch={"alphabet": "abc"}, dataset=[{"question": "abc"}])
 
 
 @pytest.mark.parametrize(

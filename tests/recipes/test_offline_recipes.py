@@ -1,8 +1,6 @@
 """DPO, reward models and distillation end to end: real processes, small models, a few steps."""
 
 import math
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,24 +120,6 @@ def test_distillation_leaves_a_whole_run(distilled):
     model = AutoModelForCausalLM.from_pretrained(distilled / "model")
     start = AutoModelForCausalLM.from_pretrained(distilled.parent / "test-initial")
     assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
-
-
-@pytest.mark.full
-def test_distillation_goes_on_from_a_checkpoint_bit_for_bit(distilled):
-    """As if it had ended during its last step."""
-    folder, history = distilled, rows(distilled.parents[1])
-    trained = (folder / "model/model.safetensors").read_bytes()
-    (folder / "finished").unlink()
-    for path in (folder / "model", folder / "checkpoints/step_000003"):
-        shutil.rmtree(path)
-    code, output = finish(sys.executable, "-m", "apps.distill.main", "--resume", str(folder))
-    assert code == 0, output
-    assert f"resuming from {folder}/checkpoints/step_000002" in output
-    again = rows(folder.parents[1])
-    assert [row["step"] for row in again] == [0, 1, 2, 3]
-    for name in ("train/loss", "train/reverse_kl", "eval/accuracy"):
-        assert again[3][name] == history[3][name]
-    assert (folder / "model/model.safetensors").read_bytes() == trained
 
 
 BAD = [

@@ -3,20 +3,15 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.config import Arguments
-from forge.data.load import load_data
 from forge.models import build_small_model
 from forge.recipes.launch import launch
 from forge.recipes.placement import check_gpus, gpus_needed
@@ -169,14 +164,6 @@ def supervised(processes, tmp_path_factory):
 def test_sft_learns(supervised):
     history = rows(supervised)
     assert history[-1]["train/loss"] < 0.8 * history[1]["train/loss"]
-
-
-@pytest.mark.full
-def test_grpo_from_the_model_of_sft(supervised, tmp_path):
-    model = str(supervised / "runs/test/model")
-    args = command(tmp_path, "--from_scratch", "null", "--model", model, "--training.steps", "1")
-    code, output = finish(*args)
-    assert code == 0, output
 
 
 @pytest.mark.full
@@ -368,32 +355,6 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path, case):
     assert not (tmp_path / "runs/test/config.yaml").exists()
 
 
-@pytest.mark.processes
-def test_a_program_that_bad_input_ends_says_no_more_than_that(tmp_path):
-    overrides, message = bad(tmp_path)["unknown key"]
-    code, output = finish(*command(tmp_path, *overrides))
-    assert code == 1
-    lines = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert re.search(message, lines[0]), lines[0]
-    assert "Traceback" not in output
-    assert "Monarch" not in output  # it says so when the first process starts
-
-
-def test_long_prompts_are_skipped_by_setting(tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"question": "abcdefghij", "answer": "b"}\n{"question": "c", "answer": "d"}\n')
-    args = command(
-        tmp_path, "--dataset.task", "null", "--dataset.path", str(data), "--dataset.max_prompt_tokens", "4",
-        "--eval.problems", "0",
-    )  # fmt: skip
-    cfg = read_config(GRPOConfig, Arguments.parse(args[3:]))
-    model, *_, record = prepare(cfg, Start())
-    record.close()
-    samples = load_data(AutoTokenizer.from_pretrained(model), seed=0, **cfg.dataset)
-    assert {next(samples).prompt.text for _ in range(4)} == {"c>"}
-
-
 def test_a_failed_start_is_overwritten_but_never_what_the_next_run_reads(tmp_path):
     data = tmp_path / "runs/test/rows.jsonl"
     data.parent.mkdir(parents=True)
@@ -407,48 +368,11 @@ def test_a_failed_start_is_overwritten_but_never_what_the_next_run_reads(tmp_pat
     prepare(cfg, Start())[-1].close()
 
 
-@pytest.mark.parametrize("pattern", [None, r"####\s*(.+)"])
-def test_targets_that_are_whole_solutions_are_a_warning(tmp_path, capsys, pattern):
-    data = tmp_path / "rows.jsonl"
-    rows_ = [{"question": "abc", "answer": f"ab is {n} and c\n#### {n}"} for n in range(4)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows_))
-    args = command(
-        tmp_path, "--dataset.task", "null", "--dataset.path", str(data), "--eval.path", str(data),
-        "--eval.problems", "4", *(["--dataset.target_pattern", pattern] if pattern else []),
-    )  # fmt: skip
-    _, held_out, _, record = prepare(read_config(GRPOConfig, Arguments.parse(args[3:])), Start())
-    record.close()
-    printed = capsys.readouterr()
-    warned = "dataset.target_field answer looks like a whole solution" in printed.out + printed.err
-    assert warned == (pattern is None)
-    assert {sample.target for sample in held_out} == ({"0", "1", "2", "3"} if pattern else {r["answer"] for r in rows_})
-
-
 def small_model(folder: Path) -> str:
     return build_small_model(
         folder, seed=0, alphabet=CONFIG["from_scratch"]["alphabet"], hidden_size=32, layers=2, heads=2, kv_heads=2,
         max_positions=64,
     )  # fmt: skip
-
-
-@pytest.fixture
-def endless(processes, tmp_path):
-    """A GRPO run without end that has trained two steps, and the processes it started."""
-    process = start(*command(tmp_path, "--training.steps", "100000"), group=True)
-    try:
-        wait_for_step(process, tmp_path, 2)
-        yield process, descendants(process.pid)[1:]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("runs/test/checkpoints/step_*[0-9]")) or len(rows(folder)) <= step:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no checkpoint in two minutes"
-        time.sleep(0.2)
 
 
 def gone(pids: list[int]) -> bool:
@@ -457,34 +381,3 @@ def gone(pids: list[int]) -> bool:
         return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
     return all(ended(pid) for pid in pids)
-
-
-@pytest.mark.full
-def test_ctrl_c_in_the_middle(tmp_path, endless):
-    process, pids = endless
-    names = Counter(Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids)
-    # Shells remove folders after a kill. A launcher waits for each process that was forked.
-    assert names == Counter(
-        ["generator0", "generator1", "trainer0", "reward_actor0", "forge-fork"] + ["forge-launcher"] * 4 + ["sh"] * 2
-    )
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 130, output
-    deadline = time.monotonic() + 10
-    while not gone(pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    from forge.training import checkpoint
-    from forge.training.distributed import join
-    from forge.training.settings import OptimizerSettings
-    from forge.training.trainer import PolicyTrainer
-
-    trainer = PolicyTrainer(tmp_path / "runs/test-initial", join(), OptimizerSettings())
-    before = trainer.policy.model.lm_head.weight.clone()
-    last = checkpoint.checkpoints(tmp_path / "runs/test/checkpoints")[-1]
-    extra = checkpoint.load(trainer, last)
-    assert last.name == f"step_{trainer.step:06d}"
-    assert not torch.equal(before, trainer.policy.model.lm_head.weight)
-    assert set(extra) == {"dataset", "buffer", "identities"}
-    assert (tmp_path / "runs/test/report.html").exists()
-    assert not list(Path("/dev/shm").glob(f"forge-weights-{process.pid}-*"))

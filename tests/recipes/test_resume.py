@@ -123,23 +123,6 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, first, t
     assert losses["hit"] == pytest.approx(losses["calm"], rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_rollouts_go_on_with_the_same_losses_on_another_number_of_ranks(tmp_path):
-    settings = config(8, 3, max_policy_age=0) | {"eval": {"problems": 0}}
-    losses = []
-    for ranks in (1, 2):
-        (tmp_path / str(ranks)).mkdir()
-        args = command(tmp_path / str(ranks), config=settings)
-        code, output = finish(*args, "--training.steps", "3")
-        assert code == 0, output
-        code, output = finish(*args, "--resume", "auto", "--trainer.procs", str(ranks))
-        assert code == 0, output
-        losses.append([row["train/loss"] for row in rows(tmp_path / str(ranks))[1:]])
-    assert len(losses[0]) == 8
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-
-
 def never(*_):
     raise AssertionError("started")
 
@@ -259,15 +242,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(left, name
             find_start(left.cfg, "auto")
 
 
-def test_a_checkpoint_whose_critic_is_lost_is_damaged(left, caplog):
-    for step in (2, 4):
-        shutil.copytree(left.checkpoint(step), left.folder / f"checkpoints/critic/step_{step:06d}")
-    assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(4)), 4)
-    shutil.rmtree(left.folder / "checkpoints/critic/step_000004")
-    assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(2)), 2)
-    assert "critic/step_000004/checksums.txt is missing" in caplog.text
-
-
 def test_a_run_folder_of_which_files_are_damaged_is_one_line(left):
     for name in ("config.yaml", "origin.json"):
         path = left.folder / name
@@ -278,20 +252,6 @@ def test_a_run_folder_of_which_files_are_damaged_is_one_line(left):
         path.write_bytes(whole[: len(whole) // 2])
         assert f"{path} is damaged or was edited" in left.error("--resume", str(left.folder))
         path.write_bytes(whole)
-
-
-def test_damaged_logs_are_a_warning(left, caplog):
-    *_, record = prepare(left.cfg, find_start(left.cfg, "auto"))
-    record.sync()
-    record.close()
-    path = left.folder / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"reward": 2.0', '"reward": 3.0'))
-    caplog.clear()
-    *_, record = prepare(left.cfg, find_start(left.cfg, "auto"))
-    record.close()
-    assert [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()] == [
-        f"{path} is damaged: its first {path.stat().st_size} bytes are not what the run wrote"
-    ]
 
 
 def test_what_may_change_and_what_is_kept(left):
@@ -359,11 +319,3 @@ def test_another_process_that_runs_it_is_noticed(left):
         assert other.stdout.readline()
         assert f"{left.folder} is being run by process {other.pid}" in left.error("--resume", str(left.folder))
         other.kill()
-
-
-def test_a_run_that_comes_to_nothing_leaves_nothing(tmp_path):
-    cfg = {**CONFIG, "run": {"name": "x", "root": str(tmp_path / "runs")}, "dataset": {"path": "rows.jsonl"}}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(cfg))
-    with pytest.raises(SystemExit, match="error"):
-        launch(never, GRPOConfig, ["--config", str(tmp_path / "x.yaml"), "--resume", "auto"])
-    assert not (tmp_path / "runs/x").exists()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
-import transformers
 
 from forge.config import ConfigError, build
-from forge.models import build_small_model
 from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
-from forge.recipes.prepare import prepare
-from forge.recipes.resume import Start
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import TrainingRecipe
 from forge.recipes.sft import SFTConfig
@@ -77,44 +72,3 @@ def test_a_broken_rule_is_one_line(recipe: type[TrainingRecipe], settings: dict[
 @pytest.mark.parametrize(("settings", "keys"), UNUSED)
 def test_settings_that_nothing_reads_are_listed(settings: dict[str, Any], keys: list[str]):
     assert build(RLConfig, {"model": "a model", "dataset": TASK, **settings}).unused() == keys
-
-
-class Counted:
-    """A reward that counts how often it is constructed."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        type(self).made += 1
-
-    def __call__(self, prompt: str, response: str, target: str) -> float:
-        return 1.0
-
-
-def test_a_start_reads_a_model_once_and_constructs_a_reward_once(tmp_path, monkeypatch):
-    reads: dict[str, int] = {}
-
-    def counting(kind: str, read: Any, name: Any, *args: Any, **settings: Any) -> Any:
-        reads[f"{kind} of {name}"] = reads.get(f"{kind} of {name}", 0) + 1
-        return read(name, *args, **settings)
-
-    model = build_small_model(
-        tmp_path / "model", seed=0, alphabet=None, hidden_size=16, layers=1, heads=2, kv_heads=1, max_positions=64
-    )
-    for kind in ("AutoConfig", "AutoTokenizer"):
-        loader = getattr(transformers, kind)
-        monkeypatch.setattr(loader, "from_pretrained", functools.partial(counting, kind, loader.from_pretrained))
-    Counted.made = 0
-    values = {
-        "model": model,
-        "dataset": TASK,
-        "grpo": {"max_tokens": 8},
-        "reward": {"functions": [{"use": f"{__name__}:Counted"}], "accuracy": "ExactMatch"},
-        "eval": {"problems": 4},
-        "run": {"name": "one", "root": str(tmp_path)},
-    }
-    *_, record = prepare(build(RLConfig, values), Start())
-    record.close()
-    assert Counted.made == 1
-    # AutoTokenizer reads the configuration as well.
-    assert reads == {f"AutoConfig of {model}": 2, f"AutoTokenizer of {model}": 1}

@@ -1,7 +1,6 @@
 """An ensemble made and trained with, as a user does it: both recipes and the command line, with small models."""
 
 import json
-import shutil
 import sys
 
 import numpy as np
@@ -10,11 +9,9 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from apps.weaver.main import launch
 from forge.cli import main as forge
 from forge.models import build_small_model
-from forge.training.checkpoint import extra
-from forge_weaver import Distilled, Online, ScoreTable, load_ensemble, read_problems
+from forge_weaver import Distilled, ScoreTable, load_ensemble, read_problems
 from tests.recipes.test_recipes import finish
 
 RULES = [f"apps.weaver.rules:{name}" for name in ("right_length", "first_letter", "known_letters")]
@@ -64,11 +61,6 @@ def test_the_ensemble_is_whole_and_says_what_its_files_say(folder):
     assert Distilled(str(made / "distilled")).setup().names == ("distilled",)
 
 
-def test_an_ensemble_is_not_overwritten_unasked(folder):
-    with pytest.raises(SystemExit, match="holds an ensemble"):
-        launch(["--config", str(folder / "weaver.yaml")])
-
-
 def grpo(folder, tmp_path, steps, replicas, **sections):
     """The configuration of a run in lock-step, in a file."""
     config = {
@@ -104,35 +96,6 @@ def test_grpo_trains_with_it_and_with_the_distilled_verifier(folder, tmp_path):
         assert row["reward"] == pytest.approx(sum(parts), rel=1e-3)
         assert row["accuracy"] == 0
         assert "reward/MathReward" not in row
-
-
-@pytest.mark.slow
-def test_what_an_ensemble_has_learned_by_following_is_in_the_checkpoint(folder, tmp_path):
-    made, following = folder / "ensemble", tmp_path / "following"
-    shutil.copytree(made, following)
-    (following / "aggregator.npz").unlink()
-    Online().fit(ScoreTable.load(made / "scores.npz").with_labels_of([])).save(following / "aggregator.npz")
-    reward = {
-        "functions": [{"use": "forge_weaver:Ensemble", "path": str(following), "follow": 4}],
-        "accuracy": "ExactMatch",
-    }
-    config = grpo(folder, tmp_path, steps=4, replicas=1, reward=reward, checkpoint={"every": 2, "keep": 9})
-
-    def learned(step: int) -> int:
-        (state,) = extra(tmp_path / f"run/checkpoints/step_{step:06}")["reward"]
-        return state["aggregator"]["header"]["report"]["problems"] + len(state["seen"])
-
-    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--config", config)
-    assert code == 0, output
-    before = learned(2)
-    assert 40 + 8 <= before <= 40 + 12  # rollouts of the next step may be under way
-    assert learned(4) == 40 + 16
-    shutil.rmtree(tmp_path / "run/checkpoints/step_000004")
-    shutil.rmtree(tmp_path / "run/model")
-    (tmp_path / "run/finished").unlink()
-    code, output = finish(sys.executable, "-m", "apps.grpo.main", "--resume", str(tmp_path / "run"))
-    assert code == 0, output
-    assert learned(4) == before + 8
 
 
 def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +12,7 @@ from forge.envs.group import SingleTurnEnv
 from forge.models.tokenizer import character_tokenizer
 from forge.observability.metrics import drain
 from forge.recipes.reward_config import RewardConfig
-from forge.rewards import Scores
-from forge.rewards.arguments import MissingColumn, RewardCall
+from forge.rewards.arguments import MissingColumn
 from forge.rewards.reward import Reward, as_verifier
 from forge.training import credit
 from forge.types import Completion, Episode, Prompt, Sample
@@ -43,32 +40,6 @@ def test_names_of_the_answer_the_prompt_and_columns():
     assert scored(lambda response, missing=7: missing) == [7.0, 7.0, 7.0]
     assert scored(lambda response, level=7: level) == [3.0, 3.0, 3.0]
     assert scored(lambda response, **columns: len(columns)) == [3.0] * 3  # the prompt is the rendered one, if named
-
-
-def test_a_completion_has_tokens_logprobs_and_finish():
-    assert scored(lambda completion: len(completion.token_ids)) == [2.0, 12.0, 1.0]
-    assert scored(lambda completion: sum(completion.logprobs)) == [-1.0, -6.0, -0.5]
-    assert scored(lambda response, completion: completion.finish == "stop") == [1.0, 1.0, 1.0]
-
-
-def test_messages_are_those_of_the_prompt_and_the_answer():
-    def last(messages: list[dict[str, str]], response: str) -> float:
-        assert messages[-1] == {"role": "assistant", "content": response}
-        return len(messages)
-
-    assert scored(last, prompt=CHAT) == [3.0] * 3
-    assert scored(last) == [2.0] * 3
-
-
-def test_positions_stay_what_they_were():
-    def by_position(question: str, answer: str, truth: str) -> float:
-        assert question == "2+2"
-        return float(answer == truth)
-
-    assert scored(by_position) == [1.0, 0.0, 0.0]
-    assert scored(lambda _, response, target: response == target) == [1.0, 0.0, 0.0]
-    assert scored(lambda p, r, t=None: r == t) == [1.0, 0.0, 0.0]
-    assert scored(lambda *given: len(given)) == [3.0, 3.0, 3.0]
 
 
 def test_a_plural_gets_the_group():
@@ -120,59 +91,6 @@ def test_functions_and_rows_of_verl_as_they_are():
     assert drain().values()["reward/length"] == 1.0
 
 
-def test_none_of_a_function_of_trl_leaves_the_decision_to_the_others():
-    def of_code(completions, **kwargs):
-        return [None for _ in completions]
-
-    def of_text(completions, **kwargs):
-        return [None if not text else 1.0 for text in completions]
-
-    assert scored(of_code, of_text) == [1.0, 1.0, None]
-    # No part is a number that is not one: a mean over steps stays finite where a task is rare (trl#4501).
-    scores = asyncio.run(Reward([of_code, of_text]).score(TEXT, RESPONSES, "4"))
-    assert [score.parts for score in scores] == [{"of_text": 1.0}, {"of_text": 1.0}, {}]
-    assert [bool(score.reason) for score in scores] == [False, False, True]
-    # A function of ours that gives None leaves the response unscored.
-    assert scored(lambda response: None if response == "4" else 0.0, of_text) == [None, 1.0, 0.0]
-
-
-def test_what_public_reports_about_reward_functions_describe():
-    """Of TRL and its kin: a column that is required positionally (Qwen-VL-Series-Finetune#234, open-r1#384), an async
-    function (unsloth-zoo#832), completion ids for a function without **kwargs, and a function without arguments for
-    prompts (EasyR1#338)."""
-
-    async def of_ids(completion_ids):
-        await asyncio.sleep(0)
-        return [float(len(ids)) for ids in completion_ids]
-
-    def of_columns(completions, solution, level):
-        return [float(s == "four") + n for s, n in zip(solution, level, strict=True)]
-
-    assert scored(of_ids) == [2.0, 12.0, 1.0]
-    assert scored(of_columns) == [4.0] * 3
-    assert scored(lambda completions: [1.0] * len(completions)) == [1.0] * 3
-    with pytest.raises(ValueError, match="no column 'assistant', which the reward takes"):
-        rows(lambda completions, assistant, **kwargs: [], [{"prompt": "1", "answer": "1"}])
-
-
-def test_weights_and_names_of_the_parts():
-    def form(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    reward = Reward([lambda response: 2.0, form, lambda response: 4.0], weights=[0.5, 0.25], names=["two"])
-    scores = asyncio.run(reward.score(TEXT, RESPONSES, "4"))
-    assert scores[0].reward == 0.5 * 2 + 0.25 + 4
-    assert scores[0].parts == {"two": 1.0, "form": 0.25, "<lambda>": 4.0}
-    assert list(Reward([lambda response: 1.0, lambda response: 2.0]).names) == ["<lambda>", "<lambda>_2"]
-    for settings, message in (
-        ({"weights": [1, 2, 3]}, "reward.weights has 3 entries for 2 functions"),
-        ({"weights": [float("nan")]}, "reward.weights must be finite"),
-        ({"names": ["a", "a"]}, "reward.names has a name twice: a"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Reward([form, form], **settings)
-
-
 def test_log_metric_of_trl_is_a_metric():
     drain()
 
@@ -183,17 +101,6 @@ def test_log_metric_of_trl_is_a_metric():
 
     assert scored(counted) == [0.0] * 3
     assert drain().values()["words"] == 3.0
-
-
-class Verifier:
-    names = ("own",)
-
-    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None, *, solution: str) -> Scores:
-        return Scores.of([float(response.startswith(solution)) for response in responses], 1)
-
-
-def test_a_verifier_may_name_columns_too():
-    assert scored(Verifier()) == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -254,37 +161,6 @@ def test_columns_that_a_reward_needs_are_checked_with_the_data():
     assert everything.prompt.row == data[0]
 
 
-def test_a_target_is_required_only_by_what_names_it():
-    data = [{"question": "1+1", "level": 1}]
-    assert next(rows(lambda response, level: 0.0, data)).target == ""
-    with pytest.raises(ValueError, match="no field 'answer': it has question, level; set target_field to null"):
-        rows(lambda response, target: 0.0, data)
-    assert next(rows(lambda response, target: 0.0, [{"question": "1", "solution": "2"}])).target == "2"
-    with pytest.raises(ValueError, match="no field 'truth'"):
-        rows(lambda response, level: 0.0, data, target_field="truth")
-
-
-def test_rows_that_a_checkpoint_cannot_hold():
-    import datetime
-
-    import numpy as np
-
-    data = [{"question": "1", "answer": "1", "day": datetime.date(2026, 1, 1), "tests": np.array([1, 2])}]
-    assert next(rows(lambda completions, **kwargs: [], data)).prompt.row["tests"] == [1, 2]
-    assert "day" not in next(rows(lambda completions, **kwargs: [], data)).prompt.row
-    with pytest.raises(ValueError, match="column 'day' holds a date: rewards get text, numbers, lists and mappings"):
-        rows(lambda response, day: 0.0, data)
-
-
-def test_prompts_of_older_checkpoints_have_no_row():
-    prompt = Prompt("a", (1,), 5)
-    assert pickle.loads(pickle.dumps(CHAT)) == CHAT
-    assert pickle.loads(pickle.dumps(CHAT)).row == CHAT.row
-    older = Prompt.__new__(Prompt)
-    older.__setstate__(["a", (1,), 5])
-    assert (older, older.row, older.messages, older.stop_ids) == (prompt, {}, (), ())
-
-
 class Endpoint:
     def __init__(self, call: Any) -> None:
         self.route = call
@@ -319,11 +195,3 @@ def test_the_environment_hands_on_rows_and_tokens_and_keeps_them_from_the_policy
     assert [episode.reward for episode in episodes] == [5.0, 15.0, 4.0]
     assert policy.prompts[0].row == {}
     assert not RewardConfig(functions=[lambda response: 0.0]).reads_tokens
-
-
-def test_calls_say_what_they_take():
-    call = RewardCall(lambda response, a, b=1, **kwargs: 0.0, "f")
-    assert (call.form, call.columns, call.optional, call.takes_all, call.needs_target) == (
-        *("response", ("a",), ("b",), True),
-        False,
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from email.utils import formatdate
-from time import monotonic, time
+from time import monotonic
 
 import pytest
 from aiohttp import web
@@ -88,13 +87,6 @@ def test_one_vote():
     assert (judge.cost.requests, judge.cost.prompt_tokens, judge.cost.completion_tokens) == (2, 200, 20)
 
 
-def test_votes_are_a_share_and_those_that_lack_are_asked_for_again():
-    endpoint = Endpoint(lambda body: chat("yes", "no", "maybe"), lambda body: chat("yes"), lambda body: chat("yes"))
-    found, _ = endpoint.judged(["2"], votes=5)
-    assert found.values.item() == 0.75
-    assert [body.get("n") for body in endpoint.bodies] == [5, 2, None]
-
-
 def test_a_verdict_that_cannot_be_read_is_no_score():
     found, _ = Endpoint(default=lambda body: chat("yes", "eyes", "nobody", "")).judged(["2"], votes=4)
     assert found.reasons == {(0, 0): "1 of 4 verdicts could be read; the last answer was ''"}
@@ -161,14 +153,6 @@ def test_a_failure_that_passes_costs_nothing_and_one_that_stays_the_score(kind):
     assert judge.cost.requests == 3
 
 
-def test_what_the_endpoint_refuses_is_not_asked_again():
-    endpoint = Endpoint(default=lambda body: web.json_response({"error": {"message": "no such model"}}, status=404))
-    found, _ = endpoint.judged(["2"])
-    assert "answered 404" in found.reasons[0, 0]
-    assert "no such model" in found.reasons[0, 0]
-    assert len(endpoint.bodies) == 1
-
-
 def test_nobody_listens():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -182,18 +166,6 @@ def test_nobody_listens():
         reason = asyncio.run(run()).reasons[0, 0]
         assert reason.startswith("no connection to http://127.0.0.1")
         assert "(ConnectError" in reason
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("after", [lambda: "0.4", lambda: formatdate(time() + 2, usegmt=True)])
-def test_retry_after_is_heeded(after):
-    endpoint = Endpoint(lambda body: web.Response(status=429, headers={"Retry-After": after()}))
-    found, _ = endpoint.judged(["2"])
-    assert found.values.item() == 1.0
-    assert endpoint.at[1] - endpoint.at[0] > 0.3
-    far = Endpoint(default=lambda body: web.Response(status=503, headers={"Retry-After": "3600"}))
-    assert "answered 503" in far.judged(["2"])[0].reasons[0, 0]
-    assert len(far.bodies) == 1
 
 
 @pytest.mark.costly
@@ -216,25 +188,6 @@ def test_waiting_for_a_turn_costs_no_time_and_a_dead_endpoint_is_given_up():
     found, judge = Endpoint(default=hang).judged(["2"] * 50, panel={"timeout": 0.5}, **settings)
     assert set(found.reasons.values()) == {"the verifier made no progress for 0.5 s"}
     assert judge.cost.requests == 2
-
-
-def test_no_more_requests_at_a_time_than_asked_for():
-    async def later(body):
-        await asyncio.sleep(0.01)
-        return chat("yes")
-
-    endpoint = Endpoint(default=later)
-    found, _ = endpoint.judged([str(i) for i in range(20)], concurrency=3)
-    assert found.values.all()
-    assert endpoint.most == 3
-
-
-def test_targets():
-    settings = {"template": "{response} or {target}? {{yes}}", "frame": False}
-    endpoint = Endpoint()
-    assert endpoint.judged(["2"], target="3", **settings)[0].values.item() == 1.0
-    assert endpoint.bodies[0]["messages"][0]["content"] == "2 or 3? {yes}"
-    assert "there is none" in endpoint.judged(["2"], **settings)[0].reasons[0, 0]
 
 
 @pytest.mark.parametrize(
@@ -264,14 +217,6 @@ def test_a_fingerprint_tells_the_question_and_no_secret():
         len({fingerprint(), *(fingerprint(**s) for s in ({"votes": 2}, {"yes": "ja"}, {"template": "{response}"}))})
         == 4
     )
-
-
-def test_parts_of_a_question_do_not_run_together():
-    def fingerprint(system, template):
-        return LMJudge("http://localhost/v1", "m", system_prompt=system, template=template).fingerprint
-
-    assert fingerprint("Be strict. Judge.", "{response}") != fingerprint("Be strict.", "Judge. {response}")
-    assert fingerprint(None, "{response}") != fingerprint("None", "{response}")
 
 
 @pytest.mark.slow

@@ -71,39 +71,6 @@ class Silent:
         return Scores(np.array([[1.0], [math.inf]]))
 
 
-class Heavy:
-    """A model whose weights take 0.6 s to read, and a call nothing."""
-
-    def __init__(self, name="heavy"):
-        self.names, self.read, self.progress, self.identity = (name,), 0, 0, None
-
-    @property
-    def fingerprint(self):
-        if self.identity is None:
-            self.read += 1
-            time.sleep(0.6)
-            self.identity = "weights"
-        return self.identity
-
-    async def score(self, prompt, responses, target=None):
-        return Scores(np.ones((len(responses), 1)))
-
-
-class Secretive:
-    """Scores, but what it is cannot be read."""
-
-    def __init__(self, name, tell):
-        self.names, self.tell, self.read = (name,), tell, 0
-
-    @property
-    def fingerprint(self):
-        self.read += 1
-        return self.tell()
-
-    async def score(self, prompt, responses, target=None):
-        return Scores(np.ones((len(responses), 1)))
-
-
 class Reader:
     """Reads one response after the other, 0.03 s each, whoever asks; remembers which."""
 
@@ -154,93 +121,6 @@ def test_what_fails_fails_alone_with_its_reason():
     assert score(panel, []).values.shape == (0, 6)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_who_waits_behind_others_loses_nothing(nested):
-    async def many():
-        panel = Panel([Reader()], timeout=0.5)
-        panel = Panel([panel], timeout=0.5) if nested else panel
-        order = []
-
-        async def one(number):
-            found = await panel.score("p", ["a" * number])
-            order.append(number)
-            return found.values.item()
-
-        found = await asyncio.gather(*(one(i) for i in range(1, 25)))
-        await panel.close()
-        return found, order
-
-    found, order = asyncio.run(many())
-    assert found == order == list(range(1, 25))
-
-
-def test_a_slow_rule_takes_no_time_from_others():
-    fast_is_done, ended = threading.Event(), []
-
-    def slow(prompt, response, target):
-        return float(fast_is_done.wait(30))
-
-    def fast(prompt, response, target):
-        ended.append(response)
-        if len(ended) == 8 * 3:
-            fast_is_done.set()
-        return 1.0
-
-    async def many():
-        panel = Panel([Rule(slow), AnswerFrequency(), Rule(fast)])
-        return await asyncio.gather(*(panel.score(str(i), ["1"] * 3) for i in range(8)))
-
-    assert all((part.values == 1).all() for part in asyncio.run(many()))
-
-
-def test_a_rule_has_time_as_long_as_it_gets_on():
-    def slow(prompt, response, target):
-        time.sleep(0.02)
-        return 1.0
-
-    async def many():
-        panel = Panel([Rule(slow)], timeout=0.25)
-        return await asyncio.gather(*(panel.score(str(i), ["1"] * 3) for i in range(24)))
-
-    assert all((part.values == 1).all() for part in asyncio.run(many()))
-
-
-def test_reading_a_fingerprint_costs_no_calls_time_and_is_done_once():
-    async def some():
-        heavy = Heavy()
-        panel = Panel([heavy], timeout=0.2, cache=Cache())
-        gone = asyncio.create_task(panel.score("gone", ["a"]))
-        await asyncio.sleep(0.05)
-        calls = [asyncio.create_task(panel.score(str(i), ["a"])) for i in range(4)]
-        gone.cancel()
-        return [(await call).reasons for call in calls], heavy.read
-
-    assert asyncio.run(some()) == ([{}] * 4, 1)
-
-
-def test_a_fingerprint_that_cannot_be_read_costs_the_cache_alone(caplog, monkeypatch):
-    monkeypatch.setattr("forge_verifiers.panel.FINGERPRINT_TIMEOUT", 1.0)
-    release = threading.Event()
-    odd = [
-        Secretive("key", lambda: {}["weights"]),
-        Secretive("hung", lambda: release.wait(30)),
-    ]
-
-    async def some():
-        panel = Panel([*odd, Silent()], cache=Cache())
-        first = await asyncio.gather(*(panel.score(str(i), ["a", "b"]) for i in range(4)))
-        return [*first, await panel.score("0", ["a", "b"])]
-
-    found = asyncio.run(some())
-    release.set()
-    assert all((part.values[:, :2] == 1).all() for part in found)
-    assert [verifier.read for verifier in odd] == [1, 1]
-    assert sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records) == [
-        "KeyError: 'weights'",
-        "the fingerprint of hung took more than 1 s",
-    ]
-
-
 def test_who_gave_up_is_not_worked_for():
     async def some():
         reader = Reader()
@@ -280,15 +160,6 @@ def test_panels_hold_panels_and_close_what_they_hold():
     np.testing.assert_array_equal(found.values, [[math.nan, 1, 6, 1], [math.nan, 1, 6, 1]])
     asyncio.run(panel.close())
     assert verifier.closed == 1
-
-
-def test_names_must_differ():
-    with pytest.raises(ValueError, match="two verifiers of a panel are called length, length_again"):
-        Panel([Counting(), Counting()])
-    with pytest.raises(ValueError, match="at least one"):
-        Panel([])
-    with pytest.raises(ValueError, match="timeout"):
-        Panel([Counting()], timeout=0)
 
 
 def test_a_cache_knows_what_was_scored_and_never_what_failed():

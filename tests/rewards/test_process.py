@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 import numpy as np
 import pytest
@@ -74,14 +73,6 @@ def test_what_cannot_be_read_says_why(folders):
     asyncio.run(verifier.close())
 
 
-def test_a_step_that_is_no_number_leaves_no_least_and_no_mean(folders, monkeypatch):
-    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z")
-    monkeypatch.setattr(verifier, "_read", lambda batch: [[0.75, math.nan, 0.5]])
-    found, _ = scored(verifier, ["ab"])
-    np.testing.assert_array_equal(found.values, [[math.nan, math.nan, 0.5]])
-    assert list(found.reasons) == [(0, 0), (0, 1)]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -135,9 +126,3 @@ def test_steps_earn_their_own_rewards(folders):
     expected[np.array(at) - 1] = 0.5 * np.array(good) / 3
     expected[-1] += 1.0
     np.testing.assert_allclose(rewards, expected, atol=1e-6)
-
-
-def test_special_tokens_that_a_response_spells_are_text(folders):
-    verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], marker="z", label=0)
-    ids = verifier._row("hi", f"ab{TOKENIZER.eos_token}\n\ncd").ids
-    assert TOKENIZER.eos_token_id not in ids

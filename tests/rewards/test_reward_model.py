@@ -15,18 +15,14 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 from forge.data.packing import pack
 from forge.data.preferences import PreferenceDataset
 from forge.models.tokenizer import character_tokenizer
 from forge.training import checkpoint
-from forge_verifiers import Panel, RewardModel
+from forge_verifiers import RewardModel
 from tests.data.templates import CHATML
 from tests.training.cases import TOKENIZER, make_trainer, write_classifier
 
@@ -131,20 +127,6 @@ def test_batches_say_what_plain_transformers_says_one_by_one(reward_model, pad, 
     assert not found.reasons
 
 
-def test_a_decoder_with_positions_of_its_own_and_several_classes(tmp_path):
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=len(TOKENIZER), n_positions=50, n_embd=32, n_layer=2, n_head=2, num_labels=3)
-    plain = GPT2ForSequenceClassification(config).eval()
-    plain.save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    verifier = RewardModel(tmp_path, append_eos=False, label=1, scale="probability")
-    found = scored(verifier, responses=RESPONSES[:6])
-    for response, value in zip(RESPONSES, found.values[:, 0], strict=False):
-        ids = TOKENIZER(PROMPT + response)["input_ids"]
-        assert verifier.tokens(PROMPT, response) == ids
-        assert value == pytest.approx(plain(torch.tensor([ids])).logits.softmax(-1)[0, 1].item(), abs=1e-5)
-
-
 @pytest.mark.parametrize("as_pair", [True, False])
 def test_an_encoder_reads_pairs_and_joined_texts(encoder, as_pair):
     plain = BertForSequenceClassification.from_pretrained(encoder).eval()
@@ -158,25 +140,6 @@ def test_an_encoder_reads_pairs_and_joined_texts(encoder, as_pair):
         logits = plain(**encoded).logits[0]
         expected = logits[2] - logits[:2].logsumexp(0)
         assert value == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_scales(encoder):
-    settings = {"label": "good", "as_pair": True}
-    logits = scored(RewardModel(encoder, **settings)).values
-    calibrated = scored(RewardModel(encoder, scale="probability", slope=2.0, intercept=-1.0, **settings)).values
-    np.testing.assert_allclose(calibrated, 1 / (1 + np.exp(1 - 2 * logits)), atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
-def test_classes_that_do_not_exclude_each_other_stand_for_themselves(encoder, kind, tmp_path):
-    plain = BertForSequenceClassification.from_pretrained(encoder, problem_type=kind).eval()
-    plain.save_pretrained(tmp_path)
-    closing_tokenizer().save_pretrained(tmp_path)
-    verifier = RewardModel(tmp_path, label="fair", append_eos=False)
-    found = scored(verifier, responses=["abc"])
-    assert found.values.item() == pytest.approx(
-        plain(torch.tensor([verifier.tokens(PROMPT, "abc")])).logits[0, 1].item(), abs=1e-5
-    )
 
 
 def test_chat_templates_end_with_the_turn_or_as_the_template_does(reward_model, tmp_path):
@@ -206,38 +169,6 @@ def test_what_is_too_long_has_no_score_unless_it_is_cut(reward_model):
     assert "it has 72 tokens" in scored(RewardModel(reward_model, truncate=True), "p" * 70, ["a"]).reasons[0, 0]
 
 
-def test_of_a_pair_the_longer_text_is_cut(encoder):
-    verifier = RewardModel(encoder, label="good", as_pair=True, truncate=True)
-    texts = [("p" * 120, "ab"), ("p", "a" * 120), ("p" * 120, "a" * 120)]
-    cut = [len(row.ids) for row in verifier.rows(texts)]
-    assert cut == [96, 96, 96]
-    assert verifier.tokens("p" * 120, "ab") == verifier.tokens("p" * 91, "ab")
-    assert np.isfinite(scored(verifier, "p" * 120, ["ab", "a" * 120]).values).all()
-
-
-def test_positions_that_begin_after_the_one_of_padding(tmp_path):
-    tokenizer = closing_tokenizer()
-    config = RobertaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=34,
-        type_vocab_size=2,
-        pad_token_id=1,
-        num_labels=1,
-    )
-    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    verifier = RewardModel(tmp_path)
-    assert verifier.model.max_tokens == 32
-    fits = "a" * (32 - len(verifier.tokens(PROMPT, "")))
-    found = scored(verifier, responses=[fits, fits + "a"])
-    assert np.isfinite(found.values[0, 0])
-    assert found.reasons == {(1, 0): "it has 33 tokens, and the model reads 32"}
-
-
 def test_a_row_that_the_model_cannot_read_costs_nobody_else_the_score(reward_model, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(reward_model).save_pretrained(tmp_path)
     words = AutoTokenizer.from_pretrained(reward_model)
@@ -249,12 +180,6 @@ def test_a_row_that_the_model_cannot_read_costs_nobody_else_the_score(reward_mod
     assert found.reasons[1, 0].startswith("IndexError")
     expected = scored(RewardModel(reward_model), responses=["abc", "bcd", "cde", "def"]).values
     np.testing.assert_allclose(np.delete(found.values, 1, 0), expected, atol=1e-5)
-
-
-def test_a_text_that_cannot_be_read_costs_nobody_else_the_score(reward_model):
-    found = scored(RewardModel(reward_model), responses=["ab", "\ud800", "ab"])
-    assert found.values[0, 0] == found.values[2, 0]
-    assert list(found.reasons) == [(1, 0)]
 
 
 def test_special_tokens_that_a_response_spells_are_text(reward_model):
@@ -300,21 +225,6 @@ def test_a_fingerprint_is_that_of_weights_and_settings(reward_model, encoder, tm
 def test_settings_that_cannot_be(encoder, settings, message):
     with pytest.raises(ValueError, match=message):
         RewardModel(encoder, **settings)
-
-
-def test_a_model_without_a_trained_head_is_refused(tmp_path):
-    from tests.training.cases import write_model
-
-    with pytest.raises(ValueError, match=r"lacks weights of Qwen3ForSequenceClassification, 'score.weight'"):
-        RewardModel(write_model(tmp_path))
-
-
-def test_in_a_panel(reward_model, encoder):
-    panel = Panel([RewardModel(reward_model, "ours"), RewardModel(encoder, "theirs", label="good", as_pair=True)])
-    found = scored(panel)
-    assert panel.names == ("ours", "theirs")
-    assert found.values.shape == (len(RESPONSES), 2)
-    assert not found.reasons
 
 
 def test_code_in_a_models_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

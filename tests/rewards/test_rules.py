@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -60,13 +59,6 @@ def test_a_rule_that_exits_ends_only_itself(function):
     assert score(Rule(function), ["exit", "a"]).reasons == {(0, 0): "RuntimeError: SystemExit(3)"}
 
 
-def test_as_many_numbers_as_names():
-    found = Scores.of([0.5, [0.7], [1, 2], [[1, 2]] * 2], 2)
-    np.testing.assert_array_equal(found.values, [[np.nan] * 2, [np.nan] * 2, [1, 2], [np.nan] * 2])
-    assert [found.reasons[i, 0] for i in (0, 1, 3)] == [f"it gave {count} numbers for 2" for count in (1, 1, 4)]
-    assert Scores.of([0.5, [0.7]], 1).values.tolist() == [[0.5], [0.7]]
-
-
 def test_a_function_that_does_not_return_costs_its_response_alone():
     release = threading.Event()
 
@@ -117,35 +109,6 @@ def test_a_slow_answer_is_wrong_and_a_slow_target_is_no_score():
     assert score(MathVerifier(), ["2x"], slow).reasons == {(0, 0): "the target takes too long to compare"}
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_progress_is_what_ended_or_ran_into_its_limit_and_not_what_was_cancelled(plain):
-    release = threading.Event()
-
-    def ends(prompt, response, target):
-        if response == "hang":
-            release.wait(30)
-        return 1.0 / len(response)
-
-    async def ends_later(prompt, response, target):
-        if response == "hang":
-            await asyncio.sleep(30)
-        return 1.0 / len(response)
-
-    async def some():
-        rule = Rule(ends if plain else ends_later, time_limit=1.0)
-        found = await rule.score("", ["a", "", "hang"])
-        ended = rule.progress
-        rule.time_limit = 30
-        call = asyncio.create_task(rule.score("", ["hang"]))
-        await asyncio.sleep(0.05)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        release.set()
-        return len(found.reasons), ended, rule.progress
-
-    assert asyncio.run(some()) == (2, 3, 3)
-
-
 @given(st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=2, max_size=8), st.data())
 def test_answer_frequency_is_the_share_of_others_who_agree(answers, data):
     """By brute force over pairs; equal answers are written in different ways."""
@@ -158,22 +121,3 @@ def test_answer_frequency_is_the_share_of_others_who_agree(answers, data):
         sum(answers[i] is not None and answers[i] == answers[j] for j in range(n) if j != i) / (n - 1) for i in range(n)
     ]
     np.testing.assert_allclose(found, expected)
-
-
-def test_answer_frequency_without_others_or_by_ones_own_functions():
-    assert "single response" in score(AnswerFrequency(), ["1"]).reasons[0, 0]
-    assert score(AnswerFrequency(), []).values.shape == (0, 1)
-
-    def read(response):
-        if response == "?":
-            raise ValueError("cannot read")
-        return response
-
-    verifier = AnswerFrequency(read, same=lambda a, b: Fraction(a) == Fraction(b))
-    assert verifier.fingerprint is None
-    found = score(verifier, ["1/2", "2/4", "?", "1"])
-    np.testing.assert_allclose(found.values[:, 0], [0.5, 0.5, np.nan, 0.0])
-    assert found.reasons == {(2, 0): "ValueError: cannot read"}
-    found = score(verifier, ["?", "1"])
-    assert np.isnan(found.values).all()
-    assert found.reasons[1, 0] == "of no other response the answer could be read"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 
 import pytest
-import torch
 import yaml
 
 from forge.config import ConfigError, build, to_dict
@@ -112,30 +110,3 @@ def test_mistakes_are_found_before_anything_is_opened(changed, message):
 def test_unknown_keys_and_wrong_types(changed, message):
     with pytest.raises(ConfigError, match=message):
         build(VerifiersConfig, changed)
-
-
-@pytest.mark.parametrize("path", ["gpt2", "organisation/model"])
-def test_hub_ids(path):
-    config = build(VerifiersConfig, {"reward_models": [{"path": path}]})
-    config.check_sources()
-    assert config.names == [path.rpartition("/")[2]]
-
-
-def test_a_distilled_verifier_has_a_name_and_a_precision(classifier, tmp_path):
-    folder = shutil.copytree(classifier, tmp_path / "small")
-    (folder / "distilled.json").write_text(json.dumps({"reading": {"scale": "probability"}, "report": {}}))
-    use = {"use": "forge_weaver:Distilled", "path": str(folder)}
-    plugins = [use, {**use, "name": "fast", "dtype": "bfloat16", "batch_tokens": 512}]
-    config = build(VerifiersConfig, {"plugins": plugins})
-    config.check_sources()
-    panel = config.panel()
-    assert panel.names == ("small", "fast") == (*config.names,)
-    assert panel.verifiers[1].model.model.model.dtype == torch.bfloat16
-    found = asyncio.run(panel.score("p", ["a"]))
-    assert not found.reasons
-    asyncio.run(panel.close())
-
-
-def test_a_process_reward_model_needs_its_marker(classifier):
-    with pytest.raises(ConfigError, match=r"'process_reward_models\[0\].marker' must be set"):
-        build(VerifiersConfig, {"process_reward_models": [{"path": classifier}]}).check_sources()

@@ -67,8 +67,3 @@ def test_other_words():
     assert read_verdict("I considered A and B with care.\nThe final grade is B.", "A", "B") is False
     assert read_verdict("INCORRECT", "correct", "incorrect") is False
     assert read_verdict("axb", "a.b", "c+") is None
-
-
-@pytest.mark.parametrize("unit", ["yes ", "the ", "\n", "verdict ", "[[", "<a>", "* ", "answer: "])
-def test_long_answers_take_linear_time(unit):
-    read_verdict(unit * (40_000 // len(unit)), "yes", "no")

@@ -122,12 +122,6 @@ def test_a_password_of_an_address_is_masked_in_any_text(text: str, password: str
     assert password not in masked(f"{text} postgresql://user:{password}@host/x").replace(text, "")
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
-def test_masking_twice_is_masking_once(value: Any):
-    once = without_secrets({"a": value, "env": {"B": value}})
-    assert without_secrets(once) == once
-
-
 def test_masks_are_found_again():
     config = {
         "stop": [MASK], "system_prompt": "*** Rules ***", "services": {"x": {"env": {"A": "S3K"}}},
@@ -163,13 +157,6 @@ def test_a_run_folder_has_no_secret_and_is_its_owners_alone(tmp_path: Path):
     assert {"config.yaml", "report.html", "ended.txt", "model/README.md"} <= {*shown_in(run.folder, MASK)}
     assert shown_in(run.folder, "SEKRET") == []
     assert stat.S_IMODE(run.folder.stat().st_mode) == 0o700
-
-
-def test_the_report_of_an_earlier_version_has_no_secret(tmp_path: Path):
-    (tmp_path / "config.yaml").write_text("services: {reward: {env: {MY_TOKEN: SEKRET}}}")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    write_report(tmp_path)
-    assert shown_in(tmp_path, "SEKRET") == ["config.yaml"]
 
 
 def a_config(**more: Any) -> dict[str, Any]:
@@ -267,9 +254,3 @@ launch.launch(None, None, [])
 def test_what_a_variable_of_the_environment_holds_is_masked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "quite-ordinary")
     assert masked("no answer with quite-ordinary") == f"no answer with {MASK}"
-
-
-def test_what_is_near_a_secret_stays():
-    config = {"environment": "apps.x:Make", "eval_env": "a", "token": True, "tokens": 3, "eos": {"token": "<|end|>"}}
-    config["argv"] = ["run", "--api-key", "S3K", "--steps", "3"]
-    assert without_secrets(config) == config | {"argv": ["run", "--api-key", MASK, "--steps", "3"]}

@@ -1,7 +1,6 @@
 """What strangers can do to our HTTP servers: pages of other sites, silent and slow clients, clients without the key."""
 
 import asyncio
-import gzip
 
 import pytest
 from aiohttp import ClientSession, web
@@ -99,18 +98,6 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch):
     assert access.required_key("0.0.0.0") == access.required_key("localhost") == "e"
 
 
-def request_of(port):
-    return f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
-
-
-async def answered(port):
-    """A connection that has had one answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request_of(port))
-    await reader.readuntil(b"}")
-    return reader, writer
-
-
 @pytest.mark.parametrize(
     "head",
     ["GET /" + "a" * 10_000 + " HTTP/1.1", "GET / HTTP/9.9", "G\0T / HTTP/1.1", "GET / HTTP/1.1\r\nContent-Length: x"],
@@ -159,25 +146,3 @@ def test_what_is_no_json_is_one_line(body, charset, says):
     status, told, other, size = asyncio.run(main())
     assert (status, says in told, "\n" in told) == (400, True, False)
     assert (other, size) == ((200, 1) if charset == "utf-8" else (400, 1))
-
-
-def test_a_compressed_body_is_refused():
-    async def work(http, url):
-        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-        async with http.post(url, data=gzip.compress(b"[" * 100), headers=headers, compress=None) as answer:
-            assert answer.status == 415
-
-    served(work)
-
-
-def test_a_body_that_does_not_come_ends_its_request(monkeypatch):
-    monkeypatch.setattr(access, "BODY_TIME", 0.5)
-
-    async def work(_, url):
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
-        writer.write(head.encode())
-        assert b"408" in await reader.readline()
-        writer.close()
-
-    served(work)

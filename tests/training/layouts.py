@@ -15,21 +15,16 @@ from torch.distributed import FileStore
 
 from forge.losses import GSPOLoss
 from forge.runtime.store import VersionStore
-from forge.training import checkpoint
 from forge.training.distributed import Ranks, join, lay_out, leave
 from forge.training.settings import Parallelism
 from tests.training.cases import example, make_trainer, weights_of
 from tests.training.ranks import (
     LORA,
     LOSS,
-    a_head,
     five_steps,
-    lora,
-    not_finite,
     of_one_rank,
     plain,
     saved,
-    several_updates,
     sharded,
 )
 
@@ -99,19 +94,6 @@ def stored(ranks: Ranks, model: Path, store: VersionStore) -> dict[str, Any]:
     return {"version": store.put("policy", trainer.weights(), 2), "weights": weights_of(trainer)}
 
 
-def in_turn(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
-    """Steps between which the device is left to others, and a checkpoint from there."""
-    trainer, other = make_trainer(model, ranks), make_trainer(model, ranks)
-    for seed in range(3):
-        trainer.train_step(example(seed), LOSS)
-        trainer.offload()
-        assert trainer.offloaded
-        other.train_step(example(seed), LOSS)
-    checkpoint.save(trainer, folder)
-    assert trainer.offloaded
-    return {"weights": weights_of(trainer), "other": weights_of(other)}
-
-
 def scenarios(
     at: Callable[[Parallelism], Ranks], size: int, folder: Path, models: dict[str, Path], store: VersionStore
 ) -> dict[str, Callable[[], Any]]:
@@ -134,13 +116,7 @@ def scenarios(
         "saved": partial(saved, square, qwen3, folder / "saved"),
         "of one rank": partial(of_one_rank, square, qwen3, folder / "one" / "step_000003"),
         "of another layout": partial(of_one_rank, both, qwen3, folder / "saved" / "checkpoints" / "step_000003"),
-        "value cp2 tp2": partial(a_head, both, qwen3, "value", folder / "value cp2 tp2"),
-        "lora": partial(lora, square, qwen3, "policy", folder / "lora"),
-        "several updates": partial(several_updates, at(degrees(1, 2, 2, 1)), qwen3),
-        "not finite": partial(not_finite, square, qwen3),
         "stored": partial(stored, square, qwen3, store),
-        "in turn": partial(in_turn, square, qwen3, folder / "in turn"),
-        "bfloat16": partial(five_steps, square, qwen3, dtype="bfloat16"),
     }
 
 

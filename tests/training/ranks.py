@@ -11,17 +11,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge.actors import Trainer
 from forge.algorithms.base import Aggregation
 from forge.losses import GRPOLoss
-from forge.runtime.controller import ActorContext
 from forge.training import checkpoint
-from forge.training.checkpoint import Background
 from forge.training.distributed import Ranks
 from forge.training.policy import Head
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch
-from tests.actors.respawn import request
 from tests.training.cases import example, make_trainer, regression, targets, weights_of
 
 LOSS = GRPOLoss(0.2, 0.3, beta=0.05, entropy_coef=0.01)
@@ -185,36 +181,6 @@ def saved(ranks: Ranks, model: Path, folder: Path, **settings: Any) -> dict[str,
     }
 
 
-def background(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
-    """Two checkpoints that are written while training goes on, and one that one rank cannot write its part of."""
-    trainer = make_trainer(model, ranks)
-    writer = Background(trainer)
-    losses, paths = [], []
-    for seed in range(4):
-        losses.append(trainer.train_step(example(seed), LOSS)["loss"])
-        if seed % 2 == 0:
-            paths.append(writer.save(folder, extra={"seed": seed}))
-    writer.wait()
-    restored = make_trainer(model, ranks)
-    extra = checkpoint.load(restored, paths[0])
-    again = [restored.train_step(example(seed), LOSS)["loss"] for seed in (1, 2, 3)]
-    content = checkpoint.CheckpointPart.of(trainer, folder, None)
-    if ranks.rank == 1:
-        content.files = {"no/such/folder": b""}
-    try:
-        content.write()
-    except checkpoint.CheckpointFailed as error:
-        message = str(error)
-    torch.distributed.barrier()
-    return {
-        "losses": losses,
-        "again": again,
-        "extra": extra,
-        "message": message,
-        "left": sorted(path.name for path in folder.iterdir()),
-    }
-
-
 def of_one_rank(ranks: Ranks, model: Path, path: Path) -> list[float]:
     """Two ranks go on from a checkpoint of one."""
     trainer = make_trainer(model, ranks)
@@ -236,37 +202,6 @@ def not_finite(ranks: Ranks, model: Path) -> dict[str, Any]:
     return {"message": message, "before": before, "after": after, "next": trainer.train_step(example(1), LOSS)}
 
 
-def replaced(ranks: Ranks, model: Path, folder: Path) -> dict[str, Any]:
-    """Three steps with a checkpoint after the first, and the trainer that replaces the one that made them."""
-
-    def make(incarnation: int) -> Trainer:
-        actor = Trainer(str(model), loss=LOSS, recovery=str(folder))
-        actor.context = ActorContext("Trainer", rank=ranks.rank, world_size=2, incarnation=incarnation)
-        actor.ledger.begin()
-        actor.trainer, actor.identities = make_trainer(model, ranks), None
-        return actor
-
-    def train(actor: Trainer, seed: int) -> dict[str, float]:
-        with request(str(seed)):
-            return actor.train_step(example(seed))
-
-    lost = make(0)
-    train(lost, 0)
-    lost.save_checkpoint(str(folder))
-    metrics = [train(lost, seed) for seed in (1, 2)]
-    actor = make(1)
-    actor.on_respawn()
-    again = [train(actor, seed) for seed in (1, 2)]
-    step, weights = actor.trainer.step, weights_of(actor.trainer)
-    return {
-        "metrics": metrics,
-        "again": again,
-        "step": step,
-        "weights": weights,
-        "lost": weights_of(lost.trainer),
-    }
-
-
 def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, Callable[[], Any]]:
     return {
         "fsdp": partial(five_steps, ranks, model),
@@ -278,14 +213,9 @@ def sharded(ranks: Ranks, folder: Path, model: Path, untied: Path) -> dict[str, 
         "lora": partial(lora, ranks, model, "policy", folder / "lora"),
         "lora of a critic": partial(lora, ranks, model, "value", folder / "lora of a critic"),
         "several updates": partial(several_updates, ranks, model),
-        "recorded": lambda: recorded_step(make_trainer(model, ranks, mini_batches=2, epochs=2), LOSS, "token_mean"),
-        "bfloat16": partial(five_steps, ranks, model, dtype="bfloat16"),
         "seed form": partial(five_steps, ranks, model, SeedFormLoss(), "token_mean", seq_len=16),
-        "replaced": partial(replaced, ranks, model, folder / "recovery"),
         "saved": partial(saved, ranks, model, folder),
         "not finite": partial(not_finite, ranks, model),
-        "background": partial(background, ranks, model, folder / "background"),
-        "of one rank": partial(of_one_rank, ranks, model, folder / "one" / "step_000003"),
     }
 
 

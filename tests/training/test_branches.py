@@ -17,10 +17,10 @@ from forge.actors import Trainer
 from forge.algorithms import ALGORITHMS, Algorithm, ValueLoss, load_algorithm
 from forge.algorithms.base import Aggregation
 from forge.data.packing import pack
-from forge.losses import Correction, DrGRPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
+from forge.losses import Correction, GRPOLoss, GSPOLoss, RLOOLoss
 from forge.training import credit
 from forge.training.policy import Policy, TokenScores, TokenValues
-from forge.training.step import call_by_name, loss_inputs, micro_batch_loss, mini_batches
+from forge.training.step import call_by_name, loss_inputs, mini_batches
 from forge.types import Batch, Episode, Group, Turn
 from tests.training.cases import VOCAB, tiny_model, write_model
 
@@ -187,25 +187,6 @@ def shares(batch: Batch) -> list[float]:
     return [float(part.sum()) for part in np.split(batch.weights, np.cumsum(batch.lengths)[:-1])]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "aggregation", "expected"),
-    [
-        (GSPOLoss(), "sequence_mean", [1 / 12, 2 / 12, 3 / 12, 6 / 12]),
-        (RLOOLoss(), "sequence_mean", [1 / 12, 2 / 12, 3 / 12, 6 / 12]),
-        (GRPOLoss(), "sequence_mean", [1 / 12, 2 / 12, 3 / 12, 6 / 12]),
-        (GRPOLoss(), "token_mean", [2 / 18, 4 / 18, 6 / 18, 6 / 18]),
-        (DrGRPOLoss(), "fixed_horizon", [2 / 14, 4 / 14, 6 / 14, 6 / 14]),
-    ],
-)
-def test_the_shares_of_branches(algorithm: Algorithm, aggregation: Aggregation, expected: list[float]) -> None:
-    """Turns of 2, 4 and 6 tokens in a branch each, beside an answer of 6 tokens."""
-    group = Group([conversation([2, 4, 6], {0, 1}, 0), conversation([6], set(), 1)], 0)
-    horizon = 7 if aggregation == "fixed_horizon" else None
-    batch = pack(credit.learnable([group], algorithm), aggregation=aggregation, horizon=horizon)
-    assert shares(batch) == pytest.approx(expected)
-    assert shares(pack(group.episodes, aggregation=aggregation, horizon=horizon)) == pytest.approx(expected)
-
-
 def test_an_episode_stays_whole_in_mini_batches() -> None:
     group = Group([conversation([2, 3, 1], {0, 1}, seed) for seed in range(5)], 0)
     batch = pack(credit.learnable([group], RLOOLoss()), aggregation="sequence_mean")
@@ -214,20 +195,6 @@ def test_an_episode_stays_whole_in_mini_batches() -> None:
     assert all(part.weights.sum() == pytest.approx(1.0) for part in parts)
     for part in parts:
         assert np.bincount(part.episodes)[np.unique(part.episodes)].tolist() == [3] * (len(part) // 3)
-
-
-def test_a_loss_that_averages_by_itself_sees_an_episode_as_one_row() -> None:
-    def loss(logprobs: torch.Tensor, advantages: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
-        return ((-logprobs * advantages * padding_mask).sum(1) / padding_mask.sum(1)).mean()
-
-    shape: Shape = [([2, 3, 1], {0, 1}), ([4], set())]
-    values = []
-    for split in (False, True):
-        batch = batch_of(shape, split, GRPOLoss(), "sequence_mean")
-        batch.weights = batch.weights / batch.weights.sum()
-        scores = TokenScores(torch.from_numpy(batch.logprobs[batch.mask]), torch.zeros(int(batch.mask.sum())))
-        values.append(micro_batch_loss(loss, batch, loss_inputs(batch, scores), scores).item())
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
 def test_a_trainer_trains_the_branches_of_a_group(tmp_path: Path) -> None:

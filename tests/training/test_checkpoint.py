@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,35 +51,6 @@ def test_without_its_optimiser_training_would_go_on_otherwise(model: Path, tmp_p
     assert largest_difference(weights_of(fresh), weights_of(trainer)) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"learning_rate": 3e-2, "beta1": 0.5, "weight_decay": 0.1},
-        {"optimizer": "muon"},
-        {"optimizer": "muon", "optimizer_dtype": "bfloat16"},
-        {"optimizer_dtype": "bfloat16", "epsilon": 1e-4},
-        {"weights_dtype": "bfloat16", "dtype": "bfloat16", "optimizer_dtype": "float32"},
-        {"lora": {"rank": 2}},
-        {"mini_batches": 2, "epochs": 2},
-    ],
-    ids=str,
-)
-def test_saving_before_the_first_step_changes_nothing(model: Path, tmp_path: Path, settings: dict[str, Any]):
-    """Against a trainer that never saved: the saved one, saved twice, and one that resumes from there."""
-    never, saved, restored = (make_trainer(model, **settings) for _ in range(3))
-    checkpoint.save(saved, tmp_path / "first")
-    checkpoint.load(restored, checkpoint.save(saved, tmp_path))
-    for seed in range(3):
-        metrics = never.train_step(example(seed), LOSS)
-        for other in (saved, restored):
-            assert other.train_step(example(seed), LOSS) == metrics
-            assert largest_difference(weights_of(other), weights_of(never)) == 0.0
-    for other in (saved, restored):
-        counts = {float(state["step"]) for state in other.optimizer.state.values() if "step" in state}
-        assert counts == {float(state["step"]) for state in never.optimizer.state.values() if "step" in state}
-
-
 def test_a_checkpoint_before_the_first_step(model: Path, tmp_path: Path):
     trainer, restored = make_trainer(model), make_trainer(model)
     path = checkpoint.save(trainer, tmp_path)
@@ -107,7 +77,7 @@ def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path
     first = checkpoint.save(trainer, tmp_path)
     trainer.train_step(example(), LOSS)
     with pytest.raises(UnsafeCheckpoint):
-        checkpoint.save(trainer, tmp_path, extra={"cannot be pickled": lambda: None})
+        checkpoint.save(trainer, tmp_path, extra={"runs code": print})
     assert list(tmp_path.iterdir()) == [first]
     unfinished = tmp_path / "step_000001.unfinished"
     shutil.copytree(first, unfinished)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from forge.actors.staleness import Staleness
-from forge.algorithms.base import OwnLoss
 from forge.data.packing import pack
 from forge.losses import (
     Correction,
@@ -53,16 +52,6 @@ def rows(packed: Batch, name: str) -> list[np.ndarray]:
     cuts = np.cumsum(packed.lengths)[:-1]
     parts = zip(np.split(getattr(packed, name), cuts), np.split(packed.mask, cuts), strict=True)
     return [values[own] for values, own in parts]
-
-
-def test_an_algorithm_without_more_keeps_one_advantage_an_episode():
-    algorithm = RLOOLoss()
-    packed = batch([2, 3, 1], [1.0, 0.0, 0.5], algorithm)
-    credit.assign(packed, algorithm)
-    expected = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5]
-    for values, wanted in zip(rows(packed, "advantages"), expected, strict=True):
-        assert values.tolist() == pytest.approx([wanted] * len(values))
-    assert not packed.advantages[~packed.mask].any()
 
 
 def test_kl_in_the_reward_is_what_a_sequence_still_has_before_it():
@@ -167,28 +156,6 @@ def test_what_is_skipped_would_have_changed_nothing(algorithm, aggregation):
     assert gradients[0][2] == pytest.approx(gradients[1][2], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        GRPOLoss(beta=0.1),
-        GRPOLoss(entropy_coef=0.1),
-        ReinforceLoss(),
-        ReinforcePlusPlusLoss(group_baseline=True),
-        PPOLoss(),
-        OwnLoss(len),
-    ],
-    ids=lambda a: type(a).__name__,
-)
-def test_nothing_is_skipped_that_has_more_to_say(algorithm):
-    whole = pack(credit.learnable(groups(), algorithm))
-    assert credit.skip_idle(whole, algorithm) is whole
-
-
-def test_a_batch_that_teaches_nothing_stays():
-    whole = pack(credit.learnable(groups()[1:2], GRPOLoss()))
-    assert credit.skip_idle(whole, GRPOLoss()) is whole
-
-
 def test_advantages_of_the_batch():
     mean = (1 + 0 + 1 + 1 + 0 + 0.5) / 6
     found = credit.learnable(groups(), ReinforceLoss())
@@ -252,14 +219,6 @@ def test_branches_share_the_advantage_of_what_all_of_them_earned():
     assert len(pack(learnt)) == 3
 
 
-def test_the_age_of_an_episode_is_that_of_its_oldest_branch():
-    old, new = turns([0.0, 0.0], 1.0), turns([0.0, 0.0], 1.0)
-    new.versions = [4 if v == 0 else v for v in new.versions]
-    assert new.version == 4
-    new.branches = (old,)
-    assert new.version == 0
-
-
 @pytest.mark.parametrize(
     ("versions", "oldest"),
     [
@@ -290,14 +249,3 @@ def test_an_episode_whose_arrays_disagree_is_refused():
     ):
         with pytest.raises(ValueError, match=problem):
             Episode.played(tokens, mask, logprobs, versions, turns=made, reward=1.0)
-
-
-def test_an_episode_of_an_older_checkpoint_has_no_turns():
-    import pickle
-
-    whole = turns([0.5, 0.0], 1.0)
-    assert pickle.loads(pickle.dumps(whole)) == whole
-    old = Episode.__new__(Episode)
-    state = {name: getattr(whole, name) for name in Episode.__slots__ if name not in ("turns", "branches")}
-    old.__setstate__((None, state))
-    assert (old.turns, old.branches, old.outcome, old.version) == ((), (), 1.5, 0)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from forge.training import checkpoint
-from forge.training.checkpoint import Background
-from forge.training.distributed import join
 from forge.training.trainer import PolicyTrainer
-from tests.emulated import NAME, DeviceMix, emulated, lines
+from tests.emulated import NAME, emulated, lines
 from tests.training.cases import example, largest_difference, make_trainer, regression, targets
 from tests.training.ranks import LOSS
 from tests.training.test_precision import reference
@@ -180,67 +175,3 @@ def test_a_reference_scores_as_on_the_cpu(mild: dict[str, Path]):
         assert {parameter.device for parameter in frozen.policy.parameters()} == {emulation.device}
         found = frozen.logprobs(batch)
     np.testing.assert_allclose(found, expected, rtol=0, atol=LOGPROBS)
-
-
-@pytest.mark.parametrize("which", ["full", "lora"])
-def test_a_trainer_that_leaves_the_device_waits_once(which: str, mild: dict[str, Path]):
-    """For all copies together, when it leaves; it returns without a wait."""
-    with emulated() as emulation:
-        trainer = train(mild["qwen3"], **SETTINGS[which]).trainer
-        expected = on_host(trainer)
-        module = torch.get_device_module(emulation.device)
-        before = module.synchronize.call_count
-        with emulation.counted() as waits:
-            trainer.offload()
-            assert module.synchronize.call_count == before + 1
-            trainer.onload()
-        assert module.synchronize.call_count == before + 1
-        assert not waits, lines(waits)
-        assert misplaced(trainer) == []
-        assert largest_difference(on_host(trainer), expected) == 0
-
-
-@pytest.mark.parametrize("which", ["full", "lora"])
-def test_a_checkpoint_returns_to_the_device(which: str, mild: dict[str, Path], tmp_path: Path):
-    with emulated():
-        trainer = train(mild["qwen3"], **SETTINGS[which]).trainer
-        saved, background = checkpoint.save(trainer, tmp_path / "saved"), Background(trainer)
-        copied = background.save(tmp_path / "copied")
-        expected = [trainer.train_step(example(seed, LENGTHS), LOSS) for seed in (4, 5)]
-        background.wait()
-        for path in (saved, copied):
-            restored = make_trainer(mild["qwen3"], gradient_accumulation_steps=2, **SETTINGS[which])
-            checkpoint.load(restored, path)
-            assert misplaced(restored) == []
-            assert [restored.train_step(example(seed, LENGTHS), LOSS) for seed in (4, 5)] == expected
-            assert misplaced(restored) == []
-
-
-@pytest.mark.parametrize("which", ["full", "lora"])
-def test_an_export_is_the_cpus(which: str, mild: dict[str, Path], tmp_path: Path):
-    expected = train(mild["qwen3"], **SETTINGS[which])
-    with emulated():
-        checkpoint.export(train(mild["qwen3"], **SETTINGS[which]).trainer, tmp_path / "model", mild["qwen3"])
-    written = load_file(tmp_path / "model" / "model.safetensors")
-    assert largest_difference(written, expected.weights) < WEIGHTS
-
-
-def test_the_device_is_there_within_the_block_alone():
-    assert join().device.type == "cpu"
-    run, inference_mode = threading.Thread.run, torch.inference_mode
-    with emulated() as emulation:
-        assert join().device == emulation.device
-        tensor = torch.tensor([1.0, 2.0], device=emulation.device)
-        copy = tensor.cpu()
-        copy += 1
-        assert tensor.tolist() == [1.0, 2.0]
-        with pytest.raises(DeviceMix):
-            tensor + torch.ones(2)
-        assert (tensor + torch.tensor(1.0)).device == emulation.device
-    assert join().device.type == "cpu"
-    assert torch.accelerator.current_accelerator(check_available=True) is None
-    assert (threading.Thread.run, torch.inference_mode) == (run, inference_mode)
-    weights = torch.ones(2, requires_grad=True)
-    (weights * 2).sum().backward()
-    assert weights.grad is not None
-    assert weights.grad.tolist() == [2.0, 2.0]

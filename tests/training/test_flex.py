@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -104,34 +103,6 @@ def test_causal_kernels_compute_long_sequences_that_share_nothing(runs, key_head
 )
 def test_long_sequences(lengths, parents, sequences):
     assert Runs.of(lengths, parents).long_sequences() == sequences
-
-
-def test_layouts_of_an_accelerator_have_the_mask():
-    layout = PackedLayout.of([3, 2, 2], "meta", [-1, 0, 0])
-    assert layout.mask is not None
-    assert layout.mask.first.device.type == "meta"
-    assert not layout.shapes
-    assert PackedLayout.of([3]).mask is None
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=1, max_size=9),
-    st.sampled_from([None, 1, 100, 256]),
-)
-@settings(max_examples=30)
-def test_blocks_are_those_of_every_pair(runs, window):
-    lengths, parents = tree_of(runs)
-    mask = TreeMask.of(lengths, parents)
-    count = sum(lengths)
-    slow = create_block_mask(
-        lambda batch, head, query, key: mask.sees(query, key, window), None, None, count, count, device="cpu"
-    )
-    fast = mask.blocks(window)
-    assert torch.equal(fast.to_dense(), slow.to_dense())
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        counts, columns = (getattr(fast, f"{kind}_{part}") for part in ("num_blocks", "indices"))
-        assert torch.equal(counts, getattr(slow, f"{kind}_num_blocks"))
-        assert torch.equal(columns, getattr(slow, f"{kind}_indices"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

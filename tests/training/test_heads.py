@@ -10,14 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from forge.actors import Trainer
 from forge.training import checkpoint
 from forge.training.build import load
 from forge.training.policy import Head, ScalarModel
-from tests.actors.respawn import started
 from tests.training.cases import (
-    VOCAB,
-    example,
     largest_difference,
     make_trainer,
     regression,
@@ -25,7 +21,6 @@ from tests.training.cases import (
     weights_of,
     write_classifier,
 )
-from tests.training.ranks import LOSS
 
 HEADS: list[Head] = ["value", "reward"]
 
@@ -65,14 +60,6 @@ def test_a_reward_is_what_a_classifier_says_of_the_sequence(classifier: Path):
         assert not row[:-1].any()
 
 
-def test_a_value_does_not_know_the_token_it_stands_before(classifier: Path):
-    batch, other = targets(0, [(3, 1)]), targets(0, [(3, 1)])
-    other.tokens[-1] = (other.tokens[-1] + 1) % VOCAB
-    values, rewards = (make_trainer(classifier, head=head).predict for head in HEADS)
-    assert values(batch)[-1] == values(other)[-1] != 0
-    assert abs(rewards(batch)[-1] - rewards(other)[-1]) > 1e-3
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_that_is_not_there_is_made_the_same_everywhere(
     model: Path, head: Head, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -104,26 +91,6 @@ def test_the_step_is_that_of_plain_transformers_and_adamw(classifier: Path, head
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     moved = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert largest_difference(weights_of(trainer), moved) < 1e-4
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("head", HEADS)
-def test_it_learns_and_reports_nothing_of_a_policy(model: Path, head: Head):
-    trainer, batch = make_trainer(model, head=head, learning_rate=1e-2, gradient_checkpointing=True), targets()
-    metrics = [trainer.train_step(batch, regression) for _ in range(60)]
-    assert metrics[-1]["loss"] < 0.1 * metrics[0]["loss"]
-    ours = trainer.predict(batch)
-    assert ((ours - batch.returns)[batch.mask] ** 2).mean() < metrics[-1]["loss"] + 0.05
-    assert not ours[~batch.mask].any()
-    assert metrics[0].keys() == {"loss", "grad_norm", "learning_rate", "tokens", "micro_batches", "updates"}
-
-
-def test_bfloat16_predicts_close_to_float32_in_float32(classifier: Path):
-    half, full = (
-        make_trainer(classifier, head="value", dtype=dtype).predict(targets()) for dtype in ("bfloat16", "float32")
-    )
-    np.testing.assert_allclose(half, full, atol=0.1)
-    assert half.dtype == np.float32
 
 
 def test_what_the_critic_said_before_and_should_have_said_reach_the_loss_by_name(classifier: Path):
@@ -166,31 +133,6 @@ def test_an_export_is_a_classifier_with_equal_scores(model: Path, tmp_path: Path
     assert exported(**rows).logits[:, 0].tolist() == pytest.approx(alone, abs=1e-5)
     again = make_trainer(tmp_path / "model", head=head)
     np.testing.assert_allclose(again.predict(batch)[batch.mask], ours, atol=1e-5)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_replaced_trainer_has_the_weights_of_the_one_that_was_lost(model: Path, tmp_path: Path, head: Head):
-    def make(incarnation: int) -> Trainer:
-        return started(Trainer(str(model), loss=regression, head=head, recovery=str(tmp_path)), incarnation)
-
-    lost = make(0)
-    lost.train_step(targets(0))
-    lost.save_checkpoint(str(tmp_path))
-    lost.train_step(targets(1))
-    found = make(1)
-    assert largest_difference(weights_of(found.trainer), weights_of(lost.trainer)) == 0.0
-    np.testing.assert_array_equal(found.predict(targets(2)), lost.predict(targets(2)))
-    assert lost.train_step(targets(2)) == found.train_step(targets(2))
-
-
-def test_each_head_answers_its_own_question(model: Path):
-    policy, critic = make_trainer(model), make_trainer(model, head="value")
-    with pytest.raises(ValueError, match="has a policy head, which supports only logprobs"):
-        policy.predict(example())
-    with pytest.raises(ValueError, match="has a value or reward head, which supports only predict"):
-        critic.logprobs(example())
-    actor = started(Trainer(str(model), loss=LOSS))
-    np.testing.assert_array_equal(actor.logprobs(example()), policy.logprobs(example()))
 
 
 def test_what_is_no_such_model_is_refused(model: Path, tmp_path: Path):

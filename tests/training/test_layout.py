@@ -5,43 +5,25 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forge.recipes.prepare import check_model
 from forge.recipes.schema import TrainerConfig, TrainingConfig
 from forge.training import checkpoint
-from forge.training.attention import repeats
 from forge.training.build import build as build_model
-from forge.training.distributed import RankGroup, Ranks, join, leave
+from forge.training.distributed import RankGroup, Ranks
 from forge.training.settings import Parallelism
-from forge.training.trainer import move
 from tests.training.cases import example, largest_difference, make_trainer, weights_of, write_model
 from tests.training.ranks import LOSS
 
-DEGREE = st.integers(1, 6)
 CPU = torch.device("cpu")
 
 
 def degrees_of(*values: int | None) -> Parallelism:
     """Replicate, shard, tensor, context, experts, as far as given."""
     return Parallelism(**dict(zip(Parallelism.model_fields, values, strict=False)))  # type: ignore[arg-type]
-
-
-@given(DEGREE, DEGREE, DEGREE, DEGREE, st.sampled_from(["both", "shard", "replicate"]))
-def test_what_is_left_out_is_what_is_left(replicate: int, shard: int, tensor: int, context: int, given: str):
-    whole = degrees_of(replicate, shard, tensor, context)
-    part = degrees_of(None if given == "shard" else replicate, -1 if given == "replicate" else shard, tensor, context)
-    assert part.over(replicate * shard * tensor * context) == whole
-
-
-def test_by_default_all_ranks_share_the_weights():
-    assert Parallelism().over(6) == degrees_of(1, 6)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +44,6 @@ def test_by_default_all_ranks_share_the_weights():
 def test_degrees_that_will_not_do(degrees: Parallelism, ranks: int, message: str):
     with pytest.raises(ValueError, match=message):
         degrees.over(ranks)
-
-
-@given(st.integers(1, 16), st.integers(1, 16))
-def test_ranks_get_equal_numbers_of_heads(heads: int, ranks: int):
-    times = repeats(heads, ranks)
-    assert heads * times % ranks == 0
-    assert all(heads * fewer % ranks for fewer in range(1, times))
 
 
 def test_a_model_that_cannot_be_divided(model: Path):
@@ -131,32 +106,6 @@ def test_experts_are_divided_by_torchtitan_alone(tmp_path: Path):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"lora": {"rank": 4}}])
-def test_one_rank_with_a_mesh_trains_as_without(model: Path, tmp_path: Path, settings: dict[str, Any]):
-    """What a GPU has in bfloat16: FSDP of one rank."""
-    alone = make_trainer(model, **settings)
-    expected = [alone.train_step(example(seed=seed), LOSS) for seed in range(3)]
-    try:
-        meshed = make_trainer(model, join(mesh=True), **settings)
-        metrics = [meshed.train_step(example(seed=seed), LOSS) for seed in range(3)]
-        for step, other in zip(metrics, expected, strict=True):
-            assert step == pytest.approx(other, abs=1e-5)
-        checkpoint.load(make_trainer(model, meshed.ranks, **settings), checkpoint.save(meshed, tmp_path))
-        meshed.offload()
-        assert meshed.train_step(example(seed=3), LOSS)["loss"] == pytest.approx(
-            alone.train_step(example(seed=3), LOSS)["loss"], abs=1e-5
-        )
-    finally:
-        leave()
-
-
-def test_host_memory_is_refused_where_there_is_no_other():
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
-    with pytest.raises(ValueError, match=r"training\.cpu_offload does nothing: this trainer computes on a CPU"):
-        join(cpu_offload=True)
-
-
 def test_a_device_is_given_away_and_taken_again(model: Path, tmp_path: Path):
     trainer, other = make_trainer(model), make_trainer(model)
     for each in (trainer, other):
@@ -182,38 +131,3 @@ def test_a_device_is_given_away_and_taken_again(model: Path, tmp_path: Path):
         assert trainer.offloaded
     other.train_step(example(1), LOSS)
     assert largest_difference(weights_of(trainer), weights_of(other)) == 0.0
-
-
-def test_what_is_moved_comes_back_as_it_was(model: Path):
-    """To another dtype and back, as there may be no other device."""
-    moved, stayed = make_trainer(model), make_trainer(model)
-    for each in (moved, stayed):
-        each.train_step(example(), LOSS)
-    parameters = list(moved.policy.parameters())
-    move(moved.policy, moved.optimizer, torch.float64)
-    assert {parameter.dtype for parameter in moved.policy.parameters()} == {torch.float64}
-    assert {state["exp_avg"].dtype for state in moved.optimizer.state.values()} == {torch.float64}
-    move(moved.policy, moved.optimizer, torch.float32)
-    assert all(a is b for a, b in zip(parameters, moved.policy.parameters(), strict=True))
-    assert moved.train_step(example(1), LOSS) == stayed.train_step(example(1), LOSS)
-    assert largest_difference(weights_of(moved), weights_of(stayed)) == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_layers_train_alike_and_are_not_compiled_for_every_batch(model: Path, checkpointed: bool):
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = make_trainer(model, compile=True, gradient_checkpointing=checkpointed)
-    plain = make_trainer(model)
-    graphs = []
-    for seed, count in enumerate((1, 5, 12, 20, 3, 40)):
-        lengths = [(int(a), int(b)) for a, b in np.random.default_rng(seed).integers(2, 9, (count, 2))]
-        batch = example(seed, lengths)
-        losses = [trainer.train_step(batch, LOSS)["loss"] for trainer in (compiled, plain)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-5)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert 0 < graphs[1] == graphs[-1] < 20
-    assert largest_difference(weights_of(compiled), weights_of(plain)) < 1e-4

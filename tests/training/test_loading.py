@@ -171,7 +171,3 @@ def test_a_tensor_of_another_shape(written: dict[str, Path], tmp_path: Path):
     model, _ = on_meta(AutoModelForCausalLM, folder, torch.float32) or (None, None)
     with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' has shape \(3,\), the model has \(32,\)"):
         fill(model, folder, torch.device("cpu"))
-
-
-def test_a_hub_id_is_left_to_transformers():
-    assert on_meta(AutoModelForCausalLM, "owner/model", torch.float32) is None

@@ -10,11 +10,9 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from forge.actors import Trainer
 from forge.losses import SFTLoss
 from forge.training import checkpoint
 from forge.training.settings import TARGETS
-from tests.actors.respawn import started
 from tests.training.cases import example, largest_difference, make_trainer, regression, targets, weights_of
 from tests.training.ranks import LORA, LOSS
 
@@ -38,17 +36,6 @@ def test_it_begins_as_the_model_that_it_adapts(untied: Path):
     assert len({tensor.sum().item() for tensor in a}) == len(a)
     for tensor in a:  # uniform in +-1 / sqrt(in)
         assert 0.8 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1.0
-
-
-def test_factors_are_drawn_the_same_whatever_was_drawn_before(model: Path):
-    torch.manual_seed(1)
-    first = make_trainer(model, lora=LORA).weights()
-    torch.manual_seed(2)
-    drawn = torch.rand(2)
-    torch.manual_seed(2)
-    second = make_trainer(model, lora=LORA).weights()
-    assert largest_difference(first, second) == 0.0
-    assert torch.equal(torch.rand(2), drawn)
 
 
 @pytest.mark.parametrize("family", ["model", "untied"])
@@ -99,15 +86,6 @@ def test_all_else_stays_to_the_bit_but_a_head_of_its_own(model: Path):
         assert moved == {name for name in before if name.endswith((*FACTORS, "score.weight"))}
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_learns(model: Path, dtype: str):
-    trainer = make_trainer(model, lora=LORA, learning_rate=2e-2, gradient_checkpointing=True, dtype=dtype)
-    batch = example(reference=False)
-    losses = [trainer.train_step(batch, SFTLoss())["loss"] for _ in range(40)]
-    assert losses[-1] < 0.3 * losses[0]
-
-
 @pytest.mark.parametrize("family", ["model", "untied"])
 def test_an_export_is_an_ordinary_model_with_the_adapters_merged(
     family: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -142,21 +120,6 @@ def test_a_checkpoint_has_the_factors_alone_and_continues_to_the_bit(untied: Pat
     for other, wrong in ((make_trainer(untied, lora=LORA), whole), (full, path)):
         with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\."):
             checkpoint.load(other, wrong)
-
-
-def test_a_replaced_trainer_has_the_adapters_of_the_one_that_was_lost(model: Path, tmp_path: Path):
-    def make(incarnation: int) -> Trainer:
-        return started(Trainer(str(model), loss=LOSS, lora=LORA, epochs=2, recovery=str(tmp_path)), incarnation)
-
-    lost = make(0)
-    lost.train_step(example(0))
-    lost.save_checkpoint(str(tmp_path), wait=False)
-    lost.train_step(example(1))
-    lost._settle()
-    lost.train_step(example(2))
-    found = make(1)
-    assert largest_difference(found.trainer.weights(), lost.trainer.weights()) == 0.0
-    assert lost.train_step(example(3)) == found.train_step(example(3))
 
 
 LAYERS = r"\['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj'\]"

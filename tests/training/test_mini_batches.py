@@ -13,9 +13,9 @@ from forge.data.packing import pack
 from forge.losses import SFTLoss
 from forge.training import checkpoint
 from forge.training.step import mini_batches
-from forge.types import Batch, Episode
+from forge.types import Episode
 from tests.training.cases import episodes, example, largest_difference, make_trainer, weights_of
-from tests.training.ranks import LOSS, Surrogate
+from tests.training.ranks import LOSS
 
 LENGTHS = [(3, 5), (1, 9), (6, 2), (2, 1), (4, 4), (3, 3)]
 
@@ -118,55 +118,6 @@ def _runs(advantages: np.ndarray) -> list[float]:
     return [a for i, a in enumerate(advantages.tolist()) if i == 0 or a != advantages[i - 1]]
 
 
-def test_diagnostics_are_those_of_the_start_where_that_is_known(model: Path):
-    """What the sampler is apart from the trainer is not what the updates of this step moved."""
-    batch = example()
-    fresh = make_trainer(model)
-    start = fresh.logprobs(batch)
-    metrics = make_trainer(model, mini_batches=2, epochs=2, learning_rate=1e-2).train_step(batch, Surrogate())
-    apart = np.abs(start - batch.logprobs)[batch.mask]
-    assert metrics["on_policy"] == 1.0
-    assert metrics["engine_difference"] == pytest.approx(apart.mean(), rel=1e-5)
-    once = fresh.train_step(batch, Surrogate())
-    assert metrics["ratio"] != once["ratio"]
-    assert metrics["of_token"] == pytest.approx(once["of_token"], rel=1e-5)
-
-
-@pytest.mark.parametrize("across", [{0}, {1, 4}, {0, 1, 2, 3, 4, 5}, set()])
-def test_tokens_of_sequences_that_an_update_fell_into_are_apart(model: Path, across: set[int]):
-    """Their context was computed under older weights, which says nothing of the engine's numbers."""
-    rows = episodes(LENGTHS)
-    for number in across:
-        sampled = [position for position, trained in enumerate(rows[number].mask) if trained]
-        for position in sampled[: (len(sampled) + 1) // 2]:
-            rows[number].versions[position] = -1
-    batch = pack(rows)
-    trainer = make_trainer(model, mini_batches=2)
-    apart = np.abs(trainer.logprobs(batch) - batch.logprobs)
-    current, of_sequence = batch.mask & (batch.versions == 0), np.repeat(range(len(rows)), batch.lengths)
-    mixed = np.isin(of_sequence, [*across])
-    metrics = trainer.train_step(batch, Surrogate())
-    for name, tokens in (("", current & ~mixed), ("_across_updates", current & mixed)):
-        expected = apart[tokens].mean() if tokens.any() else None
-        found = metrics.get(f"engine_difference{name}")
-        assert found == (None if expected is None else pytest.approx(expected, rel=1e-5)), name
-
-
-def test_a_mean_is_over_what_the_loss_reported(model: Path):
-    """One number a sequence: not one a token, however the batch is cut."""
-    batch = example()
-    expected = np.mean([a[m].mean() for a, m in zip(*map(_split(batch), (batch.advantages, batch.mask)), strict=True)])
-    for settings in ({}, {"seq_len": 12}, {"mini_batches": 2, "epochs": 2}):
-        metrics = make_trainer(model, **settings).train_step(batch, Surrogate())
-        assert metrics["of_sequence"] == pytest.approx(expected, rel=1e-5)
-        assert metrics["of_token"] == pytest.approx(batch.advantages[batch.mask].mean(), rel=1e-5)
-    assert abs(metrics["of_sequence"] - metrics["of_token"]) > 1e-2
-
-
-def _split(batch: Batch):
-    return lambda values: np.split(values, np.cumsum(batch.lengths)[:-1])
-
-
 def test_what_belongs_together_stays_together_and_weighs_what_the_batch_weighs():
     batch = pack(numbered(episodes([*LENGTHS, (2, 2), (5, 1)])), unit=2, aggregation="sequence_mean")
     seen = []
@@ -195,42 +146,6 @@ def test_samples_of_a_prompt_are_in_one_part():
     # With fewer prompts than parts no update is lost: samples are divided.
     parts = list(mini_batches(batch, 4, (0, 0)))
     assert [len(part) for part in parts] == [2, 2, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "horizon"), [("token_mean", None), ("sequence_mean", None), ("fixed_horizon", 7)]
-)
-def test_the_mean_over_equal_parts_is_the_batch(aggregation, horizon):
-    """Whatever the aggregation: a part of long sequences does not count less."""
-    batch = pack(numbered(episodes(LENGTHS)), aggregation=aggregation, horizon=horizon)
-    parts = list(mini_batches(batch, 3, (0, 0)))
-    shares = {a: w for part in parts for a, w in zip(part.advantages, part.weights, strict=True) if a}
-    whole = {a: w for a, w in zip(batch.advantages, batch.weights, strict=True) if a}
-    assert shares == pytest.approx({a: 3 * w for a, w in whole.items()})
-
-
-def test_a_part_without_weight_makes_no_update(model: Path):
-    """AdamW's momentum would move the weights at a gradient of zero."""
-    rows = numbered(episodes(LENGTHS))
-    for episode in rows[1:]:
-        episode.weight = 0.0
-    # The part stands for three: a bound on the gradient makes that the same update.
-    trainer, plain = (make_trainer(model, mini_batches=parts, max_grad_norm=0.1) for parts in (3, 1))
-    for _ in range(2):
-        assert trainer.train_step(pack(rows), SFTLoss())["updates"] == 1.0
-        plain.train_step(pack(rows[:1]), SFTLoss())
-    assert largest_difference(weights_of(trainer), weights_of(plain)) < 1e-5
-    nothing = pack(rows)
-    nothing.weights[:] = 0.0
-    with pytest.raises(ValueError, match="all weights of this batch are 0"):
-        trainer.train_step(nothing, SFTLoss())
-
-
-def test_the_schedule_goes_by_steps(model: Path):
-    settings = {"schedule": "linear", "warmup_steps": 1, "steps": 3, "min_lr_ratio": 0.0}
-    trainer = make_trainer(model, mini_batches=2, epochs=2, **settings)
-    rates = [trainer.train_step(example(), SFTLoss())["learning_rate"] for _ in range(4)]
-    assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 0.0])
 
 
 def test_an_update_that_is_not_finite_leaves_those_before_it(model: Path):

@@ -21,13 +21,6 @@ def test_constant_schedule_after_a_linear_warmup():
     assert OptimizerSettings().scale(0) == 1.0
 
 
-def test_linear_schedule_ends_at_its_floor_and_stays():
-    settings = OptimizerSettings(schedule="linear", warmup_steps=2, steps=12, min_lr_ratio=0.2)
-    for step in range(2, 12):
-        assert settings.scale(step) == pytest.approx(1 - 0.8 * (step - 2) / 10)
-    assert [settings.scale(step) for step in (12, 500)] == pytest.approx([0.2, 0.2])
-
-
 def test_cosine_schedule():
     settings = OptimizerSettings(schedule="cosine", steps=8, min_lr_ratio=0.0)
     for step in range(9):

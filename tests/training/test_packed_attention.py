@@ -7,10 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from forge.training.attention import PackedLayout
 from forge.training.policy import Policy
 from forge.types import Batch
 from tests.training.cases import FAMILIES, VOCAB, tiny_model
@@ -61,29 +58,6 @@ def test_a_sequence_does_not_feel_its_neighbours():
     torch.testing.assert_close(policy(together)[0][:11], alone, rtol=0, atol=1e-5)
     together.tokens[12:] = (together.tokens[12:] + 1) % VOCAB
     torch.testing.assert_close(policy(together)[0][:11], alone, rtol=0, atol=1e-5)
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
-def test_layout_moves_every_token_there_and_back(lengths: list[int]):
-    layout = PackedLayout.of(lengths)
-    pack = torch.arange(sum(lengths))
-    rectangles = pack[layout.queries]
-    assert torch.equal(rectangles[layout.scatter], pack)
-    assert torch.equal(layout.keys, layout.queries)
-    rows = [row for _, part in zip(layout.shapes, _parts(layout, rectangles), strict=True) for row in part]
-    starts = {sum(lengths[:i]): length for i, length in enumerate(lengths)}
-    assert sorted(int(row[0]) for row in rows) == sorted(starts)
-    for row in rows:
-        length = starts[int(row[0])]
-        # One sequence a row, from the left, then its last token again; at most a quarter is padding.
-        assert row.tolist() == [int(row[0]) + min(i, length - 1) for i in range(len(row))]
-        assert length >= 0.75 * len(row)
-
-
-def _parts(layout: PackedLayout, rectangles: torch.Tensor) -> list[torch.Tensor]:
-    assert not any(context for _, _, context in layout.shapes)
-    sizes = [rows * width for rows, width, _ in layout.shapes]
-    return [part.view(shape[:2]) for part, shape in zip(rectangles.split(sizes), layout.shapes, strict=True)]
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 11])

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from forge.actors import ReferenceModel, Trainer
+from forge.actors import ReferenceModel
 from forge.data.packing import pack
 from forge.losses import DPOLoss, GRPOLoss
-from forge.runtime.controller import run
 from forge.types import Batch
 from tests.training.cases import FAMILIES, episodes, make_trainer, write_model
 
@@ -65,27 +64,3 @@ def test_its_matrices_take_half_the_memory(tmp_path: Path) -> None:
     assert {weight.dtype for weight in whole.values()} == {torch.float32}
     for name, weight in named.items():
         assert torch.equal(weight, whole[name].to(weight.dtype))
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "procs", [pytest.param((2, 1), marks=pytest.mark.slow), (2, 2)], ids=["one reference process", "two"]
-)
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3", "qwen3_moe"))]
-)
-def test_a_sharded_policy_has_a_reference_that_rounds_as_it_does(
-    tmp_path: Path, family: str, procs: tuple[int, int]
-) -> None:
-    write_model(tmp_path, family)
-    batch = pairs()
-
-    async def main() -> dict[str, float]:
-        settings = {"seq_len": 40, "dtype": "bfloat16"}
-        trainer = await Trainer.options(procs=procs[0]).as_actor(str(tmp_path), loss=DPOLoss(), **settings)
-        frozen = await ReferenceModel.options(procs=procs[1]).as_service(str(tmp_path), sharded=True, **settings)
-        batch.ref_logprobs = await frozen.logprobs.route(batch)
-        return await trainer.train_step.route(batch)
-
-    assert run(main())["train/loss"] == pytest.approx(math.log(2), abs=1e-6)

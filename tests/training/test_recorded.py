@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from hypothesis import strategies as st
 
 from forge.algorithms import load_algorithm
 from forge.algorithms.base import Aggregation
-from forge.data.packing import pack
 from forge.training import credit
-from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode, Group
 from tests.training.cases import VOCAB, example, make_trainer
-from tests.training.ranks import LOSS, Recorded, SeedFormLoss, recorded_step
+from tests.training.ranks import LOSS, recorded_step
 
 TOLERANCE = 1e-5  # relative: sums of float32 in another order
 
@@ -73,37 +70,6 @@ def test_recording_changes_nothing(model: Path):
     assert metrics == expected
 
 
-def test_a_part_of_a_batch_is_recorded_by_its_numbers(model: Path):
-    whole, part = make_trainer(model), make_trainer(model)
-    _, batch, everything = recorded_step(whole, LOSS, "token_mean")
-    starts = np.concatenate([[0], np.cumsum(batch.lengths)])
-    second = np.arange(starts[1], starts[2])
-    batch.recorded = np.full(len(batch.tokens), -1)
-    batch.recorded[second] = np.arange(len(second))
-    part.train_step(batch, LOSS)
-    assert part.recorded is not None
-    for name, values in part.recorded.items():
-        np.testing.assert_array_equal(values, everything[name][second], err_msg=name)
-
-
-def test_a_loss_without_weights_has_no_parts(model: Path):
-    metrics, _, recorded = recorded_step(make_trainer(model), SeedFormLoss(), "token_mean")
-    assert np.isnan(recorded["loss"]).all()
-    assert np.nanmean(recorded["entropy"]) == pytest.approx(metrics["entropy"], rel=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_two_ranks_record_what_one_does(two_ranks: Callable[[str], list[Recorded]], model: Path):
-    first, second = two_ranks("recorded")
-    metrics, batch, alone = recorded_step(make_trainer(model, mini_batches=2, epochs=2), LOSS, "token_mean")
-    for got, _, recorded in (first, second):
-        check_sums(got, batch, recorded)
-        assert got == first[0]
-        for name, values in recorded.items():
-            np.testing.assert_allclose(values, alone[name], rtol=1e-4, atol=1e-5, err_msg=name)
-    assert first[0]["loss"] == pytest.approx(metrics["loss"], rel=TOLERANCE)
-
-
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4), min_size=1)
 )
@@ -126,15 +92,3 @@ def test_tokens_keep_their_numbers_when_sequences_are_left_out(given: list[list[
         assert tokens.tolist() in [episode.tokens for episode in groups[number].episodes]
     untouched = credit.make_batch(groups[::-1], load_algorithm("grpo"), 0, aggregation="token_mean")
     assert untouched.recorded is None
-
-
-def test_a_critic_records_nothing(model: Path):
-    trainer: PolicyTrainer = make_trainer(model, head="value")
-    batch = example(reference=False)
-    batch.returns, batch.recorded = np.zeros(len(batch.tokens), np.float32), np.arange(len(batch.tokens))
-    trainer.train_step(batch, lambda values, returns, weights: (weights * (values - returns) ** 2).sum())
-    assert trainer.recorded is None
-
-
-def test_packed_episodes_are_not_recorded():
-    assert pack([Episode(prompt_ids=[1], response_ids=[2], advantage=1.0)]).recorded is None

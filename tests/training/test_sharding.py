@@ -43,30 +43,6 @@ def test_a_layout_trains_as_one_process_does(request: pytest.FixtureRequest, mod
 
 
 @pytest.mark.full
-def test_a_critic(four_ranks: Outcome, models: dict[str, Path], tmp_path: Path):
-    results, one = four_ranks("value cp2 tp2"), ranks.a_head(join(), models["qwen3"], "value", tmp_path)
-    assert_as_one(results, one)
-    for result in results:
-        assert result["again"] == result["after"]
-        np.testing.assert_allclose(result["predictions"], one["predictions"], atol=1e-4)
-
-
-@pytest.mark.full
-def test_adapters(four_ranks: Outcome, models: dict[str, Path], tmp_path: Path):
-    results, one = four_ranks("lora"), ranks.lora(join(), models["qwen3"], "policy", tmp_path)
-    assert_as_one(results, one)
-    assert_same_weights(results[0]["sent"], one["sent"], 1e-4)
-    for result in results:
-        assert result["again"] == result["after"]
-        assert_same_weights(result["weights"], result["restored"], 0.0)
-
-
-@pytest.mark.full
-def test_several_updates(four_ranks: Outcome, models: dict[str, Path]):
-    assert_as_one(four_ranks("several updates"), ranks.several_updates(join(), models["qwen3"]))
-
-
-@pytest.mark.full
 def test_a_checkpoint_goes_on_in_every_layout(four_ranks: Outcome, models: dict[str, Path]):
     written, onto_square, onto_other = four_ranks("saved"), four_ranks("of one rank"), four_ranks("of another layout")
     losses = [metrics["loss"] for metrics in written[0]["after"]]
@@ -85,24 +61,3 @@ def test_what_is_published_is_whole(four_ranks: Outcome, published: VersionStore
     results = four_ranks("stored")
     assert [result["version"] for result in results] == [2] * 4
     assert_same_weights(results[0]["weights"], published.get("policy", version=2), 0.0)
-
-
-@pytest.mark.full
-def test_a_trainer_that_gives_its_device_away_goes_on(four_ranks: Outcome):
-    for result in four_ranks("in turn"):
-        assert_same_weights(result["weights"], result["other"], 0.0)
-
-
-@pytest.mark.full
-def test_bfloat16_trains_close_to_float32(four_ranks: Outcome):
-    half, full = four_ranks("bfloat16")[0], four_ranks("fsdp2 tp2")[0]
-    for a, b in zip(half["metrics"], full["metrics"], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=0.1, abs=0.05)
-
-
-@pytest.mark.full
-def test_a_value_that_is_not_finite_stops_every_rank(four_ranks: Outcome):
-    for result in four_ranks("not finite"):
-        assert result["message"].startswith("step 0: loss nan")
-        assert_same_weights(result["before"], result["after"], 0.0)
-        assert np.isfinite(result["next"]["loss"])

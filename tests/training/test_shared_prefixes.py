@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.data.packing import split
 from forge.data.prefixes import SAVED, find_prefixes, prefix_ids
 from forge.training import policy as training_policy
 from forge.training.policy import Policy, ScalarModel
@@ -149,25 +148,6 @@ def test_scalar_heads_share_prefixes_too(head: str, tmp_path, monkeypatch):
     shared = model(batch).values
     monkeypatch.setattr(training_policy, "find_prefixes", partial(find_prefixes, saved=10**9))
     torch.testing.assert_close(shared, model(batch).values, rtol=0, atol=1e-5)
-
-
-@given(
-    st.integers(1, 6), st.integers(2, 5), st.integers(1, 60), st.integers(1, 3), st.integers(1, 3), st.integers(0, 9)
-)
-def test_micro_batches_keep_the_samples_of_a_prompt_together(prompts, samples, prompt, ranks, at_least, seed):
-    rows = sampled(prompts, samples, prompt, 8, seed)
-    batch = batch_of(rows)
-    most = prompt + 16 + seed * 20
-    parts = [part for own in split(batch, ranks=ranks, max_tokens=most, at_least=at_least) for part in own]
-    assert all(len(find_prefixes(part.tokens, part.lengths).source) <= most for part in parts)
-    pairs = [list(zip(part.tokens.tolist(), part.weights.tolist(), strict=True)) for part in parts if part.mask.any()]
-    given_pairs = list(zip(batch.tokens.tolist(), batch.weights.tolist(), strict=True))
-    assert sorted(pair for part in pairs for pair in part) == sorted(given_pairs)
-    assert sum(len(part) for part in parts if part.mask.any()) == len(rows)
-    computed = sum(len(find_prefixes(part.tokens, part.lengths).source) for part in parts if part.mask.any())
-    cuts = len(parts) - 1
-    # A prompt is repeated only in as many micro-batches as its samples have to be cut into.
-    assert computed <= tree_cost(batch) + (cuts + prompts) * 2 * (prompt + 16)
 
 
 def tree_cost(batch: Batch, saved: int = SAVED) -> int:

@@ -19,7 +19,7 @@ from forge.models.tokenizer import character_tokenizer, open_tokenizer
 from forge.training import credit
 from forge.training.policy import TokenScores
 from forge.training.step import loss_inputs, parameters_of
-from forge.types import Batch, Episode, Group, Turn
+from forge.types import Batch, Episode, Group
 from tests.training.cases import make_trainer
 
 LETTERS = character_tokenizer("abcdefghijklmnopqrstuvwxyz: ,")
@@ -57,16 +57,6 @@ def test_ids_positions_and_groups_of_trained_tokens():
     assert inputs["positions"].tolist() == [0, 1, 2, 0, 0, 1]
     assert inputs["groups"].tolist() == [0, 0, 0, 0, 1, 1]
     assert inputs["sequences"].tolist() == [0, 0, 0, 1, 2, 2]
-
-
-def test_positions_go_on_over_the_turns_of_an_episode():
-    played = Episode.played(
-        *([3, 4, 5, 6, 7, 8], [False, True, True, False, True, True], [0.0, -1, -1, 0, -1, -1], [-1, 0, 0, -1, 0, 0]),
-        turns=[Turn(1, 3, 0, "stop"), Turn(4, 6, 0, "stop")],
-        reward=1.0,
-    )
-    played.advantage = 1.0
-    assert inputs_of(batch_of(played))["positions"].tolist() == [0, 1, 2, 3]
 
 
 def shaped(logprobs: Tensor, advantages: Tensor, weights: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -153,13 +143,3 @@ def test_advantages_may_be_one_a_token():
     # The one without an advantage has no gradient.
     assert len(batch) == 2
     assert batch.advantages.tolist() == [0, 2, 1, 0.5, 0, 1, 0.5]
-
-
-def test_branches_share_the_tokens_of_an_episode():
-    whole = episode("a", "bcd", None)
-    whole.branches = (episode("a", "ef", None),)
-    credit.give_advantage(whole, [1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (whole.branches[0].advantage, whole.advantage) == ([1.0, 2.0], [3.0, 4.0, 5.0])
-    for wrong, message in (([1.0], "1 numbers for 5 trained tokens"), ([float("nan")] * 5, "not finite")):
-        with pytest.raises(ValueError, match=message):
-            credit.give_advantage(whole, wrong)

@@ -161,18 +161,6 @@ def test_a_request_whose_answer_was_lost_is_not_done_twice(make: Make, tmp_path:
         assert_same(trainer, calm)
 
 
-def test_answers_outlive_the_journal_that_they_were_in(make: Make, tmp_path: Path):
-    trainer, answers = make(0), {}
-    for name, act in SCRIPT:
-        with request(name):
-            answers[name] = act(trainer, tmp_path / "run")
-    replaced = make(1)
-    for name, act in SCRIPT:
-        with request(name):
-            assert act(replaced, tmp_path / "run") == answers[name]
-    assert_same(replaced, trainer)
-
-
 def test_a_checkpoint_elsewhere_is_what_is_restored_once_it_was_loaded(make: Make, tmp_path: Path):
     """And one that is saved elsewhere is not: it may be gone by the time that it is needed."""
     other = make(0, tmp_path / "earlier")
@@ -190,55 +178,12 @@ def test_a_checkpoint_elsewhere_is_what_is_restored_once_it_was_loaded(make: Mak
         make(2)
 
 
-def test_after_going_back_to_an_older_checkpoint_the_newer_ones_are_not_restored(make: Make, tmp_path: Path):
-    trainer, folder = make(0), str(tmp_path / "run")
-    first = trainer.save_checkpoint(folder)
-    trainer.train_step(example(0))
-    trainer.train_step(example(1))
-    trainer.save_checkpoint(folder)
-    trainer.load_checkpoint(first)
-    trainer.train_step(example(2))
-    assert_same(make(1), trainer)
-    last = trainer.save_checkpoint(folder, None, 1)
-    assert_same(make(2), trainer)
-    assert Path(last) in checkpoint.checkpoints(folder)
-
-
-def test_a_write_that_fails_in_the_background_is_said_and_the_one_before_it_is_stood_on(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    trainer, folder = make(0), str(tmp_path / "run")
-    first = trainer.save_checkpoint(folder)
-    trainer.train_step(example(0))
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.dcp, "save", lambda *_, **__: Path("/proc/nowhere").write_bytes(b""))
-        assert trainer.save_checkpoint(folder, None, 1, wait=False).endswith("step_000001")
-        trainer.train_step(example(1))
-        with pytest.raises(checkpoint.CheckpointFailed, match=r"step_000001 could not be .*; the newest is .*_000000"):
-            trainer.save_checkpoint(folder)
-    assert checkpoint.checkpoints(folder) == [Path(first)]
-    again = make(1)
-    again.teardown()  # writes step 1 anew
-    assert_same(again, trainer)
-    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step_000001"]
-
-
 def test_episodes_are_trained_again_as_they_were_packed(make: Make):
     settings = {"loss": GRPOLoss(), "aggregation": "sequence_mean"}
     trainer = make(0, **settings)
     trainer.train_step(episodes([(3, 5), (1, 9)]))
     assert trainer.trainer.step == 1
     assert_same(make(1, **settings), trainer)
-
-
-def test_a_first_process_begins_at_the_model_whatever_lies_in_the_folder(make: Make, tmp_path: Path):
-    trainer = make(0)
-    trainer.train_step(example(0))
-    trainer.save_checkpoint(str(tmp_path / "run"))
-    trainer.train_step(example(1))
-    fresh = make(0)
-    assert fresh.trainer.step == 0
-    assert_same(make(1), fresh)
 
 
 def test_a_step_that_fails_is_not_trained_again(make: Make):

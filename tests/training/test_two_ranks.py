@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.training import checkpoint
 from forge.training.distributed import join
 from forge.training.policy import Head
-from forge.training.settings import Parallelism
 from tests.training import ranks
 from tests.training.cases import example, make_trainer, targets, weights_of
 
@@ -117,17 +115,6 @@ def test_training_moved_the_weights_far_beyond_the_tolerance(model: Path):
     assert all((one["weights"][name] - start[name].detach()).abs().max() > 1e-3 for name in start)
 
 
-def test_accumulation_gives_each_rank_its_micro_batches(two_ranks: TwoRanks):
-    assert [m["micro_batches"] for m in two_ranks("accumulated")[0]["metrics"]] == [3.0] * 5
-
-
-def test_bfloat16_trains_close_to_float32(two_ranks: TwoRanks):
-    half, full = two_ranks("bfloat16")[0], two_ranks("fsdp")[0]
-    for a, b in zip(half["metrics"], full["metrics"], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=0.1, abs=0.05)
-    assert all(weights.dtype == np.float32 for weights in half["weights"].values())
-
-
 def test_a_value_that_is_not_finite_stops_every_rank_and_changes_nothing(two_ranks: TwoRanks):
     for result in two_ranks("not finite"):
         assert result["message"].startswith("step 0: loss nan")
@@ -146,47 +133,12 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two_ranks: TwoRan
         assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
 
 
-def test_a_checkpoint_of_one_rank_continues_on_two(two_ranks: TwoRanks, model: Path):
-    trainer = make_trainer(model)
-    for seed in range(3):
-        trainer.train_step(example(seed), ranks.LOSS)
-    expected = [trainer.train_step(example(seed), ranks.LOSS)["loss"] for seed in (3, 4)]
-    first, second = two_ranks("of one rank")
-    assert first == second
-    assert first == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-def test_two_ranks_write_in_the_background_while_they_train(two_ranks: TwoRanks):
-    for result in two_ranks("background"):
-        assert result["again"] == result["losses"][1:]
-        assert result["extra"] == {"seed": 0}
-        # One rank could not write: both know, and what was there stays.
-        assert "step_000004 could not be written: No such file or directory; the newest is" in result["message"]
-        assert result["left"] == ["step_000001", "step_000003"]
-
-
-def test_two_replaced_ranks_have_the_weights_of_those_they_replace(two_ranks: TwoRanks):
-    for result in two_ranks("replaced"):
-        assert result["step"] == 3
-        assert result["again"] == result["metrics"]
-        assert_same_weights(result["weights"], result["lost"], 0.0)
-
-
 def test_an_export_of_two_ranks_is_the_trained_model(two_ranks: TwoRanks):
     result = two_ranks("saved")[0]
     exported = AutoModelForCausalLM.from_pretrained(result["model"])
     assert_same_weights(result["weights"], {n: p.detach() for n, p in exported.named_parameters()}, 0.0)
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(result["model"]).decode([3, 4]) == "ab"
-
-
-def test_join_names_what_is_wrong():
-    with pytest.raises(ValueError, match="data_parallel_shard_degree = 3 does not divide the trainer's 2 ranks"):
-        join(0, 2, HashStore(), Parallelism(data_parallel_shard_degree=3))
-    with pytest.raises(ValueError, match="data_parallel_shard_degree = 2 does not divide the trainer's 1 ranks"):
-        join(parallelism=Parallelism(data_parallel_shard_degree=2))
-    with pytest.raises(ValueError, match="2 ranks need a store"):
-        join(0, 2)
 
 
 def test_one_rank_needs_no_process_group():

@@ -1,26 +1,19 @@
-"""AdamW with state of another dtype than the weights': against plain formulas, on one rank and on four."""
+"""AdamW with state of another dtype than the weights': against plain formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from forge.runtime.store import VersionStore
 from forge.training import checkpoint
-from forge.training.distributed import Ranks, join
-from forge.training.optimizers import build_optimizer, join_bits, split_bits
-from forge.training.settings import OptimizerSettings, Parallelism
+from forge.training.optimizers import build_optimizer, join_bits
+from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
-from tests.training import conftest
 from tests.training.cases import example, largest_difference, make_trainer, write_model
-from tests.training.layouts import degrees
 from tests.training.ranks import LOSS, whole
 
 HALF = {"dtype": "bfloat16", "weights_dtype": "bfloat16"}
@@ -28,8 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32 state": {"optimizer_dtype": "float32", **HALF},
     "bfloat16 state": {"optimizer_dtype": "bfloat16"},
 }
-LAYOUTS = {"shards": (1, 4, 1, 1), "copies": (2, 2, 1, 1), "tensor": (1, 2, 1, 2)}
-ON_FOUR = [("float32 state", "tensor"), ("float32 state", "copies"), ("bfloat16 state", "shards")]
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +42,6 @@ def exact_weights(trainer: PolicyTrainer) -> dict[str, Tensor]:
 
 def train(trainer: PolicyTrainer, *seeds: int) -> list[dict[str, float]]:
     return [trainer.train_step(example(seed), LOSS) for seed in seeds]
-
-
-def recorded(trainer: PolicyTrainer, steps: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """The clipped gradients of some steps, and the weights before each and at the end."""
-    gradients, weights = [], [exact_weights(trainer)]
-
-    def note(*_: Any) -> None:
-        named = trainer.policy.named_parameters()
-        gradients.append({name: parameter.grad.detach().double() for name, parameter in named})
-
-    handle = trainer.optimizer.register_step_pre_hook(note)
-    for seed in range(steps):
-        train(trainer, seed)
-        weights.append(exact_weights(trainer))
-    handle.remove()
-    return gradients, weights
 
 
 class Adam:
@@ -128,15 +103,6 @@ def test_float32_weights_with_bfloat16_state():
     assert (layer.weight.detach().double() - Adam(by_hand.weight).weight).abs().max() < 5e-5
 
 
-def test_a_float32_weight_is_two_halves():
-    random = torch.Generator().manual_seed(0)
-    exact = torch.randn(50_000, generator=random) * torch.logspace(-38, 38, 50_000)
-    weight, remainder = torch.empty(50_000, dtype=torch.bfloat16), torch.empty(50_000, dtype=torch.int16)
-    split_bits(exact, weight, remainder)
-    assert torch.equal(join_bits(weight, remainder), exact)
-    torch.testing.assert_close(weight.float(), exact.bfloat16().float(), rtol=1 / 128, atol=0)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -172,70 +138,3 @@ def test_a_checkpoint_of_another_optimiser(model: Path, tmp_path: Path):
         checkpoint.load(make_trainer(model, optimizer_dtype="float32", **HALF), path)
     # The dtype of the weights, named.
     checkpoint.load(make_trainer(model, optimizer_dtype="bfloat16", **HALF), path)
-
-
-def on_ranks(ranks: Ranks, model: Path, folder: Path, start: Path, kind: str) -> dict[str, Any]:
-    """Resume a checkpoint of one rank, write one after a step, and resume that."""
-    trainer, restored = (make_trainer(model, ranks, **KINDS[kind]) for _ in range(2))
-    checkpoint.load(trainer, start)
-    resumed, logprobs = exact_weights(trainer), trainer.logprobs(example(3))
-    step = train(trainer, 3)
-    path = checkpoint.save(trainer, folder)
-    saved = exact_weights(trainer)
-    after = train(trainer, 4)
-    checkpoint.load(restored, path)
-    again = train(restored, 4)
-    found = {"resumed": resumed, "logprobs": logprobs, "step": step, "saved": saved, "path": path}
-    return found | {"after": after, "again": again}
-
-
-def scenarios(
-    at: Callable[[Parallelism], Ranks], size: int, folder: Path, models: dict[str, Path], _: VersionStore
-) -> dict[str, Callable[[], Any]]:
-    return {
-        f"{kind}, {layout}": partial(
-            lambda layout, folder, *more: on_ranks(at(degrees(*LAYOUTS[layout])), models["qwen3"], folder, *more),
-            *(layout, folder / f"{kind} {layout}", models[kind], kind),
-        )
-        for kind, layout in ON_FOUR
-    }
-
-
-@pytest.fixture(scope="module")
-def on_four(wide: Path, tmp_path_factory: pytest.TempPathFactory, published: VersionStore) -> conftest.Outcome:
-    """Four ranks resume from the checkpoints of one."""
-    folder, models = tmp_path_factory.mktemp("optimizers"), {"qwen3": wide}
-    for kind in KINDS:
-        alone = make_trainer(wide, **KINDS[kind])
-        train(alone, 0, 1, 2)
-        models[kind] = checkpoint.save(alone, folder / "one" / kind)
-    return conftest.run(4, folder, models, published, scenarios)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.costly
-@pytest.mark.parametrize(("kind", "layout"), ON_FOUR)
-def test_four_ranks_resume_what_one_wrote_and_one_what_they_wrote(
-    on_four: conftest.Outcome, wide: Path, tmp_path: Path, kind: str, layout: str
-):
-    results = on_four(f"{kind}, {layout}")
-    alone = make_trainer(wide, **KINDS[kind])
-    train(alone, 0, 1, 2)
-    start, logprobs = exact_weights(alone), alone.logprobs(example(3))
-    (step,), expected = train(alone, 3), exact_weights(alone)
-    half = "weights_dtype" in KINDS[kind]
-    for result in results:
-        assert result["again"] == result["after"] == results[0]["after"]
-        for name, weight in start.items():
-            np.testing.assert_array_equal(result["resumed"][name], weight)
-            np.testing.assert_array_equal(result["saved"][name], results[0]["saved"][name])
-            # In bfloat16 gradients depend on the layout; Adam makes any sign of them a whole step.
-            np.testing.assert_allclose(result["saved"][name], expected[name], atol=2e-3 if half else 1e-4)
-        np.testing.assert_allclose(result["logprobs"], logprobs, atol=0.1 if half else 1e-5)
-        if not half:  # the loss has the exponential of what bfloat16 rounds
-            assert result["step"][0]["loss"] == pytest.approx(step["loss"], rel=1e-5)
-    restored = make_trainer(wide, join(), **KINDS[kind])
-    checkpoint.load(restored, results[0]["path"])
-    for name, weight in exact_weights(restored).items():
-        np.testing.assert_array_equal(weight, results[0]["saved"][name])

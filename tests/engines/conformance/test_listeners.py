@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,6 @@ from ..conftest import check_by_hand, error_of
 from .conftest import SLOTS, Hold, Subject, digest, wait_for
 
 pytestmark = pytest.mark.costly
-
-MODES = ("continue", "finish", "recompute")
 
 
 class Heard:
@@ -87,20 +84,6 @@ def test_every_piece_is_of_the_weights_it_names(subject: Subject, engine: Any, m
             check_by_hand(subject.models, completion, keep=mode == "continue")
     seen = [len(set(c.versions)) for listener in heard for c in listener.completions()]
     assert (max(seen) > 1) == (mode != "finish")
-
-
-def test_a_cancelled_request_is_told_no_more(subject: Subject, engine: Any) -> None:
-    heard = Heard()
-    future = engine.submit([1, 2], Sampling(n=2, max_tokens=500, temperature=0), listener=heard)
-    wait_for(lambda: heard.pieces > 3)
-    assert future.cancel()
-    wait_for(lambda: engine.stats()["running"] == engine.stats()["waiting"] == 0)
-    after = heard.pieces
-    completion = engine.submit([5, 6], Sampling(max_tokens=20, seed=1)).result(60)[0]
-    assert heard.pieces == after
-    assert error_of(subject.models[0], completion) < 1e-4
-    with pytest.raises(CancelledError):
-        future.result(1)
 
 
 @pytest.mark.parametrize("when", ["first", "middle", "last"])

@@ -26,16 +26,6 @@ SCHEMA = {
 }
 
 
-def test_min_p_leaves_what_is_likely(subject: Subject, engine: Any) -> None:
-    sampling = Sampling(4, 12, temperature=1.5, min_p=0.2, seed=5)
-    for completion in engine.submit([4, 5, 6], sampling).result(60):
-        probabilities = (logits_of(subject.models[0], completion).double() / 1.5).softmax(-1)
-        for token, logprob, row in zip(completion.token_ids, completion.logprobs, probabilities, strict=True):
-            left = row[row >= 0.2 * row.max()].sum()
-            assert row[token] >= 0.2 * row.max()
-            assert logprob == pytest.approx(math.log(row[token] / left), abs=1e-4)
-
-
 def test_the_repetition_penalty_is_that_of_transformers(subject: Subject, engine: Any) -> None:
     prompt = [7, 8, 9]
     sampling = Sampling(max_tokens=30, temperature=0, repetition_penalty=1.4)
@@ -104,17 +94,6 @@ def test_texts_that_end_an_answer(reader: Any, bpe: PreTrainedTokenizerFast) -> 
     assert ended.finish == "stop"
     assert stop in bpe.decode(ended.token_ids)
     assert stop not in bpe.decode(ended.token_ids[:-1])
-
-
-def test_words_that_are_not_drawn(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811
-    engine, _ = reader
-    free = engine.submit([5, 6, 7], Sampling(max_tokens=40, temperature=0)).result(60)[0]
-    word = next(text for text in map(bpe.decode, [[token] for token in free.token_ids]) if text.strip().isascii())
-    sampling = Sampling(max_tokens=40, temperature=0, bad_words=(word.strip(),))
-    without = engine.submit([5, 6, 7], sampling).result(60)[0]
-    banned = {tuple(bpe(form, add_special_tokens=False)["input_ids"]) for form in (word.strip(), " " + word.strip())}
-    assert (free.token_ids[0],) in banned or without.token_ids != free.token_ids
-    assert not any((token,) in banned for token in without.token_ids)
 
 
 def test_a_grammar(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811

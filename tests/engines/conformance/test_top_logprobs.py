@@ -62,9 +62,3 @@ def test_they_are_those_of_transformers(subject: Subject, engine: Any, mode: str
 def test_too_many_are_refused(count: Any) -> None:
     with pytest.raises(ValueError, match="top_logprobs must be 0 to 20"):
         Sampling(top_logprobs=count)
-
-
-@pytest.mark.parametrize("flag", [{"top_logprobs": True}, {"n": True}, {"stop_token_ids": (True,)}], ids=str)
-def test_a_flag_is_no_number(flag: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(flag))} must be"):
-        Sampling(**flag)

@@ -130,18 +130,3 @@ def test_released_and_restored(subject: Subject, engine: Any, mode: str) -> None
         assert set(completion.versions) == {1}
         assert error_of(subject.models[1], completion) < 1e-4
     engine.restore().result(60)  # of an engine that is not released: nothing
-
-
-def test_orders_are_carried_out_in_order(subject: Subject, engine: Any) -> None:
-    first, released, second = subject.update(1), engine.release(), subject.update(2)
-    after = engine.submit([1, 2], Sampling(max_tokens=5, seed=1))
-    for future in (first, released, second):
-        future.result(60)
-    assert after.result(60)[0].versions[-1] == 2
-    last, gone = subject.update(1), engine.release()
-    gone.result(60)
-    assert last.done()
-    waiting = engine.submit([1, 2], Sampling(max_tokens=5, seed=1))
-    time.sleep(0.1)
-    assert not waiting.done()
-    assert waiting.cancel()

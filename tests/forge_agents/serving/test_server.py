@@ -1,7 +1,6 @@
 """`forge serve` as its clients see it: the openai package, on real generators."""
 
 import asyncio
-import json
 
 import openai
 import pytest
@@ -9,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forge_verifiers import LMJudge
-from tests.forge_agents.serving.conftest import eventually
 
 SAID = [{"role": "user", "content": "hello"}]
 
@@ -95,14 +93,6 @@ def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer, en
     assert found.values.item() == pytest.approx((probs[yes] / (probs[yes] + probs[no])).item(), abs=1e-4)
 
 
-def test_token_ids_are_a_prompt_again(client, tokenizer):
-    prompt = tokenizer("hello")["input_ids"]
-    ask = {"model": "tiny", "temperature": 0}
-    ids = client.completions.create(prompt=prompt, max_tokens=30, **ask).choices[0].token_ids
-    rest = client.completions.create(prompt=[*prompt, *ids[:10]], max_tokens=len(ids) - 10, **ask)
-    assert rest.choices[0].token_ids == ids[10:]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("settings", "kind", "says"),
@@ -122,28 +112,3 @@ def test_token_ids_are_a_prompt_again(client, tokenizer):
 def test_what_is_refused_is_said(client, settings, kind, says, stream):
     with pytest.raises(kind, match=says):
         client.completions.create(**{"model": "tiny", "prompt": "a", "stream": stream} | settings)
-
-
-def test_what_no_client_should_send(served):
-    for method, path, body, status in (
-        ("POST", "/completions", "{", 400),
-        ("POST", "/completions", "[" * 20_000, 400),
-        ("POST", "/completions", '{"model": "tiny", "prompt": "a", "max_tokens": 1e400}', 400),
-        ("POST", "/nothing", "{}", 404),
-        ("GET", "/completions", None, 405),
-    ):
-        answer = served.ask(method, path, body)
-        assert (answer.status, bool(json.loads(answer.read())["error"]["message"])) == (status, True)
-    assert len(json.loads(served.ask("GET", "/health", None).read())["engines"]) == 2
-
-
-@pytest.mark.full
-def test_a_stream_continues_when_its_generator_is_killed(served):
-    settings = {"model": "tiny", "prompt": "a", "n": 16, "max_tokens": 200, "stream": True}
-    with served.client.completions.create(**settings) as stream:
-        assert next(iter(stream)).choices
-        served.kill()
-        texts, reasons = join_chunks(stream, "completions")
-    assert len(texts) == 16
-    assert set(reasons.values()) <= {"stop", "length"}
-    eventually(lambda: not served.busy(), 30)

@@ -15,31 +15,6 @@ def turn(text):
     return Action(text, text)
 
 
-def guessed(env, seed):
-    """What is said while a number is guessed by halves."""
-
-    async def main():
-        step = await env.reset(None, seed=seed)
-        low, high, said = 1, 20, [step.messages[0]["content"]]
-        while not step.done:
-            guess = (low + high) // 2
-            step = await env.step(turn(str(guess)))
-            said += [message["content"] for message in step.messages]
-            low, high = (guess + 1, high) if "higher" in said[-1] else (low, guess - 1)
-        return said, step
-
-    return asyncio.run(main())
-
-
-def test_a_game_for_one():
-    env = TextArenaEnvironment("GuessTheNumber-v0")
-    said, last = guessed(env, 7)
-    assert "guess the number between 1 and 20" in said[0]
-    assert all("guess the number between" not in text for text in said[1:])  # news alone
-    assert (last.reward, last.terminated) == (1.0, True)
-    assert guessed(env, 7) == (said, last)
-
-
 def test_games_at_the_same_time_have_their_own_chance():
     async def main():
         envs = [TextArenaEnvironment("2048-v0") for _ in range(3)]
@@ -83,19 +58,6 @@ def test_a_game_for_two(later):
     assert "You are Player 1" in heard[0]
     assert heard[1].startswith(heard[0])
     assert (last.reward, last.terminated) == (1.0, True)
-
-
-def test_a_reward_that_is_no_number():
-    async def main():
-        env = TextArenaEnvironment("Countdown-v0")
-        step = await env.reset(None, seed=1)
-        while not step.done:
-            step = await env.step(turn("[nothing]"))
-        return step
-
-    last = asyncio.run(main())
-    assert last.reward is None
-    assert "Invalid action format" in last.info["unscored"]
 
 
 def test_what_there_is_not():

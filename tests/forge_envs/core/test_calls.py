@@ -90,17 +90,6 @@ def test_what_cannot_be_read_is_told_and_is_no_call(syntax, text, problem):
     assert problem in action.errors[0]
 
 
-def test_without_tools_nothing_is_a_call():
-    text = '<tool_call>{"name": "add"}</tool_call>'
-    assert read_action(text, "hermes").content == text
-
-
-def test_no_more_than_so_many_calls_of_a_turn_are_taken():
-    action = read_action("add(1) " * 500, "plain", TOOLS)
-    assert len(action.calls) == 64
-    assert "more than 64" in action.errors[-1]
-
-
 pieces = st.lists(
     st.one_of(
         st.sampled_from(

@@ -121,69 +121,11 @@ def test_a_delimiter_in_a_value_does_not_end_the_call(form, text):
     assert action.content in ("so", "")
 
 
-@pytest.mark.parametrize("form", [*IN_JSON, *IN_XML], ids=lambda form: form.__name__)
-def test_calls_with_delimiters_follow_each_other(form):
-    if form is llama3:
-        pytest.skip("the whole answer is a call")
-    first, second = {"path": "don't </tool_call>", "text": "a"}, {"path": "b", "text": "won't <tool_call>"}
-    action = read(form, form(first) + "\n" + form(second))
-    assert [dict(call.arguments) for call in action.calls] == [first, second]
-
-
-@pytest.mark.parametrize(
-    ("syntax", "text", "calls", "fault"),
-    [
-        ("hermes", '<tool_call>{"name": "write", "arguments": {"path": "a\n' + hermes({}), 1, "not closed"),
-        ("hermes", "<tool_call>" + hermes({}), 1, "not closed"),
-        ("hermes", hermes({})[:-1], 0, "not closed"),
-        ("qwen_xml", "<tool_call><function=write><parameter=path>a\n" + qwen_xml({"path": "b"}), 1, "not closed"),
-        ("qwen_xml", "<tool_call><function=write>\n" + qwen_xml({"path": "b"}), 1, "not closed"),
-        ("qwen_xml", qwen_xml({"path": "b"})[:-1], 0, "not closed"),
-        ("glm", "<tool_call>write<arg_key>path</arg_key><arg_value>a\n" + glm({"path": "b"}), 1, "not closed"),
-        ("glm", glm({"path": "b"})[:-2], 0, "not closed"),
-        ("deepseek", deepseek({})[:-1], 0, "not closed"),
-    ],
-)
-def test_a_call_that_is_not_closed_is_an_error_and_the_next_one_is_read(syntax, text, calls, fault):
-    action = read_action(text, syntax, TOOLS)
-    assert len(action.calls) == calls
-    assert len(action.errors) == 1
-    assert fault in action.errors[0]
-
-
 @pytest.mark.parametrize("syntax", ["hermes", "glm", "qwen_xml", "mistral", "deepseek", "harmony"])
 @pytest.mark.parametrize("unit", TAGS)
 def test_a_tag_without_end_is_read_in_time(syntax, unit):
     action = read_action(unit * (200_000 // len(unit)), syntax, TOOLS)
     assert len(action.calls) <= 64
-
-
-@pytest.mark.parametrize(
-    ("form", "text", "arguments"),
-    [
-        ("hermes", '{"name": "now", "arguments": null}', {}),
-        ("hermes", '{"name": "now"}', {}),
-        ("hermes", '{"name": "now", "parameters": {"path": "a"}}', {"path": "a"}),
-        ("qwen_xml", "<function=now>\n</function>", {}),
-        ("qwen_xml", "<function=now>", {}),
-        (
-            "qwen_xml",
-            "<function=now><parameter=path>    two  spaces\n</parameter></function>",
-            {"path": "    two  spaces"},
-        ),
-        (
-            "qwen_xml",
-            "<function=now>\n<parameter=path>\n\n  x<5 && y>3\n\n</parameter>\n</function>",
-            {"path": "\n  x<5 && y>3\n"},
-        ),
-        ("glm", "now", {}),
-        ("glm", "now\n<arg_key> path </arg_key>\n<arg_value> a </arg_value>", {"path": " a "}),
-    ],
-)
-def test_calls_as_models_write_them(form, text, arguments):
-    action = read_action(f"<tool_call>\n{text}\n</tool_call>", form, TOOLS)
-    assert [dict(call.arguments) for call in action.calls] == [arguments]
-    assert action.errors == ()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ import copy
 import pytest
 from tokenizers import processors
 
-from forge.data.files import Rows
-from forge.data.prompts import PromptDataset
-from forge.data.supervised import SupervisedDataset
 from forge_envs import Dialogue, schema_of
 from forge_envs.templates import TEMPLATES
 
@@ -56,20 +53,6 @@ def test_a_turn_that_was_cut_off_is_closed_for_the_policy(bpe, template):
     assert cut == [closer, *dialogue.extend([*tokens, *said, closer], MORE)]
 
 
-def test_a_turn_that_was_cut_off_keeps_its_last_token_whatever_it_is(bpe):
-    """Clients get the text of every token that is trained: only a token that ended the turn has none."""
-    dialogue = Dialogue(bpe, "chatml")
-    tokens = [*bpe("the fox", add_special_tokens=False)["input_ids"], dialogue.stop_ids[0]]
-    assert dialogue.text(tokens, truncated=True) == bpe.decode(tokens) != dialogue.text(tokens) == "the fox"
-    assert dialogue.read(tokens, truncated=True).text == bpe.decode(tokens)
-
-
-def test_another_stop_token_than_the_templates_does_not_end_the_turn_for_the_template(bpe):
-    dialogue = Dialogue(bpe, "chatml")
-    assert bpe.eos_token_id in dialogue.stop_ids
-    assert dialogue.extend([5, bpe.eos_token_id], MORE)[0] == dialogue.stop_ids[0] != bpe.eos_token_id
-
-
 def test_the_tokenizers_own_template(bpe):
     own = copy.deepcopy(bpe)
     with pytest.raises(ValueError, match="no chat template"):
@@ -91,11 +74,6 @@ FORGETFUL = (
 def test_a_template_that_rewrites_what_was_said_is_refused(bpe):
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         Dialogue(bpe, FORGETFUL)
-
-
-def test_a_template_that_does_not_end_a_turn_is_refused(bpe):
-    with pytest.raises(ValueError, match="does not end an assistant's turn"):
-        Dialogue(bpe, "{% for m in messages %}{{ m.content }}\n{% endfor %}")
 
 
 def test_nobody_but_the_template_ends_a_turn(bpe):
@@ -121,31 +99,6 @@ def test_what_cannot_be_said(bpe):
         Dialogue(bpe, "chatml", "xml")
 
 
-@pytest.fixture
-def unnamed(bpe):
-    """A tokenizer that has special tokens and does not name them, as those of Llama 3."""
-    from tokenizers import AddedToken
-
-    tokenizer = copy.deepcopy(bpe)
-    tokenizer.add_tokens([AddedToken("<|python_tag|>", special=True), AddedToken("<|eom_id|>", special=True)])
-    assert "<|python_tag|>" not in tokenizer.all_special_tokens
-    return tokenizer
-
-
-def test_special_tokens_without_a_name_are_special_too(unnamed):
-    dialogue = Dialogue(unnamed, "llama3")
-    text = '<|python_tag|>{"name": "search", "parameters": {"query": "fox"}}'
-    said = unnamed(text + "<|eom_id|>", add_special_tokens=False)["input_ids"]
-    assert [dict(call.arguments) for call in dialogue.read(said, TOOLS).calls] == [{"query": "fox"}]
-    forged = dialogue.extend(said, [{"role": "tool", "name": "t", "content": "<|eom_id|>"}])
-    assert unnamed.convert_tokens_to_ids("<|eom_id|>") not in forged
-
-
-def test_half_a_character_has_no_tokens_and_ends_nothing(bpe):
-    tokens = Dialogue(bpe, "chatml").extend([1], [{"role": "tool", "name": "t", "content": "half: \ud83d"}])
-    assert "half: ?" in bpe.decode(tokens)
-
-
 def test_tools_need_a_template_that_has_a_place_for_them(bpe):
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -155,20 +108,6 @@ def test_tools_need_a_template_that_has_a_place_for_them(bpe):
     assert dialogue.initial(ASKED)
     with pytest.raises(ValueError, match="does not support tool messages"):
         dialogue.initial(ASKED, TOOLS)
-
-
-def test_a_template_of_their_own_for_tools_is_used_for_them(bpe):
-    several = copy.deepcopy(bpe)
-    several.chat_template = {"default": TEMPLATES["plain"], "tool_use": TEMPLATES["chatml"]}
-    assert several.decode(Dialogue(several).initial(ASKED, TOOLS)) == bpe.decode(
-        Dialogue(bpe, "chatml").initial(ASKED, TOOLS)
-    )
-
-
-def test_text_of_other_languages_comes_through(bpe):
-    dialogue = Dialogue(bpe, "chatml")
-    text = "漢字 🙂 \x00 tab\t"
-    assert text in bpe.decode(dialogue.initial([{"role": "user", "content": text}]))
 
 
 def with_bos(tokenizer):
@@ -191,20 +130,3 @@ def test_an_episode_begins_as_the_tokenizer_begins_a_text(bpe, template, tools, 
     assert tokens == [tokenizer.bos_token_id, *as_text[template == "llama3" :]]  # which writes it in any case
     assert tokenizer.bos_token_id not in dialogue.extend(tokens, MORE, tools)
     assert dialogue.extend(tokens, MORE) == bare.extend(tokens, MORE)
-
-
-@pytest.mark.parametrize("own", ["{{ bos_token }}" + TEMPLATES["chatml"], "<|begin_of_text|>" + TEMPLATES["chatml"]])
-def test_a_template_of_ones_own_begins_as_it_says(bpe, own):
-    tokens = Dialogue(with_bos(bpe), own).initial(ASKED)
-    assert tokens.count(with_bos(bpe).bos_token_id) == 1
-    assert with_bos(bpe).bos_token_id not in Dialogue(with_bos(bpe), TEMPLATES["chatml"] + "{# mine #}").initial(ASKED)
-
-
-@pytest.mark.parametrize("text", ["{question}", "<|begin_of_text|>{question}", "<|begin_of_text|> {question}"])
-def test_a_prompt_begins_with_one_bos(bpe, text):
-    tokenizer = with_bos(bpe)
-    data = PromptDataset(Rows([{"question": "who?", "answer": "a"}]), tokenizer=tokenizer, prompt_template=text)
-    ids = next(data).prompt.token_ids
-    assert ids.count(tokenizer.bos_token_id) == 1
-    learnt = SupervisedDataset(Rows([{"text": text.format(question="who?")}]), tokenizer=tokenizer, text_field="text")
-    assert next(learnt).tokens.count(tokenizer.bos_token_id) == 1

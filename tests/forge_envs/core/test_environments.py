@@ -2,12 +2,11 @@
 
 import asyncio
 import os
-import signal
 
 import pytest
 
 from forge.runtime.controller import run
-from forge_envs import Action, Environment, InfrastructureError, Step
+from forge_envs import Action, Environment, Step
 from forge_envs.actors import EnvironmentActor, RemoteEnvironment
 
 pytestmark = pytest.mark.processes
@@ -51,21 +50,5 @@ def test_episodes_keep_to_their_replica_and_do_not_meet():
         with pytest.raises(KeyError, match="no such move"):
             await env.step(Action("wrong"))
         assert (await env.step(Action("go"))).info["count"] == 2
-
-    run(main())
-
-
-@pytest.mark.full
-def test_what_is_lost_with_a_replica_is_an_infrastructure_failure_and_can_be_played_again():
-    async def main():
-        service = await EnvironmentActor.options(num_replicas=2).as_service(Count)
-        env = RemoteEnvironment(service)
-        pid = (await env.reset("task", seed=0)).info["pid"]
-        await env.step(Action("go"))
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(InfrastructureError, match="lost"):
-            await env.step(Action("go"))
-        await env.reset("task", seed=0)
-        assert (await env.step(Action("go"))).info["count"] == 1
 
     run(main())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_envs import schema_of
-from forge_envs.calls import SYNTAXES, read_action, syntax_of
+from forge_envs.calls import SYNTAXES, read_action
 
 
 def search(query: str, most: int = 3) -> str:
@@ -72,29 +72,6 @@ def test_what_is_thought_is_not_called():
     assert (action.calls, action.content) == ((), f"<think>\nmaybe {call}\n</think>\n\nno")
     analysis = f"<|channel|>analysis<|message|>{call}<|end|><|start|>assistant<|channel|>final<|message|>no"
     assert read_action(analysis, "harmony", TOOLS).content == f"<think>\n{call}\n</think>\n\nno"
-
-
-def test_without_tools_nothing_is_a_call():
-    text = '<|channel|>commentary to=functions.search<|message|>{"query": "a"}'
-    assert read_action(text, "harmony").calls == ()
-    assert read_action("[TOOL_CALLS][]", "mistral").content == "[TOOL_CALLS][]"
-
-
-@pytest.mark.parametrize(
-    ("template", "syntax"),
-    [
-        ("<|start|>assistant<|channel|>final", "harmony"),
-        ("<tool_call>{{ name }}<arg_key>", "glm"),
-        ("<tool_call>\n<function=", "qwen_xml"),
-        ("<tool_call>\n{", "hermes"),
-        ("<｜tool▁calls▁begin｜>", "deepseek"),
-        ("[TOOL_CALLS]", "mistral"),
-        ("ipython", "llama3"),
-        ("{{ content }}", "plain"),
-    ],
-)
-def test_the_syntax_of_a_template(template, syntax):
-    assert syntax_of(template) == syntax
 
 
 PIECES = [

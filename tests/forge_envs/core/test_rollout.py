@@ -132,15 +132,6 @@ def test_a_lost_environment_is_played_again_and_never_a_zero(scripted, dialogue)
     assert len(episode.turns) == 1
 
 
-def test_an_environment_that_hangs_is_lost(scripted, dialogue):
-    async def hang():
-        await asyncio.sleep(60)
-
-    episode = play(scripted("the fox"), Chat(hang), dialogue, step_timeout=0.1, retries=0)
-    assert episode.reward is None
-    assert episode.info["error"] == "Chat.step gave no answer within 0.1 s"
-
-
 def test_a_mistake_in_an_environment_reaches_the_user(scripted, dialogue):
     env = Chat(KeyError("score"))
     with pytest.raises(KeyError, match="score") as caught:
@@ -151,30 +142,10 @@ def test_a_mistake_in_an_environment_reaches_the_user(scripted, dialogue):
         play(scripted("the fox"), Chat(TimeoutError("its own")), dialogue)
 
 
-@pytest.mark.parametrize("error", [InfrastructureError("gone"), None])
-def test_an_environment_that_cannot_be_closed_takes_nothing_back(scripted, dialogue, error, caplog):
-    env = Chat(Step(reward=1.0, terminated=True, info={"won": True}))
-
-    async def close():
-        if error:
-            raise error
-        await asyncio.sleep(60)
-
-    env.close = close
-    episode = play(scripted("the fox"), env, dialogue, step_timeout=0.1)
-    assert (episode.reward, episode.info["environment"]) == (1.0, {"won": True})
-    assert "Chat.close" in caplog.text
-
-
 def test_what_could_not_be_scored_is_unscored(scripted, dialogue):
     episode = play(scripted("a", "b"), Chat(says("on", reward=None), Step(reward=1.0, terminated=True)), dialogue)
     assert episode.reward is None
     assert len(episode.turns) == 2
-
-
-def test_a_first_prompt_that_leaves_no_room_is_no_episode_to_learn_from(scripted, dialogue):
-    episode = play(scripted(), Chat(says("x")), dialogue, max_tokens=5)
-    assert (episode.reward, episode.info["stop"], any(episode.mask), episode.version) == (None, "max_tokens", False, -1)
 
 
 def test_a_rewritten_history_begins_a_branch(scripted, dialogue, bpe):
@@ -189,23 +160,6 @@ def test_a_rewritten_history_begins_a_branch(scripted, dialogue, bpe):
     )
     assert [turn.reward for turn in first.turns] == [0.5, 0.25]
     assert (first.reward, episode.reward, episode.outcome) == (1.75, 1.0, 1.75)  # what was still to come
-
-
-def test_a_branch_without_a_turn_is_none(scripted, dialogue):
-    anew = Step(({"role": "user", "content": "again"},), reward=1.0, rewritten=True)
-    episode = play(scripted("a"), Chat(anew), dialogue, max_turns=1)
-    assert episode.branches == ()
-    assert (episode.outcome, len(episode.turns)) == (1.0, 1)
-
-
-def test_samples_of_a_task_draw_differently_and_again_the_same(scripted, dialogue):
-    def seeds(**how):
-        policy = scripted("a", "b")
-        play(policy, Chat(says("go"), Step(terminated=True)), dialogue, **how)
-        return [asked["seed"] for asked in policy.asked]
-
-    assert seeds(seed=1, sample=0) == seeds(seed=1, sample=0)
-    assert len({*seeds(seed=1, sample=0), *seeds(seed=1, sample=1), *seeds(seed=2, sample=0)}) == 6
 
 
 def test_settings_reach_the_policy_and_limits_are_checked(scripted, dialogue):
@@ -245,68 +199,6 @@ def test_a_question_worked_on_with_tools(scripted, bpe):
     check(episode)
 
 
-def test_a_score_sees_the_world_that_tools_changed_and_the_conversation(scripted, bpe):
-    def play_with(prompt_row, *turns):
-        cart: list[str] = []
-
-        def buy(item: str) -> str:
-            """Put an item into the cart."""
-            cart.append(item)
-            return f"{len(cart)} items"
-
-        def as_ordered(response, wanted, state, messages, env):
-            assert messages[-1] == {"role": "assistant", "content": response}
-            assert [m["content"] for m in messages if m["role"] == "tool"] == ["1 items", "2 items"][: len(cart)]
-            assert env.state is state is cart
-            return float(state == wanted)
-
-        env = ToolEnvironment(Toolbox(buy), as_ordered, state=cart)
-        task = Sample(Prompt("Buy", (1,), row=prompt_row), "")
-        return asyncio.run(rollout(scripted(*turns), env, task, dialogue=Dialogue(bpe, "chatml"))).reward
-
-    calls = [f'<tool_call>{{"name": "buy", "arguments": {{"item": "{item}"}}}}</tool_call>' for item in ("tea", "rice")]
-    assert play_with({"wanted": ["tea", "rice"]}, *calls, "done") == 1.0
-    assert play_with({"wanted": ["tea", "rice"]}, calls[0], "done") == 0.0
-    with pytest.raises(ValueError, match="scores a group, and an environment plays one episode"):
-        ToolEnvironment(Toolbox(), lambda responses: [1.0])
-
-
-def test_an_answer_that_was_cut_off_is_none(scripted, bpe):
-    env = ToolEnvironment(Toolbox(max_calls=1), lambda prompt, response, target: 1.0)
-    task = Sample(Prompt("12 + 34?", (1,)), "46")
-    episode = asyncio.run(rollout(scripted(("46", "length")), env, task, dialogue=Dialogue(bpe, "chatml")))
-    assert (episode.reward, episode.info["stop"]) == (0.0, "truncated")
-
-
 def test_a_reward_that_is_no_number_is_a_mistake(scripted, dialogue):
     with pytest.raises(ValueError, match="the reward nan: use None"):
         play(scripted("a"), Chat(Step(reward=float("nan"), terminated=True)), dialogue)
-
-
-# As Qwen3: the thoughts of earlier turns are left out once a question follows.
-FORGETS_THOUGHTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.mark.parametrize("thoughts", ["keep", "template"])
-def test_thoughts_of_earlier_turns_stay_or_begin_a_branch(scripted, bpe, thoughts):
-    dialogue = Dialogue(bpe, FORGETS_THOUGHTS, thoughts=thoughts)
-    policy = scripted("<think>hm</think>a cat", "a dog", "the fox")
-    env = Chat(says("no", reward=0.25), says("nor"), Step(reward=1.0, terminated=True))
-    episode = play(policy, env, dialogue)
-    check(episode)
-    ask, end = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"
-    first = ask.format("who jumps?")
-    later = f"a cat{end}{ask.format('no')}a dog{end}{ask.format('nor')}the fox<|im_end|>"
-    if thoughts == "keep":
-        assert bpe.decode(episode.tokens) == f"{first}<think>hm</think>{later}"
-        assert episode.branches == ()
-    else:
-        assert bpe.decode(episode.tokens) == first + later
-        (thinking,) = episode.branches
-        check(thinking)
-        assert bpe.decode(thinking.tokens) == f"{first}<think>hm</think>a cat<|im_end|>"
-        assert (thinking.reward, episode.reward) == (1.25, 1.0)

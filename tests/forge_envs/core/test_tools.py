@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from forge_envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError, schema_of
+from forge_envs import Action, Toolbox, ToolCall, ToolError, schema_of
 
 
 def weather(city: str, unit: Literal["C", "F"] = "C", days: int = 1, detail: list[str] | None = None) -> dict:
@@ -104,17 +104,6 @@ def test_calls_are_answered_in_order_with_what_came_of_them():
     assert messages[1]["tool_call_id"] == "c1"
 
 
-def test_calls_of_a_turn_run_at_the_same_time():
-    calls = 32  # more than a pool has threads: those that hang do not keep others from their turn
-    meeting = threading.Barrier(calls, timeout=30)
-
-    def meet() -> int:
-        return meeting.wait()
-
-    messages = answer(Toolbox(meet, timeout=60.0, max_calls=calls), *[("meet", {})] * calls)
-    assert sorted(int(m["content"]) for m in messages) == list(range(calls))
-
-
 def test_a_tool_that_hangs_is_an_error_to_the_policy_and_holds_nobody_up():
     gone = threading.Event()
 
@@ -127,22 +116,6 @@ def test_a_tool_that_hangs_is_an_error_to_the_policy_and_holds_nobody_up():
     texts = [m["content"] for m in answer(Toolbox(hangs, sleeps, timeout=0.2), ("hangs", {}), ("sleeps", {}))]
     gone.set()
     assert texts == ["error: hangs took more than 0.2 s", "error: sleeps took more than 0.2 s"]
-
-
-def test_a_turn_may_not_make_any_number_of_calls():
-    def one() -> int:
-        return 1
-
-    texts = [m["content"] for m in answer(Toolbox(one, max_calls=2), *[("one", {})] * 3)]
-    assert texts == ["1", "1", "error: not run: a turn may make 2 calls"]
-
-
-def test_what_a_tool_stands_on_is_nobodys_mistake():
-    def lost() -> None:
-        raise InfrastructureError("the server is gone")
-
-    with pytest.raises(InfrastructureError, match="the server is gone"):
-        answer(Toolbox(lost), ("lost", {}))
 
 
 def test_no_arguments_end_a_run():

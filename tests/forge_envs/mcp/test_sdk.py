@@ -7,17 +7,13 @@ from pathlib import Path
 import pytest
 
 from forge_envs import InfrastructureError, ToolError
-from forge_envs.mcp import HTTPTools, StdioTools
+from forge_envs.mcp import HTTPTools
 from forge_envs.process import Program
 
 pytestmark = pytest.mark.processes
 
 pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).parent / "sdk_server.py")]
-
-
-def test_stdio():
-    asyncio.run(_use(StdioTools([*SERVER, "stdio"])))
 
 
 def test_streamable_http(unused_port):

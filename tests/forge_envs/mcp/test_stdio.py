@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from forge_envs import Action, InfrastructureError, Toolbox, ToolCall, ToolError
+from forge_envs import InfrastructureError, ToolError
 from forge_envs.mcp import StdioTools
 
 pytestmark = pytest.mark.processes
@@ -46,15 +46,6 @@ def test_calls_at_the_same_time_and_what_they_answer():
     with_tools(work)
 
 
-def test_tools_in_a_toolbox():
-    async def work(tools):
-        box = Toolbox(servers=[tools], timeout=5.0)
-        calls = (ToolCall("add", {"a": 1, "b": 2}, "1"), ToolCall("fail", {"a": 0}, "2"), ToolCall("add", {}, "3"))
-        return [message["content"] for message in await box.answer(Action("", calls=calls))]
-
-    assert with_tools(work) == ["3", "error: a must not be 0", "error: add: missing a"]
-
-
 def test_a_call_that_takes_too_long_leaves_the_server_as_it_is():
     async def work(tools):
         before = await tools.call("pid", {})
@@ -79,16 +70,6 @@ def test_a_server_that_hangs_is_started_anew(monkeypatch):
     with_tools(work, timeout=1.0)
 
 
-def test_a_server_that_knows_no_pings_is_alive():
-    async def work(tools):
-        before = await tools.call("pid", {})
-        with pytest.raises(ToolError, match="took more than"):
-            await tools.call("slow", {"a": 13})
-        assert await tools.call("pid", {}) == before
-
-    with_tools(work, "no ping", timeout=1.0)
-
-
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_server_that_dies(kill):
     async def work(tools):
@@ -102,47 +83,6 @@ def test_a_server_that_dies(kill):
         assert await tools.call("pid", {}) != str(pid)
 
     with_tools(work)
-
-
-@pytest.mark.parametrize("how", ["a code in words", "no object"])
-def test_an_answer_that_is_not_mcp_ends_the_session_with_its_reason(how):
-    async def work(tools):
-        for _ in range(2):
-            with pytest.raises(InfrastructureError, match=r"answered .*what is not MCP"):
-                await tools.call("add", {"a": 1})
-
-    with_tools(work, how, timeout=500.0)
-
-
-def test_a_log_in_json_is_no_answer():
-    async def work(tools):
-        with pytest.raises(ToolError, match="took more than 1 s"):
-            await tools.call("add", {"a": 1})
-        assert tools.connected
-
-    with_tools(work, "a log in JSON", timeout=1.0)
-
-
-def test_a_server_that_closes_its_output_is_lost():
-    async def work(tools):
-        with pytest.raises(InfrastructureError, match="Connection closed"):
-            await tools.call("add", {"a": 1})
-
-    with_tools(work, "closes", timeout=500.0)
-
-
-@pytest.mark.parametrize(
-    ("how", "limit", "why"),
-    [
-        ("ends", 30.0, "no licence"),
-        ("mute", 0.5, r"did not answer initialize and tools/list within 0\.5 s"),
-        pytest.param("no list", 1.0, r"did not answer initialize and tools/list within 1 s", marks=pytest.mark.full),
-        ("old", 30.0, "Unsupported protocol version from the server: 1999-01-01"),
-    ],
-)
-def test_a_server_that_does_not_begin(how, limit, why):
-    with pytest.raises(InfrastructureError, match=why):
-        with_tools(None, how, start_timeout=limit)
 
 
 def test_what_cannot_be():

@@ -14,7 +14,6 @@ import pytest
 
 from forge_envs import Action, InfrastructureError
 from forge_envs.openenv import LocalServer, OpenEnvClient, OpenEnvEnvironment
-from forge_envs.process import Program
 
 pytestmark = pytest.mark.processes
 
@@ -29,16 +28,6 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         self.send_response(200), self.end_headers(), self.wfile.write(b'{"status": "healthy"}')
 print("serving", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Healthy).serve_forever()
-"""
-
-LOADING = """
-import http.server, sys
-answers = [(200, "healthy"), (200, "unhealthy"), (500, ""), (404, "")]
-class Loading(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        status, said = answers.pop()
-        self.send_response(status), self.end_headers(), self.wfile.write(b'{"status": "%s"}' % said.encode())
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Loading).serve_forever()
 """
 
 
@@ -107,23 +96,6 @@ def test_a_server_that_does_not_come_up(code, limit, why):
         asyncio.run(LocalServer.start([sys.executable, "-S", "-c", code, "{port}"], limit=limit))
 
 
-def test_a_server_that_still_loads_is_waited_for():
-    async def main():
-        async with await LocalServer.start([sys.executable, "-S", "-c", LOADING, "{port}"]) as server:
-            return server.log()
-
-    assert [line.split()[-2] for line in asyncio.run(main()).splitlines()] == ["404", "500", "200", "200"]
-
-
-def test_a_port_at_which_another_server_listens():
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", 0))
-        stranger.listen()
-        port = stranger.getsockname()[1]
-        with pytest.raises(InfrastructureError, match=f"port {port} is unavailable, take another: Address already"):
-            asyncio.run(LocalServer.start(["sleep", "9"], port=port))
-
-
 def test_a_command_that_is_none():
     with pytest.raises(InfrastructureError, match="there-is-no-such-program: No such file"):
         asyncio.run(LocalServer.start(["there-is-no-such-program", "{port}"]))
@@ -131,31 +103,6 @@ def test_a_command_that_is_none():
         asyncio.run(LocalServer.start(["sleep", "1"]))
     with pytest.raises(ValueError, match="a list of its words"):
         asyncio.run(LocalServer.start("serve {port}", port=1))
-
-
-def test_stopping_ends_what_ignores_it():
-    async def main():
-        program = await Program.start([sys.executable, "-S", "-c", BARE, "stubborn", "0"])
-        while "serving" not in program.tail():
-            await asyncio.sleep(0.02)
-        pid = program.pid
-        await program.stop(0.2)
-        await program.stop()
-        return pid
-
-    assert gone(asyncio.run(main()))
-
-
-def test_a_program_ends_with_what_keeps_it():
-    async def main():
-        program = await Program.start([sys.executable, "-S", "-c", BARE, "stubborn", "0"])
-        while "serving" not in program.tail():
-            await asyncio.sleep(0.02)
-        os.kill(program.pid, signal.SIGKILL)
-        assert gone(program.pid)
-        await program.stop()
-
-    asyncio.run(main())
 
 
 def test_a_server_ends_with_this_process():
@@ -173,35 +120,3 @@ asyncio.run(main())
         assert not gone(pid, 0.1)
         parent.kill()
     assert gone(pid)
-
-
-def test_a_fork_of_this_process_keeps_no_server():
-    script = """
-import asyncio, os, time
-from forge_envs.process import Program
-async def main():
-    program = await Program.start(["sleep", "60"])
-    if (fork := os.fork()) == 0:
-        time.sleep(60)
-    print(program.pid, fork, flush=True)
-    await asyncio.sleep(60)
-asyncio.run(main())
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
-        pid, fork = map(int, parent.stdout.readline().split())
-        parent.kill()
-        try:
-            assert gone(pid)
-        finally:
-            os.kill(fork, signal.SIGKILL)
-
-
-def test_what_a_program_leaves_behind_ends_with_it():
-    async def main():
-        program = await Program.start(["sh", "-c", "sleep 60 & exit 0"])
-        await program.wait(30.0)
-        left = not await asyncio.to_thread(gone, program.pid)
-        await program.stop()
-        return left
-
-    assert not asyncio.run(main())

@@ -1,14 +1,13 @@
 """Against the `openenv` package: its servers by our client, our server by its clients."""
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from forge_envs import Action, ToolCall
-from forge_envs.openenv import CapacityError, LocalServer, OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
+from forge_envs.openenv import LocalServer, OpenEnvClient, OpenEnvEnvironment, OpenEnvError, serve
 
 from .counting import ADD, Counting
 
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.processes
 pytest.importorskip("openenv")
 ROOT = Path(__file__).parents[3]
 UVICORN = [sys.executable, "-m", "uvicorn", "--port", "{port}"]
-SERVE = [sys.executable, "-m", "tests.forge_envs.openenv.counting", "{port}"]
 
 
 def on_server(app, work, sessions=32, cwd=ROOT, **client):
@@ -60,16 +58,6 @@ def test_an_environment_of_its_own():
     on_server("tests.forge_envs.openenv.package_server:walk", work)
 
 
-@pytest.mark.full
-def test_one_session_is_what_it_takes_unless_it_is_told():
-    async def work(client):
-        async with client.session():
-            with pytest.raises(CapacityError, match=r"takes 1 sessions .*max_concurrent_envs"):
-                await client.acquire()
-
-    on_server("tests.forge_envs.openenv.package_server:walk", work, sessions=1, patience=0.5)
-
-
 def test_its_mcp_tools():
     async def work(client):
         env = OpenEnvEnvironment(client, mcp=True)
@@ -82,24 +70,6 @@ def test_its_mcp_tools():
         assert all(text.startswith("error: ") for text in said[1:])
 
     on_server("tests.forge_envs.openenv.package_server:tools", work)
-
-
-@pytest.mark.full
-def test_a_server_made_by_its_init(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "openenv.cli", "init", "demo_env"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-    async def work(client):
-        env = OpenEnvEnvironment(client)
-        await env.reset(None, seed=0)
-        step = await env.step(Action("hello"))
-        return step.messages[0]["content"], step.reward
-
-    said, reward = on_server("demo_env.server.app:app", work, cwd=tmp_path)
-    assert '"echoed_message": "hello"' in said
-    assert reward == 0.5
 
 
 def test_its_client_on_our_server():
@@ -130,18 +100,3 @@ def test_its_client_on_our_server():
             return await asyncio.gather(*map(play, range(32)))
 
     assert asyncio.run(main()) == [f"task sums, seed {seed}" for seed in range(32)]
-
-
-def test_its_plain_client_on_our_server_as_a_process():
-    from openenv import GenericEnvClient
-
-    def play(url):
-        with GenericEnvClient(base_url=url).sync() as client:
-            assert client.reset(seed=4).observation["messages"][0]["content"] == "task None, seed 4"
-            assert client.step({"text": "end"}).done
-
-    async def main():
-        async with await LocalServer.start(SERVE, cwd=ROOT) as server:
-            await asyncio.to_thread(play, server.url)
-
-    asyncio.run(main())

@@ -1,7 +1,6 @@
 """Our client against our server: everything over real sockets."""
 
 import asyncio
-import re
 
 import aiohttp
 import pytest
@@ -93,30 +92,6 @@ def test_a_late_reply_is_never_the_next_one():
     assert with_client(work, {"timeout": 0.5}) == [f"turn {n} of 2: x" for n in (1, 2, 3)]
 
 
-def test_a_cancelled_call_ends_its_session_alone():
-    async def work(client):
-        env, other = OpenEnvEnvironment(client), OpenEnvEnvironment(client)
-        await other.reset(None, seed=5)
-        await env.reset(None, seed=1)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await env.step(turn("hang"))
-        await env.reset(None, seed=2)
-        return [(await each.step(turn("x"))).messages[0]["content"] for each in (env, other)]
-
-    assert with_client(work) == ["turn 1 of 2: x", "turn 1 of 5: x"]
-
-
-def test_a_session_takes_one_call_at_a_time():
-    async def work(client):
-        async with client.session() as session:
-            await session.reset()
-            await asyncio.gather(session.step({"text": "x"}), session.step({"text": "y"}))
-
-    with pytest.raises(RuntimeError, match="one call at a time"):
-        with_client(work)
-
-
 def test_a_full_server_says_what_to_do():
     async def work(client):
         async with client.session():
@@ -124,40 +99,6 @@ def test_a_full_server_says_what_to_do():
                 await client.acquire()
 
     with_client(work, {"patience": 0.3}, max_sessions=1)
-
-
-def test_a_full_server_is_waited_for():
-    async def work(client):
-        held = await client.acquire()
-        waiting = asyncio.create_task(client.acquire())
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
-        client.release(held)
-        return await waiting is held
-
-    assert with_client(work, max_sessions=1)
-
-
-def test_sessions_that_nobody_gives_back():
-    async def work(client):
-        await client.acquire()
-        with pytest.raises(InfrastructureError, match=r"none of the 1 sessions .* was given back within 0\.1 s"):
-            await client.acquire()
-
-    with_client(work, {"sessions": 1, "patience": 0.1})
-
-
-def test_an_idle_session_is_ended_and_replaced():
-    async def work(client):
-        async with client.session() as session:
-            await session.reset(seed=1)
-        while not Counting.closed:
-            await asyncio.sleep(0.05)
-        async with client.session() as session:
-            return (await session.reset(seed=2)).observation["messages"]
-
-    Counting.closed = 0
-    assert with_client(work, idle=0.5)[0]["content"] == "task None, seed 2"
 
 
 def test_what_the_environment_raises_is_told_and_its_session_goes_on():
@@ -176,53 +117,6 @@ def test_what_the_environment_raises_is_told_and_its_session_goes_on():
     assert with_client(work) == "turn 2 of 1: x"
 
 
-def test_a_step_that_has_no_json_form_is_told_and_its_session_goes_on():
-    async def work(client):
-        async with client.session() as session:
-            await session.reset(seed=1)
-            assert (await session.step({"text": "odd reward"})).reward == 0.5
-            for odd in ("odd info", "odd message"):
-                with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: the environment's step has no JSON form"):
-                    await session.step({"text": odd})
-            return (await session.step({"text": "x"})).observation["messages"][0]["content"]
-
-    assert with_client(work) == "turn 4 of 1: x"
-
-
-@pytest.mark.parametrize(("text", "why"), [("lose", "the sandbox has gone"), ("hang", "step gave no answer within")])
-def test_infrastructure_that_fails_behind_the_server(text, why):
-    async def work(client):
-        env = OpenEnvEnvironment(client)
-        await env.reset(None, seed=1)
-        with pytest.raises(InfrastructureError, match=why):
-            await env.step(turn(text))
-        await env.reset(None, seed=2)
-        return (await env.step(turn("x"))).messages[0]["content"]
-
-    assert with_client(work, timeout=0.5) == "turn 1 of 2: x"
-
-
-def test_an_environment_that_cannot_be_made():
-    def broken():
-        raise OSError("no disk")
-
-    async def main():
-        async with serve(broken) as url, OpenEnvClient(url) as client:
-            with pytest.raises(OpenEnvError, match="FACTORY_ERROR: OSError: no disk"):
-                await client.acquire()
-
-    asyncio.run(main())
-
-
-def test_http():
-    async def work(client):
-        assert await client.health() == "healthy"
-        assert (await client.metadata())["name"] == "Counting"
-        assert (await client.schema())["action"]["required"] == ["text"]
-
-    with_client(work)
-
-
 def test_tools_of_an_environment_are_mcp_tools():
     async def work(client):
         env = OpenEnvEnvironment(client, mcp=True)
@@ -237,20 +131,6 @@ def test_tools_of_an_environment_are_mcp_tools():
         assert (await env.step(turn("I am done"))).terminated
 
     with_client(work)
-
-
-def test_an_environment_with_a_client_of_its_own():
-    async def main():
-        async with serve(Counting, max_sessions=1) as url:
-            env, said = OpenEnvEnvironment(url), []
-            for seed in range(3):
-                await env.reset(None, seed=seed)
-                said += [(await env.step(turn("x"))).messages[0]["content"]]
-                await env.close()
-                await env.close()
-            return said
-
-    assert asyncio.run(main()) == [f"turn 1 of {seed}: x" for seed in range(3)]
 
 
 def test_no_server():
@@ -277,27 +157,5 @@ def test_messages_that_are_none():
             assert await said('{"type": "reset", "data": 3}') == "VALIDATION_ERROR"
             assert await said('{"type": "reset", "data": {"seed": "x"}}') == "VALIDATION_ERROR"
             assert await said('{"type": "dance"}') == "UNKNOWN_TYPE"
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("settings", [{"sessions": 0}, {"timeout": 0}, {"patience": -1}])
-def test_settings_that_cannot_be(settings):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        OpenEnvClient("http://127.0.0.1:1", **settings)
-    with pytest.raises(ValueError, match=re.escape("must begin with http://")):
-        OpenEnvClient("127.0.0.1:1")
-
-
-def test_silent_sockets_hold_no_session(monkeypatch):
-    monkeypatch.setattr("forge_envs.openenv.server.FIRST_MESSAGE_LIMIT", 0.5)
-
-    async def main():
-        async with serve(Counting, max_sessions=2) as url, aiohttp.ClientSession() as http:
-            silent = [await http.ws_connect(f"{url}/ws") for _ in range(4)]
-            async with OpenEnvClient(url) as client, client.session() as session:
-                assert (await session.reset(seed=1)).observation
-            for one in silent:  # and they are closed
-                assert (await one.receive(30)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
 
     asyncio.run(main())

@@ -17,9 +17,3 @@ def test_it_begins_before_the_limit_and_grows_to_one(length: int, penalty: float
     episodes = [scored(length, 1.0), scored(length, -0.5), scored(length, None)]
     overlong_penalty([Group(episodes)], limit=100, buffer=20)
     assert [e.reward for e in episodes] == [pytest.approx(1.0 - penalty), pytest.approx(-0.5 - penalty), None]
-
-
-def test_without_a_buffer_there_is_none():
-    episodes = [scored(100, 1.0)]
-    overlong_penalty([Group(episodes)], limit=100, buffer=0)
-    assert episodes[0].reward == 1.0

@@ -19,12 +19,6 @@ OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
 TARGET = json.dumps({"name": "Ann", "age": 30})
 
 
-@given(OBJECTS, st.sampled_from([None, 2]))
-def test_an_object_written_anyhow_is_right(value, indent):
-    text = json.dumps(value, indent=indent, ensure_ascii=bool(indent), sort_keys=bool(indent))
-    assert JsonMatch()("", f"\n {text} ", json.dumps(value)) == 1.0
-
-
 @pytest.mark.parametrize("marker", ["<think>", "</think>", "[/THINK]", "<|channel|>final<|message|>", "</s>"])
 @pytest.mark.parametrize("thought", ["", "<think>so</think>", "[THINK]{}[/THINK] "])
 def test_a_marker_within_an_object_is_no_thought(marker, thought):
@@ -73,10 +67,6 @@ def typed(value):
 )
 def test_what_a_response_is_worth(response: str, expected: float):
     assert JsonMatch()("", response, TARGET) == pytest.approx(expected)
-
-
-def test_true_is_not_one():
-    assert JsonMatch(0)("", '{"a": true}', '{"a": 1}') == 0.0
 
 
 def test_wrong_settings_and_targets_are_errors():

@@ -13,7 +13,6 @@ import pytest
 
 from forge.runtime.controller.patience import Patience
 from forge.runtime.process import activity_of
-from tests.forge_cluster.machines import CPU, CPU_QUOTA, NO_CPU_LIMITS, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -58,32 +57,6 @@ def test_a_start_takes_as_long_as_its_processes_need(tmp_path: Path):
     lines = done.stderr.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("forge: starting counter") and "of CPU" in line for line in lines)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("nice", [0, 10, 19])
-def test_a_run_beside_16_busy_processes(nice: int):
-    with busy(16):
-        done = run_script("nice", "-n", str(nice))
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-    assert all(" starting counter" in line for line in done.stderr.splitlines()), done.stderr
-
-
-@pytest.mark.full
-@pytest.mark.skipif(NO_CPU_LIMITS, reason="no cgroup of v1")
-def test_a_run_with_a_fifth_of_a_core():
-    group = CPU / f"forge-test-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / CPU_QUOTA).write_text("20000")
-        done = run_script("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
-        assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-        assert all(" starting counter" in line for line in done.stderr.splitlines()), done.stderr
-    finally:
-        # The last processes of the run may still be ending, which on a busy machine takes seconds.
-        wait_until(lambda: not (group / "cgroup.procs").read_text(), 120, "an empty group")
-        group.rmdir()
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(600)"], ids=["spins", "sleeps"])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from forge.system.scratch import sweep
-from tests.trees import descendants
 
 pytestmark = pytest.mark.processes
 
@@ -98,16 +97,6 @@ def test_an_exception_is_raised_and_leaves_nothing():
     assert leaves_nothing(process, pids)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
-def test_a_signal_stops_everything(number):
-    process, pids = start(WAIT)
-    os.kill(process.pid, number)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
-    assert "Traceback" not in error
-    assert leaves_nothing(process, pids)
-
-
 def test_ctrl_c_in_a_terminal_reaches_every_process_and_is_handled_once():
     process, pids = start(WAIT)
     os.killpg(process.pid, signal.SIGINT)
@@ -126,18 +115,6 @@ def test_ctrl_c_twice_in_a_terminal_ends_everything_at_once_and_without_a_traceb
     assert "Traceback" not in error
     assert "Exception ignored" not in error
     assert gone_within(pids, 10)
-
-
-def test_sigterm_to_every_process_is_handled_once():
-    process, pids = start(WAIT)
-    for pid in reversed(descendants(process.pid)):
-        os.kill(pid, signal.SIGTERM)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert [line for line in error.splitlines() if line and not line.startswith("Monarch internal logs")] == [
-        "forge: SIGTERM: stopping (once more to stop at once)"
-    ]
-    assert leaves_nothing(process, pids)
 
 
 def test_killing_the_controller_ends_its_processes_and_the_next_run_removes_its_files():
@@ -160,21 +137,4 @@ def test_a_component_that_is_not_replaced_ends_the_run_with_its_name(number, whi
     assert process.returncode == 1
     name = ["counter", "counter2"][which]
     assert f"ReplicaDied: no replica of {name} is left. {name}[0] is dead (pid {pids[which]})" in error
-    assert leaves_nothing(process, pids)
-
-
-@pytest.mark.full
-def test_a_component_that_dies_in_a_call_ends_the_run_with_its_name():
-    process, pids = start("await service.exit.route()")
-    _, error = process.communicate(timeout=15)
-    assert "ReplicaDied: no replica of counter is left" in error
-    assert leaves_nothing(process, pids)
-
-
-@pytest.mark.full
-def test_a_component_that_holds_the_interpreter_ends_the_run_with_its_name():
-    process, pids = start("await service.hold_the_interpreter.route()")
-    _, error = process.communicate(timeout=15)
-    assert "ReplicaDied: no replica of counter is left" in error
-    assert "answered neither a ping nor a call" in error
     assert leaves_nothing(process, pids)

@@ -143,25 +143,6 @@ def test_a_slow_one_keeps_no_other_busy():
     run(main())
 
 
-def test_removed_ones_are_no_longer_reached():
-    async def main():
-        service = await Light.options(num_replicas=4, per_process=4).as_service()
-        await service.scale(2)
-        assert await service.keep.fanout([]) == [[0], [1]]
-        await service.scale(4)
-        assert await service.keep.fanout([]) == [[index] for index in range(4)]
-
-    run(main())
-
-
-def test_plain_endpoints_run_beside_one_another():
-    async def main():
-        service = await Light.options(num_replicas=4, per_process=4).as_service()
-        assert sorted(await service.meet.fanout()) == [0, 1, 2, 3]
-
-    run(main())
-
-
 def test_routes_and_fanouts_of_a_component_run_in_one_event_loop():
     async def main():
         service = await Light.options(num_replicas=4, per_process=4).as_service()
@@ -171,16 +152,5 @@ def test_routes_and_fanouts_of_a_component_run_in_one_event_loop():
         await service.asked.fanout()
         await service.release.fanout()
         assert sorted(await asyncio.wait_for(waiting, 30)) == [0, 1, 2, 3]
-
-    run(main())
-
-
-@pytest.mark.full
-def test_a_process_with_thousands_of_calls_before_a_ping_is_no_hang():
-    async def main():
-        service = await Light.options(num_replicas=4, per_process=4, ping_timeout=1.0).as_service()
-        calls = [service.wait_at.route(0, 0.01) for _ in range(20_000)]
-        assert set(await asyncio.gather(*calls)) == {0, 1, 2, 3}
-        assert service.status().restarts == 0
 
     run(main())

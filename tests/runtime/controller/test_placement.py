@@ -4,14 +4,13 @@ import asyncio
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from forge.observability import Reduce
-from forge.runtime.controller import CallTimeout, drain_metrics, run, runtime
-from tests.runtime.controller.components import Caller, Counter, Replayed
+from forge.runtime.controller import CallTimeout, drain_metrics, run
+from tests.runtime.controller.components import Caller, Counter
 from tests.runtime.controller.test_endings import alive, gone_within
 from tests.runtime.controller.test_recovery import states, until
 
@@ -55,57 +54,6 @@ def test_a_failing_scale_keeps_what_was_there():
             await service.scale(3)
         assert states(service) == ["up"]
         assert await service.add.route(1) == 1
-
-    run(main())
-
-
-@pytest.mark.full
-def test_replicas_that_are_still_starting_miss_no_fanout(tmp_path):
-    class Slow(Replayed):
-        def setup(self) -> None:
-            time.sleep(self.context.replica)
-            super().setup()
-
-    async def main():
-        service = await Slow.as_service(str(tmp_path))
-        growing = asyncio.create_task(service.scale(4))
-        await until(lambda: states(service)[1:2] == ["up"])
-        await service.update.fanout(7)
-        await growing
-        assert [version for version, _, _ in await service.state.fanout()] == [7] * 4
-
-    run(main())
-
-
-@pytest.mark.full
-def test_scaling_repairs_what_was_given_up(tmp_path):
-    class Fragile(Counter):
-        def setup(self) -> None:
-            if self.context.incarnation and self.context.replica:
-                raise OSError("out of luck")
-
-    async def main():
-        service = await Fragile.options(num_replicas=2, max_restarts=1).as_service()
-        os.kill(pids_of(service)[1], signal.SIGKILL)
-        await until(lambda: states(service) == ["up", "failed"])
-        await service.scale(2)
-        assert states(service) == ["up", "up"]
-        assert len(await service.where.fanout()) == 2
-
-    run(main())
-
-
-def test_a_start_that_is_cancelled_leaves_no_process():
-    class Slow(Counter):
-        def setup(self) -> None:
-            time.sleep(20 * self.context.replica)
-
-    async def main():
-        before = set(children())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(Slow.options(num_replicas=2).as_service(), 4)
-        await until(lambda: set(children()) <= before, 15)
-        assert not runtime().services
 
     run(main())
 
@@ -177,18 +125,6 @@ def test_named_sessions_are_shared_and_move_when_their_replica_is_lost():
 
 
 @pytest.mark.full
-def test_light_replicas_live_together():
-    async def main():
-        service = await Counter.options(num_replicas=8, per_process=4).as_service()
-        places = await service.where.fanout()
-        assert len({pid for _, pid in places}) == 2
-        os.kill(places[0][1], signal.SIGKILL)
-        assert len(await service.where.fanout()) == 8
-
-    run(main())
-
-
-@pytest.mark.full
 def test_ranks_and_replicas_share_processes_and_come_back_together():
     async def main():
         options = {"share": "device", "share_procs": 2}
@@ -208,15 +144,6 @@ def test_ranks_and_replicas_share_processes_and_come_back_together():
         again = [pid for _, pid in await ranks.where.call()]
         assert not {*again} & {*pids}
         assert [pid for _, pid in await replicas.where.fanout()] == again
-
-    run(main())
-
-
-def test_sharers_must_agree_on_their_process():
-    async def main():
-        await Counter.options(share="helpers").as_actor()
-        with pytest.raises(ValueError, match=r"counter2 shares the process 'helpers', .* threads = 1; it asks for 3"):
-            await Counter.options(share="helpers", threads=3).as_actor()
 
     run(main())
 
@@ -245,39 +172,6 @@ def test_a_service_can_be_called_from_inside_another_actor():
     run(main())
 
 
-@pytest.mark.full
-def test_hosts_are_processes_of_their_own_and_come_back():
-    async def main():
-        service = await Counter.options(num_replicas=2, hosts=2).as_service()
-        hosts = [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
-        assert len(hosts) == 2
-        lost = pids_of(service)[0]
-        waiting = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(6)]
-        await asyncio.sleep(0.2)
-        os.kill(hosts[0], signal.SIGKILL)
-        assert len(await asyncio.gather(*waiting)) == 6
-        await until(lambda: states(service) == ["up", "up"])
-        assert service.status().restarts == 1
-        assert gone_within([hosts[0], lost], 10)
-        assert len(await service.where.fanout()) == 2
-        return [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
-
-    assert gone_within(run(main()), 10)
-
-
-@pytest.mark.full
-def test_a_replica_spans_its_hosts():
-    async def main():
-        actor = await Counter.options(procs=2, hosts=2).as_actor()
-        assert [place for place, _ in await actor.where.call()] == ["counter[0] rank 0", "counter[0] rank 1"]
-        hosts = [host for hosts in runtime().placement.hosts["counter"] for host in hosts.pids()]
-        os.kill(hosts[1], signal.SIGKILL)
-        await asyncio.sleep(0.5)
-        assert await actor.add.call(1) == [1, 1]
-
-    run(main())
-
-
 def test_who_waits_for_whom_is_told_when_nothing_moves(capfd):
     async def main():
         service = await Counter.options(stall_after=1.0).as_actor()
@@ -289,12 +183,3 @@ def test_who_waits_for_whom_is_told_when_nothing_moves(capfd):
     assert "main (test_placement.py:" in told
     assert "waits for counter[0].slow_add since" in told
     assert re.search(r"slow_add \(.*components.py:\d+\)", told)  # the stack, as py-spy shows it
-
-
-def test_waiting_for_a_replica_is_told_too(capfd):
-    async def main():
-        service = await Counter.options(stall_after=0.5, max_in_flight=1).as_actor()
-        await asyncio.gather(service.overlap.route(3.0), service.overlap.route(0.0))
-
-    run(main())
-    assert "no replica of counter takes a call: counter[0] up" in capfd.readouterr().err

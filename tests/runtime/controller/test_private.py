@@ -2,8 +2,6 @@
 
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,13 +16,6 @@ pytestmark = pytest.mark.processes
 
 STRANGER = 21002
 LISTENING = 0x10000  # a flag of /proc/net/unix
-MONARCH = """
-    import time
-    from monarch.actor import this_host
-    this_host().spawn_procs({"procs": 1})
-    print("READY", flush=True)
-    time.sleep(100)
-"""
 
 
 def listeners(root: int) -> tuple[set[str], set[str]]:
@@ -89,9 +80,6 @@ def kept_open(port: int, user: int) -> bool:
     return found == {"open"}
 
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-
-
 @pytest.fixture(scope="module")
 def a_run():
     process, _ = start(
@@ -132,54 +120,6 @@ def test_no_socket_of_a_run_is_open_to_other_users(a_run: subprocess.Popen):
     assert kept_open(ports[0], os.geteuid())
 
 
-@pytest.mark.full
-@as_root
-def test_the_sockets_of_monarch_itself_are_open_to_them():
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(MONARCH)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "READY\n"
-        assert reached_by_a_stranger({name for name in listeners(process.pid)[0] if name.startswith("@")})
-    finally:
-        # Monarch's process would notice after 30 s that this one is gone.
-        for pid in [*descendants(process.pid)][::-1]:
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
-
-
-def test_what_was_started_before_forge_is_a_warning():
-    script = """
-        import asyncio
-        from monarch.actor import this_host
-        this_host()
-        from forge.runtime.controller import run
-        from tests.runtime.controller.components import Counter
-        async def main():
-            await Counter.as_service()
-        run(main())
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "every local user, and every container in this network namespace, can run code as you"
-        in done.stdout + done.stderr
-    )
-
-
-def test_the_name_of_a_strangers_socket_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch):
-    from forge.runtime.controller.private import warn_if_exposed
-
-    with socket.socket(socket.AF_UNIX) as odd:
-        odd.bind(b"\0\xff\xfe" + os.urandom(4))
-        warn_if_exposed.__wrapped__()
-    monkeypatch.setattr(Path, "read_text", hidden)
-    warn_if_exposed.__wrapped__()
-
-
-def hidden(path: Path, **_: object) -> str:
-    raise FileNotFoundError(path)
-
-
 def test_a_long_TMPDIR_is_no_obstacle(tmp_path: Path):
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
@@ -215,15 +155,3 @@ def test_other_programs_inherit_the_environment_of_the_user():
     words = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_library_that_imports_otherwise_is_a_warning(caplog: pytest.LogCaptureFixture):
-    import ctypes
-
-    import torch
-
-    from forge.runtime.controller.private import _replace
-
-    library = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-    _replace(library, "no_such_function", ctypes.CDLL(None).sched_yield, "nothing is held")
-    assert caplog.text.rstrip().endswith("was not replaced: nothing is held")

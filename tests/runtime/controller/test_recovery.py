@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from forge.runtime.controller import CallTimeout, PoisonRequest, ReplicaDied, Unrecoverable, run
-from tests.runtime.controller.components import Counter, Replayed, found
+from tests.runtime.controller.components import Counter, Replayed
 
 pytestmark = pytest.mark.processes
 
@@ -48,20 +48,6 @@ def test_calls_in_flight_on_a_lost_replica_are_answered_elsewhere(fault, tmp_pat
     run(main())
 
 
-@pytest.mark.full
-def test_when_all_replicas_are_lost_calls_wait_for_the_replacements():
-    async def main():
-        service = await Counter.options(num_replicas=2).as_service()
-        waiting = [asyncio.create_task(service.overlap.route(1.0)) for _ in range(4)]
-        await asyncio.sleep(0.3)
-        for replica in service.status().replicas:
-            os.kill(replica.pids[0], signal.SIGKILL)
-        assert len(await asyncio.gather(*waiting)) == 4
-        assert service.status().restarts >= 1
-
-    run(main())
-
-
 def test_a_request_that_kills_two_replicas_is_quarantined_and_the_fleet_lives():
     async def main():
         service = await Counter.options(num_replicas=3).as_service()
@@ -75,23 +61,6 @@ def test_a_request_that_kills_two_replicas_is_quarantined_and_the_fleet_lives():
         assert status.restarts == 2
         assert status.retried >= 2
         assert [what.partition(" ")[0] for what in status.quarantined] == ["counter.exit"]
-
-    run(main())
-
-
-@pytest.mark.full
-def test_components_of_a_lost_shared_process_all_come_back():
-    async def main():
-        one, two = await asyncio.gather(
-            Counter.options(share="helpers").as_actor(), Counter.options(share="helpers").as_actor(5)
-        )
-        pid = one.status().replicas[0].pids[0]
-        os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.1)
-        assert await two.add.route(1) == 6
-        assert await one.add.route(1) == 1
-        (_, first), (_, second) = await one.where.route(), await two.where.route()
-        assert first == second != pid
 
     run(main())
 
@@ -136,32 +105,6 @@ def test_a_replacement_takes_up_state_and_what_it_missed_before_it_serves(tmp_pa
     run(main())
 
 
-@pytest.mark.full
-def test_other_fanouts_wait_for_replicas_that_are_being_replaced(tmp_path):
-    async def main():
-        service = await Replayed.options(num_replicas=2).as_service(str(tmp_path))
-        os.kill(service.status().replicas[0].pids[0], signal.SIGKILL)
-        await until(lambda: states(service)[0] == "restarting")
-        assert len({pid for _, _, pid in await service.state.fanout()}) == 2
-
-    run(main())
-
-
-@pytest.mark.full
-def test_a_process_that_is_lost_while_it_starts_is_started_once_more(tmp_path):
-    class Struck(Counter):
-        def setup(self) -> None:
-            if found(tmp_path / "lightning"):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    async def main():
-        (tmp_path / "lightning").touch()
-        service = await Struck.as_service()
-        assert await service.add.route(1) == 1
-
-    run(main())
-
-
 def test_a_setup_that_fails_is_tried_again_with_back_off(tmp_path, capfd):
     async def main():
         service = await Replayed.options(num_replicas=1).as_service(str(tmp_path))
@@ -199,65 +142,12 @@ def test_a_state_that_is_lost_ends_the_run_at_once(tmp_path):
     assert isinstance(caught.value.__cause__, Unrecoverable)
 
 
-def test_a_call_that_is_sent_again_keeps_its_request_id(tmp_path):
-    async def main():
-        service = await Replayed.as_actor(str(tmp_path))
-        answer = await service.act.options(request_id="order-66").route()
-        assert answer == "order-66"
-        assert (tmp_path / "acts").read_text().splitlines() == ["order-66", "order-66"]
-
-    run(main())
-
-
 def test_the_same_request_id_twice_harms_nobody():
     async def main():
         service = await Counter.as_actor()
         twin = service.overlap.options(request_id="twin")
         assert await asyncio.gather(twin.route(0.3), twin.route(0.3)) == [2, 2]
         assert service.status().restarts == 0
-
-    run(main())
-
-
-@pytest.mark.full
-def test_who_only_waits_in_a_process_that_another_call_kills_is_not_blamed():
-    async def main():
-        one, two = await asyncio.gather(*(Counter.options(share="helpers").as_actor() for _ in range(2)))
-        waiting = asyncio.create_task(two.overlap.route(6.0))
-        await asyncio.sleep(1.0)
-        with pytest.raises(PoisonRequest, match=r"^counter\.exit "):
-            await one.exit.route()
-        assert await waiting == 1
-
-    run(main())
-
-
-@pytest.mark.full
-def test_a_poison_call_that_has_to_stand_in_line_kills_no_more_than_two():
-    async def main():
-        service = await Counter.options(num_replicas=2).as_service()
-        busy = asyncio.create_task(service.slow_add.route(1, 3.0))
-        await asyncio.sleep(0.2)
-        with pytest.raises(PoisonRequest):
-            await service.exit.route()
-        await busy
-        assert service.status().restarts <= 2
-
-    run(main())
-
-
-@pytest.mark.full
-def test_a_caller_that_goes_away_leaves_no_hung_replica():
-    async def main():
-        service = await Counter.options(call_timeout=2.0).as_actor()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(service.loop_in_thread.route(), 0.5)
-        assert await service.add.options(timeout=20).route(1) == 1
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(service.overlap.route(30), 0.5)
-        async with asyncio.timeout(10):
-            while await service.running_now.route():
-                await asyncio.sleep(0.05)
 
     run(main())
 

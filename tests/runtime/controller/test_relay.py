@@ -12,26 +12,6 @@ from tests.runtime.controller.components import Counter
 
 pytestmark = pytest.mark.processes
 
-# Calls at a time of each caller.
-CALLS = 400
-
-
-class Answers(ForgeActor):
-    """Answers after a while, and counts what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    @endpoint
-    async def overlap(self, seconds: float) -> int:
-        self.asked += 1
-        await asyncio.sleep(seconds)
-        return self.asked
-
-    @endpoint
-    async def count(self) -> int:
-        return self.asked
-
 
 class Caller(ForgeActor):
     """Calls a service from its process."""
@@ -80,27 +60,6 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_its_caller():
             await asyncio.wait_for(caller.ask.route(0.0), 60)
 
     run(main())
-
-
-async def fail_in_calls() -> None:
-    """Fail while four processes wait for hundreds of answers, at whatever rate this machine gives them."""
-    answers = await Answers.as_service()
-    callers = [await Caller.options(mesh_name=f"caller{number}").as_service(answers) for number in range(4)]
-    calls = [asyncio.create_task(caller.ask_often.route(CALLS)) for caller in callers]
-    for call in calls:
-        # The run fails before they do: unread, their errors would be logged when they are collected, at any later time.
-        call.add_done_callback(lambda task: task.cancelled() or task.exception())
-    while await answers.count.route() < len(calls) * CALLS // 2:
-        await asyncio.sleep(0.01)
-    raise KeyError("the run ends while they are called")
-
-
-@pytest.mark.parametrize("runs", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_run_that_fails_in_calls_harms_no_later_run_of_this_process(runs: int):
-    """The answers go to callers that are stopped: Monarch would take that for the failure of this process."""
-    for _ in range(runs):
-        with pytest.raises(KeyError, match="the run ends"):
-            run(fail_in_calls())
 
 
 def test_a_caller_that_is_killed_in_its_call_is_replaced_and_answered():

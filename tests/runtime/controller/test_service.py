@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 
 import pytest
 
@@ -15,7 +14,7 @@ from forge.runtime.controller import (
     drain_metrics,
     run,
 )
-from tests.runtime.controller.components import Counter, FromMonarch, Joined, Odd, Unprintable
+from tests.runtime.controller.components import Counter, FromMonarch, Joined, Odd
 
 pytestmark = pytest.mark.processes
 
@@ -116,40 +115,12 @@ def test_exceptions_reach_the_caller_and_the_replica_lives():
     run(main())
 
 
-def test_what_cannot_be_sent_back_is_an_error_of_the_call():
-    async def main():
-        counter = await Counter.as_actor()
-        for endpoint, message in (
-            (counter.unsendable, "could not be called or answered: .*cannot pickle"),
-            (counter.stop_iterating, "StopIteration"),
-        ):
-            with pytest.raises(RuntimeError, match=message) as caught:
-                await endpoint.options(timeout=20).route()
-            assert "\n" not in str(caught.value)
-        with pytest.raises(Unprintable):
-            await counter.unprintable.options(timeout=20).route()
-        assert await counter.add.route(1) == 1
-        assert counter.status().restarts == 0
-
-    run(main())
-
-
 def test_a_failing_setup_raises_what_it_raised():
     async def main():
         await Counter.as_actor(start=-1)
 
     with pytest.raises(ValueError, match="cannot start below zero"):
         run(main())
-
-
-def test_wrong_constructor_arguments_are_refused_before_a_process_starts():
-    async def main():
-        started = time.process_time()
-        with pytest.raises(TypeError, match="strat"):
-            await Counter.as_actor(strat=1)
-        assert time.process_time() - started < 5
-
-    run(main())
 
 
 @pytest.mark.parametrize(
@@ -184,18 +155,6 @@ def test_a_call_has_a_time_limit_that_says_who_waited_for_whom():
     run(main())
 
 
-def test_light_components_share_a_process():
-    async def main():
-        one, two = await asyncio.gather(
-            Counter.options(share="helpers").as_actor(), Counter.options(share="helpers").as_service(start=3)
-        )
-        (_, pid_one), (_, pid_two) = await one.where.route(), await two.where.route()
-        assert pid_one == pid_two != os.getpid()
-        assert (await one.add.route(1), await two.add.route(1)) == (1, 4)
-
-    run(main())
-
-
 def test_ranks_form_a_process_group():
     async def main():
         joined = await Joined.options(procs=2).as_actor()
@@ -209,16 +168,6 @@ def test_one_failing_rank_does_not_leave_the_caller_waiting_for_the_others():
         joined = await Joined.options(procs=2, call_timeout=60).as_actor()
         with pytest.raises(MemoryError, match="the last rank has no room"):
             await asyncio.wait_for(joined.fail_on_the_last_rank.call(), 20)
-
-    run(main())
-
-
-def test_environment_and_threads():
-    async def main():
-        counter = await Counter.options(threads=2, env={"FLAVOUR": "sour"}).as_actor()
-        assert await counter.environment.route("FLAVOUR") == "sour"
-        assert await counter.environment.route("OMP_NUM_THREADS") == "2"
-        assert await counter.environment.route("CUDA_VISIBLE_DEVICES") == ""
 
     run(main())
 

@@ -113,15 +113,6 @@ def test_another_environment_is_not_forked(server: ForkServer, monkeypatch: pyte
     process.communicate("pass\n")
 
 
-def test_a_fork_ends_with_its_launcher(server: ForkServer):
-    process, _, seen = launch(server)
-    other, *_ = launch(server)
-    process.kill()
-    assert process.wait(60) == -signal.SIGKILL
-    assert ends(seen["pid"])
-    assert other.communicate("print('here')\n")[0] == "here\n"
-
-
 def test_a_server_that_was_killed_is_replaced_and_at_last_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     server = ForkServer(tmp_path, {})
     for _ in range(2):
@@ -141,13 +132,6 @@ def test_a_server_that_was_killed_is_replaced_and_at_last_given_up(tmp_path: Pat
     process.communicate("pass\n")
     assert len(caplog.records) == 2
     server.end()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_the_launcher_ends_with_its_process(server: ForkServer, number: signal.Signals):
-    process, _, seen = launch(server)
-    os.kill(seen["pid"], number)
-    assert process.wait(60) == -signal.SIGKILL
 
 
 def test_a_signal_reaches_the_process(server: ForkServer):
@@ -208,9 +192,3 @@ def test_a_component_is_forked_unless_a_library_may_read_its_variables(variable:
 
     with forked_processes():
         assert run(main()) == (is_forked, "1")
-
-
-def test_the_folder_of_a_compiler_keeps_the_server(monkeypatch: pytest.MonkeyPatch, server: ForkServer):
-    # As PyTorch sets it in a controller that compiles something.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
-    assert server.has_environment(os.environ)

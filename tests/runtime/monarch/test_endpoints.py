@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from monarch.actor import endpoint as monarch_endpoint
 
-from forge.runtime.controller import ForgeActor, run, shutdown
+from forge.runtime.controller import run, shutdown
 from tests.runtime.monarch.components import Mailbox
 
 
@@ -37,11 +36,3 @@ def test_monarchs_decorators_in_this_process():
             await shutdown()
 
     asyncio.run(main())
-
-
-def test_an_answer_through_a_port_is_one_line():
-    with pytest.raises(TypeError, match="get has explicit_response_port: let it return its value"):
-
-        class Ported(ForgeActor):
-            @monarch_endpoint(explicit_response_port=True)
-            def get(self, port) -> None: ...

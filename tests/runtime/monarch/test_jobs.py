@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forge.runtime.controller import Options
 from tests.forge_cluster import kube, slurm
 from tests.forge_cluster.machines import (
-    NO_CPU_LIMITS,
     ROOT,
     Machine,
     Machines,
     environment,
-    number_here,
-    share_of_a_core,
     wait_until,
 )
 
@@ -161,58 +156,6 @@ def pods(machines_missing: str | None, tmp_path: Path) -> Iterator[kube.Cluster]
         pytest.skip(machines_missing)
     with Machines(4, shared=[ROOT, sys.prefix, tmp_path]) as lab:
         yield kube.Cluster(lab, tmp_path, environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin"))
-
-
-def test_a_job_that_comes_after_the_first_component_is_an_error_that_says_so(pods: kube.Cluster, tmp_path: Path):
-    variables = environment(HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT="3s")
-    program = Program(pods.lab[0], "late", tmp_path, pods.account(pods.lab[0], variables))
-    assert program.process.wait(100) == 1
-    error = program.errors.read_text()
-    assert "Unrecoverable: adder2: attach failed: config push failed during attach on 2 host(s)" in error
-    assert error.endswith("create the job (SlurmJob, KubernetesJob, SSHJob) first\n")
-
-
-@pytest.mark.skipif(NO_CPU_LIMITS, reason="no cgroup of v1")
-def test_a_process_on_a_job_of_kubernetes_that_gets_no_core_is_slow(pods: kube.Cluster, tmp_path: Path):
-    # Without an observer's account the process would be lost within 6 s.
-    variables = pods.account(pods.lab[0], environment(UNSEEN="3"))
-    program = Program(pods.lab[0], "kubernetes", tmp_path, variables)
-    program.check_services()
-    victim = number_here(program.host(pods.lab), program.adder_pid)
-    with share_of_a_core(victim, percent=0.1):
-        (tmp_path / "lost").touch()
-        time.sleep(4 * Options().ping_timeout)
-    assert sorted([program.adder, program.other]) == program.answers_after(tmp_path, losses=0)
-
-
-@pytest.mark.slow  # a minute
-def test_processes_on_a_job_of_kubernetes_end_after_their_controller(pods: kube.Cluster, tmp_path: Path):
-    program = Program(pods.lab[0], "kubernetes", tmp_path, pods.account(pods.lab[0], environment()))
-    program.check_services()
-    host = program.host(pods.lab)
-    processes = 2  # the adder, and the host's observer
-    assert host.processes("[b]ootstrap_main") == processes
-    pods.lab[0].run(["pkill", "-KILL", "-f", "[j]ob_program kubernetes"], check=True)
-    wait_until(lambda: host.processes("[b]ootstrap_main") == 0, 300, "the end of the host's processes")
-    assert host.processes("[r]un_worker_loop") > 0  # the job is the user's
-
-
-@pytest.mark.slow
-def test_a_process_of_a_users_on_another_machine_that_is_stopped_is_lost_and_not_killed(
-    pods: kube.Cluster, tmp_path: Path
-):
-    # Monarch itself knows after a minute, which is as long as the whole test.
-    program = Program(pods.lab[0], "procs", tmp_path, pods.account(pods.lab[0], environment(UNSEEN="inf")))
-    program.check_services()
-    host = program.host(pods.lab)
-    program.lose(pods.lab, "stopped")
-    time.sleep(2 * Options().ping_timeout)
-    assert (
-        "State:\tT"
-        in host.run(["cat", f"/proc/{program.adder_pid}/status"], capture_output=True, text=True, check=True).stdout
-    )
-    assert program.answers_after(tmp_path) == [program.other]
-    assert "answered neither a ping nor a call for" in program.errors.read_text()
 
 
 # The loss of a host that only Monarch watches is known after a minute. A process that is stopped is known by what its

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-from monarch.actor import Actor, HostMesh, ProcMesh, this_host
-from monarch.actor import endpoint as monarch_endpoint
+from monarch.actor import HostMesh, ProcMesh, this_host
 from monarch.job import LocalJob, ProcessJob
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from forge.config import ConfigError
 from forge.observability.metrics import PROCESS_NAME
 from forge.runtime.controller import (
     ForgeActor,
-    ForgeError,
-    Options,
     ReplicaDied,
     ServiceConfig,
     Unrecoverable,
     endpoint,
     run,
 )
-from forge.runtime.controller.actor_host import ActorHost
 from forge.runtime.controller.user_meshes import UserPlacement
-from forge.runtime.monarch_names import reload_config_from_env
 from forge.runtime.process_groups import process_store
 from tests.runtime.controller.components import Counter, Joined
 from tests.runtime.controller.test_endings import alive, gone_within
@@ -56,19 +45,6 @@ async def procs_of(count: int) -> AsyncIterator[ProcMesh]:
         await mesh.stop()
 
 
-class Slow(Actor):
-    """An actor that takes CPU time to be made, as one does whose modules are imported for the first time."""
-
-    def __init__(self, seconds: float) -> None:
-        start = time.process_time()
-        while time.process_time() - start < seconds:
-            sum(range(10**8))  # without a moment for other threads of the process
-
-    @monarch_endpoint
-    def ready(self) -> bool:
-        return True
-
-
 def run_within(seconds: float, main: Callable[[], Coroutine]) -> None:
     async def limited() -> None:
         async with asyncio.timeout(seconds):
@@ -80,20 +56,6 @@ def run_within(seconds: float, main: Callable[[], Coroutine]) -> None:
 def parent_of(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rsplit(")", 1)[1].split()[1])
-
-
-def test_another_actor_that_is_made_in_the_same_process_is_no_hang():
-    async def main() -> None:
-        async with procs_of(1) as mesh:
-            counter = await Counter.options(hosts=mesh, ping_timeout=1.0).as_actor(start=1)
-            (pid,) = [pid for _, pid in await counter.where.call()]
-            slow = mesh.spawn("slow", Slow, 4.0)
-            assert await slow.ready.call_one()
-            assert await counter.add.call(1) == [2]
-            assert [pid for _, pid in await counter.where.call()] == [pid]
-            await counter.stop()
-
-    run_within(100, main)
 
 
 def test_processes_of_a_user_serve_and_outlive_the_service():
@@ -121,94 +83,6 @@ def test_processes_of_a_user_serve_and_outlive_the_service():
             await singles.stop()
             assert await plain.slice(gpus=3).add.call_one(2) == 4
         assert gone_within(pids, 20)
-
-    run_within(100, main)
-
-
-def test_a_users_actor_may_import_forge_while_ours_is_made():
-    program = f"""
-import pickle, sys, threading, time
-
-def pause(event, details):  # in the middle of the user's import, until the other thread waits for it
-    if event == "exec" and details[0].co_filename.endswith("/controller/actor.py") and other.ident is None:
-        other.start()
-        while sys._current_frames()[other.ident].f_code.co_name != "acquire":
-            time.sleep(0.01)
-
-classes = []
-other = threading.Thread(target=lambda: classes.append(pickle.loads({pickle.dumps(ActorHost)!r})))
-sys.addaudithook(pause)
-from forge.runtime.controller import ForgeActor
-other.join()
-print(classes[0].__name__)
-"""
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (finished.stdout, finished.returncode) == ("ActorHost\n", 0), finished.stderr
-
-
-class Lone(ForgeActor):
-    """Counts the components of its kind that live in its process, and the calls that run at once."""
-
-    counts: ClassVar = {"components": 0, "calls": 0}
-    largest: ClassVar = 0
-
-    def setup(self) -> None:
-        self.add("components", 1)
-
-    def teardown(self) -> None:
-        self.add("components", -1)
-
-    def add(self, what: str, number: int) -> None:
-        Lone.counts[what] += number
-        Lone.largest = max(Lone.largest, *Lone.counts.values())
-
-    @endpoint
-    def work(self, seconds: float) -> None:
-        self.add("calls", 1)
-        time.sleep(seconds)
-        self.add("calls", -1)
-
-    @endpoint
-    def pid(self) -> int:
-        return os.getpid()
-
-    @endpoint
-    def most(self) -> int:
-        return Lone.largest
-
-
-@pytest.fixture
-def impatient_monarch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Monarch gives up an actor after a pause of 2 s instead of 60 s."""
-    with monkeypatch.context() as patch:
-        for state in ("ACTOR", "PROC"):
-            patch.setenv(f"HYPERACTOR_MESH_GET_{state}_STATE_MAX_IDLE", "2s")
-        reload_config_from_env()
-        yield
-    reload_config_from_env()
-
-
-@pytest.mark.usefixtures("impatient_monarch")
-def test_processes_that_live_serve_again_though_monarch_gave_up_the_actor():
-    async def main() -> None:
-        async with procs_of(2) as mesh:
-            ranks = await Lone.options(hosts=mesh, ping_timeout=24.0).as_actor()
-            pids = await ranks.pid.call()
-            working = asyncio.create_task(ranks.work.call(6.0))
-            await until(lambda: ranks.status().replicas[0].in_flight == 1)
-            os.kill(pids[1], signal.SIGSTOP)
-            await until(lambda: states(ranks) != ["up"])
-            assert "timeout waiting for message" in ranks.status().replicas[0].error
-            os.kill(pids[1], signal.SIGCONT)
-            await until(lambda: states(ranks) == ["up"])
-            assert ranks.status().restarts == 1
-            assert await ranks.pid.call() == pids
-            # What was there before has ended: its call, then the component.
-            assert await ranks.most.call() == [1, 1]
-            with suppress(ReplicaDied):
-                await working
-            await ranks.stop()
-            assert alive(pids) == pids
 
     run_within(100, main)
 
@@ -278,19 +152,6 @@ def test_errors_of_a_component_leave_the_processes_and_a_dead_one_is_known():
     run_within(100, main)
 
 
-def test_a_mesh_has_no_process_for_a_further_replica():
-    async def main() -> None:
-        async with procs_of(2) as mesh:
-            service = await Counter.options(hosts=mesh, num_replicas=2).as_service()
-            with pytest.raises(ForgeError, match=r"^counter: all 2 processes of its ProcMesh are taken$"):
-                await service.scale(3)
-            await service.scale(1)
-            await service.scale(2)
-            assert await service.add.fanout(1) == [1, 1]
-
-    run_within(100, main)
-
-
 def test_hosts_of_a_job_are_filled_in_turn_and_replace_what_is_lost():
     async def main() -> None:
         job = ProcessJob({"counter": 2, "joined": 2, "spare": 1})
@@ -331,46 +192,6 @@ def test_this_host_is_the_controllers():
         assert await alone.environment.call_one("FLAG") == "set"
 
     run_within(100, main)
-
-
-def test_sizes_that_do_not_divide_are_errors_of_one_line():
-    job = ProcessJob({"a": 4, "b": 1})
-    try:
-        state = job.state(cached_path=None)
-        hosts: HostMesh = state.a
-        procs = this_host().spawn_procs({"gpus": 6})
-        wrong = [
-            (
-                {"hosts": procs, "num_replicas": 4},
-                "a ProcMesh of 6 processes, and num_replicas = 4 of procs = 1 need 4",
-            ),
-            ({"hosts": procs, "procs": 4}, "num_replicas = 1 of procs = 4 need 4"),
-            (
-                {"hosts": procs, "env": {"A": "b"}},
-                "env does nothing: hosts is a ProcMesh of 6 processes",
-            ),
-            ({"hosts": hosts, "num_replicas": 3}, "a HostMesh of 4 hosts, over which num_replicas = 3"),
-            (
-                {"hosts": hosts, "num_replicas": 3, "procs": 2},
-                "of 4 hosts, over which num_replicas = 3 of procs = 2 cannot be divided evenly",
-            ),
-            ({"hosts": hosts, "procs": 6}, "num_replicas = 1 of procs = 6 cannot be divided evenly"),
-            ({"hosts": hosts, "share": "x"}, "shares the process 'x'"),
-            ({"hosts": job}, r"hosts is a ProcessJob: hand over its state, hosts=job\.state\(\)"),
-            ({"hosts": "node1"}, "hosts must be a whole number, got 'node1'"),
-        ]
-        for options, message in wrong:
-            with pytest.raises(ConfigError, match=message) as raised:
-                Options(**options)
-            assert "\n" not in str(raised.value)
-        with pytest.raises(ValueError, match=r"the job has the meshes a, b, none of them 'counter': write .*\(\)\.a"):
-            Counter.options(hosts=state).as_service()
-        assert Options(hosts=procs, num_replicas=2).procs == 3
-        assert Options(hosts=procs, num_replicas=6).procs == 1
-        assert Options(hosts=hosts, procs=4).hosts.describe() == "a HostMesh of 4 hosts"
-        procs.stop().get()
-    finally:
-        job.kill()
 
 
 def test_ranks_on_another_machine_are_an_error_of_one_line(tmp_path: Path):

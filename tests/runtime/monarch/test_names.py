@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -41,12 +40,6 @@ def test_the_names_and_what_they_are_for():
         import_module(module)
     with pytest.raises(AttributeError, match="no attribute 'Actor'"):
         monarch_names.Actor  # noqa: B018
-
-
-def test_the_version_is_the_pinned_one():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"torchmonarch=={monarch_names.VERSION}.*" in project["dependencies"]
-    assert version("torchmonarch").startswith(f"{monarch_names.VERSION}.")
 
 
 REMOVALS = {

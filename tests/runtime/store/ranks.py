@@ -69,64 +69,6 @@ def killed(store: VersionStore) -> None:
         os._exit(7)
 
 
-def skewed(store: VersionStore) -> None:
-    """Rank 1 leaves a put out; the ones after it work."""
-    model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    for version in range(1, 6):
-        if version == 2:
-            if dist.get_rank() == 0:
-                try:
-                    store.put("policy", dict(model.named_parameters()), version, timeout=0.5)
-                except IncompleteVersion:
-                    pass
-                else:
-                    raise AssertionError("one rank alone made a version")
-            dist.barrier()
-            continue
-        assert store.put("policy", dict(model.named_parameters()), version, timeout=20.0) == version
-
-
-def broken(store: VersionStore) -> None:
-    """What goes wrong on one rank is heard by the other at once, whoever comes first; the next put works."""
-    import forge.runtime.store.transfer as module
-
-    model = build(True, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    copy, rank = module.copy_and_hash, dist.get_rank()
-    for late in (0, 1, 0):
-
-        def works(*tensors: torch.Tensor) -> str:
-            time.sleep(0.2 if rank == late else 0.0)  # noqa: B023
-            if rank == 1:
-                raise OSError("no memory left")
-            return copy(*tensors)
-
-        module.copy_and_hash = works
-        began = time.monotonic()
-        try:
-            store.put("policy", dict(model.named_parameters()), timeout=60.0)
-        except (IncompleteVersion, OSError) as error:
-            print(error, time.monotonic() - began < 30, flush=True)
-    module.copy_and_hash = copy
-    assert store.put("policy", dict(model.named_parameters()), timeout=20.0) == 1
-
-
-def churn(store: VersionStore) -> None:
-    """Put, read and delete a key of this process's own and one that all share, for a while."""
-    own, end = f"own-{os.getpid()}", time.monotonic() + 6
-    number = 0.0
-    while time.monotonic() < end:
-        number += 1
-        for key in (own, "shared"):
-            store.put(key, {"a": torch.full((int(number) % 7 * 5000 + 10,), number), "b": torch.tensor(number)})
-        got = store.get(own)
-        assert got["a"].eq(number).all()
-        shared = store.get("shared")
-        assert shared["a"].eq(shared["b"]).all()
-        if int(number) % 10 == 0:
-            store.delete(own)
-    print(number, flush=True)
-
-
 def overwrite(store: VersionStore) -> None:
     """Put 1,000 versions of one number each, or as many as there is time for until killed."""
     for number in range(1, 1001):

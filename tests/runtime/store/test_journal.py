@@ -58,28 +58,6 @@ def test_a_changed_byte_is_an_error_wherever_it_is(items: list, data: st.DataObj
         assert path.read_bytes() == content
 
 
-@given(before=records, instead=records, after=records)
-def test_rewriting_replaces_everything(before: list, instead: list, after: list):
-    with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder) / "journal", before)
-        journal = Journal(path)
-        journal.rewrite(instead)
-        assert list(Journal(path).replay()) == instead
-        for item in after:
-            journal.append(item)
-        assert list(Journal(path).replay()) == [*instead, *after]
-        assert list(Path(folder).iterdir()) == [path]
-
-
-def test_a_rewrite_that_fails_leaves_what_was_there(tmp_path: Path):
-    path = written(tmp_path / "new" / "folder" / "journal", [1, 2])
-    journal = Journal(path)
-    with pytest.raises(ZeroDivisionError):
-        journal.rewrite(1 // n for n in (1, 0))
-    journal.append(3)
-    assert list(Journal(path).replay()) == [1, 2, 3]
-
-
 def test_a_write_that_stops_half_way_leaves_a_journal_that_goes_on(tmp_path: Path):
     path = written(tmp_path / "journal", ["first"])
     journal = Journal(path)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from forge.runtime.store import CorruptWeights, VersionStore, parallel
-from forge.runtime.store.parallel import in_threads
 
 
 @pytest.fixture
@@ -60,29 +57,3 @@ def test_a_damaged_block_is_found_whichever_thread_reads_it(store: VersionStore)
         values[3, 4] -= 1
     with store.open("policy", 1) as version, pytest.raises(ValueError, match="has shape"):
         version.fill({"17": torch.zeros(2)})
-
-
-def test_results_are_in_order_and_few_wait(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parallel, "LARGE", 0)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    begun = list[int]()
-    threads = set[str]()
-
-    def work(number: int) -> int:
-        begun.append(number)
-        threads.add(threading.current_thread().name)
-        time.sleep(0.001 * (number % 3))
-        return number
-
-    results = in_threads(work, range(100), 1)
-    assert next(results) == 0
-    # No thread takes the next one: memory would fill with them.
-    time.sleep(0.1)
-    assert len(begun) <= 2 * 4 + 1
-    assert list(results) == list(range(1, 100))
-    assert len(threads) == 4
-    assert threading.current_thread().name not in threads
-
-
-def test_a_small_transfer_has_no_threads():
-    assert list(in_threads(lambda _: threading.current_thread(), range(3), 1000)) == [threading.current_thread()] * 3

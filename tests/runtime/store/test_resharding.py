@@ -14,12 +14,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.runtime.store import IncompleteVersion, VersionStore
 from forge.runtime.store.transfer import RankPart, Ranks
-from forge.system.boxes import local_boxes
 
 pytestmark = pytest.mark.processes
 
@@ -100,10 +99,3 @@ def test_a_shard_that_was_not_written_is_named(store: VersionStore):
     with pytest.raises(IncompleteVersion, match=r"tensor 'w' is not whole: 3 of its 8 elements .* \[0:3\], \[6:8\]"):
         put(store, "lost", torch.arange(8), ((3,), (Shard(0),)), None, lost=[1])
     assert not store.exists("lost")
-
-
-def test_partial_sums_are_refused(store: VersionStore):
-    with rank_of(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        with pytest.raises(ValueError, match="Partial"):
-            local_boxes(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
