@@ -80,7 +80,8 @@ export const METRICS = {
   "machine/memory_free_gb": "machine/disk_free_gb, machine/memory_free_gb: of the controller's machine",
   "gpu/N/memory_gb": "gpu/N/memory_gb, gpu/N/utilisation: where NVML is; untested",
   "gpu/N/utilisation": "gpu/N/memory_gb, gpu/N/utilisation: where NVML is; untested",
-  "weight_sync/seconds": "weight_sync/seconds: until a host had it, mean over hosts",
+  "weight_sync/bytes": "weight_sync/bytes, weight_sync/seconds: of a version that hosts copied from others, sum over hosts; until a host had it, mean",
+  "weight_sync/seconds": "weight_sync/bytes, weight_sync/seconds: of a version that hosts copied from others, sum over hosts; until a host had it, mean",
   "restarts/NAME": "restarts/NAME, retries/NAME: replicas that were replaced; calls that were sent again",
   "retries/NAME": "restarts/NAME, retries/NAME: replicas that were replaced; calls that were sent again",
 };
