@@ -1,14 +1,12 @@
 """The planned peak of a trainer's rank against the measured one, on a CPU, for models and settings of every kind.
 
     python benchmarks/planned_memory.py
-    python benchmarks/planned_memory.py --rows primerl_trainer.tsv   # against published peaks of GPUs
 
 Measured: the most bytes that torch's CPU allocator holds in the second update, with weights and state, by its profiler.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import multiprocessing
 import statistics
@@ -241,19 +239,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Compare cases, or rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rows", type=Path, help="published rows: prime-rl's baselines, or peaks with TorchTitan's layouts"
-    )
-    args = parser.parse_args()
+    """Compare the cases."""
     torch.set_num_threads(1)
-    if args.rows is not None:
-        from published_memory import compare_rows  # beside this file, which tests import as part of a package
-
-        compare_rows(args.rows)
-    else:
-        compare_cases()
+    compare_cases()
 
 
 if __name__ == "__main__":

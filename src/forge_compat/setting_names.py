@@ -61,7 +61,7 @@ TRL = {
     "vllm_gpu_memory_utilization": "generator.vllm={gpu_memory_utilization: ...}",
     "vllm_tensor_parallel_size": "services.generator.procs",
     "vllm_importance_sampling_correction": "grpo.correction=truncate",
-    "generation_kwargs": "grpo.top_p, top_k, min_p, repetition_penalty, stop and bad_words",
+    "generation_kwargs": "grpo.top_p, top_k, repetition_penalty and stop",
     "environment_factory": "environment",
     "rollout_func": "environment",
     "chat_template_kwargs": "dataset.chat_options",

@@ -78,10 +78,7 @@ def test_the_math_configuration_trains(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     output = done.stdout + done.stderr
-    assert "trainer: weights" in output
-    assert "which compute in bfloat16" in output
     assert "looks like a whole solution" in output
-    assert "TORCHSTORE_USE_RDMA: processes on one host share weights in memory" in output
     row = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[-1])
     assert {"train/entropy", "train/kl", "reward"} <= row.keys()
 

@@ -1,7 +1,7 @@
 """Linear layers: float32 products through oneDNN, and token log-probabilities without the logits' matrix.
 
 torch gives float32 products on CPU to MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN uses AVX-512
-on all of them, at more than twice the speed, and with AVX2 alone is a little faster too (`benchmarks/cpu_linear.py`).
+on all of them, at more than twice the speed, and with AVX2 alone is a little faster too (docs/benchmarks.md).
 The results differ by rounding only.
 """
 

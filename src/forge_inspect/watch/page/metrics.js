@@ -80,10 +80,8 @@ export const METRICS = {
   "machine/memory_free_gb": "machine/disk_free_gb, machine/memory_free_gb: of the controller's machine",
   "gpu/N/memory_gb": "gpu/N/memory_gb, gpu/N/utilisation: where NVML is; untested",
   "gpu/N/utilisation": "gpu/N/memory_gb, gpu/N/utilisation: where NVML is; untested",
-  "weight_sync/sent_fraction": "weight_sync/sent_fraction, weight_sync/bytes: of a version that a host received from another one: the share of its bytes that was sent, mean over hosts; those bytes, summed over hosts (weights between hosts)",
-  "weight_sync/bytes": "weight_sync/sent_fraction, weight_sync/bytes: of a version that a host received from another one: the share of its bytes that was sent, mean over hosts; those bytes, summed over hosts (weights between hosts)",
-  "weight_sync/seconds": "weight_sync/seconds: until a host had it, mean over hosts",
-  "weight_sync/fallbacks": "weight_sync/fallbacks: patches that failed, so that a host took the whole version: its base was damaged or lost, or a sender was",
+  "weight_sync/bytes": "weight_sync/bytes, weight_sync/seconds: of a version that hosts copied from others, sum over hosts; until a host had it, mean",
+  "weight_sync/seconds": "weight_sync/bytes, weight_sync/seconds: of a version that hosts copied from others, sum over hosts; until a host had it, mean",
   "restarts/NAME": "restarts/NAME, retries/NAME: replicas that were replaced; calls that were sent again",
   "retries/NAME": "restarts/NAME, retries/NAME: replicas that were replaced; calls that were sent again",
 };
