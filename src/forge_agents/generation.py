@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+from forge.types import Completion
 
 from .messages import Delta, ModelRequest, ModelTurn
 from .tree import TokenRun
+
+CLOSING = 0.2  # seconds in which a closed connection is seen
+ABANDONED = 10.0  # seconds in which a client may come back to its answer, of a server
+WINDOW = 600.0  # seconds in which a retry gets an answer that was not received: a client's longest timeout
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 @dataclass(eq=False)
@@ -59,3 +68,26 @@ class Generation:
                 waiting.cancel()
             if not done:
                 yield None
+
+
+def abandon(generation: Generation) -> None:
+    """Cancel a generation that no connection has come back to."""
+    if not generation.readers and generation.task is not None:
+        generation.task.cancel()
+
+
+def make_delta(sample: int, kind: str, text: str) -> Delta:
+    """Return a piece of a sample's thought or content."""
+    return Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text)
+
+
+def cut_turn(turn: Completion, count: int) -> None:
+    """Keep the first tokens of a turn, which a stop string ends."""
+    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
+    turn.finish = "stop"
+
+
+def make_token() -> str:
+    """Return random letters for an id."""
+    # Not of the seed: an id must not recur in a session that was restored.
+    return f"{random.SystemRandom().getrandbits(96):024x}"

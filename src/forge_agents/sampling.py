@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.types import Sampling
+from forge.data.spelling import spelled
+from forge.types import Completion, Sampling
 
-from .messages import BadRequest, ModelRequest
+from .messages import BadRequest, ModelRequest, TokenLogprob
 
 NAMES = {"temperature": "temperature", "top_p": "top_p", "topP": "top_p", "top_k": "top_k", "topK": "top_k"}
 
@@ -30,3 +31,31 @@ def client_sampling(request: ModelRequest) -> dict[str, Any]:
     except (ValueError, OverflowError) as error:
         raise BadRequest(str(error)) from None
     return values
+
+
+def choose_grammar(request: ModelRequest, syntax: str) -> str:
+    """The grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
+    if request.schema is None and request.tool_choice in ("auto", "none"):
+        return ""
+    from forge_agents.grammar import calls_grammar, json_grammar
+
+    field = "response_format" if request.schema is not None else "tool_choice"
+    try:
+        if request.schema is not None:
+            return json_grammar(request.schema)
+        choice = request.tool_choice.removeprefix("function:")
+        return calls_grammar(syntax, request.tools, choice, request.parallel_calls)
+    except ValueError as error:
+        raise BadRequest(str(error), field) from None
+
+
+def read_logprobs(request: ModelRequest, turn: Completion, tokenizer: Any) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities that a request asks for."""
+    if request.logprobs is None:
+        return ()
+    names = [spelled(tokenizer, token)[0] for token in turn.token_ids]
+    tops = turn.top_logprobs or [{} for _ in names]
+    return tuple(
+        TokenLogprob(name, logprob, tuple((spelled(tokenizer, other)[0], value) for other, value in top.items()))
+        for name, logprob, top in zip(names, turn.logprobs, tops, strict=True)
+    )

@@ -11,25 +11,19 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from forge.data.spelling import spelled
 from forge.engines.interface import extend
 from forge.types import Completion
 
 from .dialects import Dialect
-from .generation import Generation
+from .generation import ABANDONED, CLOSING, WINDOW, Generation, InThread, abandon, cut_turn, make_delta, make_token
 from .keys import conversation_keys, tools_key
-from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn, TokenLogprob
+from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn
 from .policies import Policy, sample_turns
 from .reading import OPENING, TextReader, TurnReader, turn_message
 from .rendering import extension, prompt
-from .sampling import client_sampling
+from .sampling import choose_grammar, client_sampling, read_logprobs
 from .settings import SessionSettings
 from .tree import Place, TokenRun, TokenTree
-
-CLOSING = 0.2  # seconds in which a closed connection is seen
-ABANDONED = 10.0  # seconds in which a client may come back to its answer, of a server
-WINDOW = 600.0  # seconds in which a retry gets an answer that was not received: a client's longest timeout
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Session:
@@ -37,10 +31,9 @@ class Session:
 
     Args:
         key: its secret.
-        policies: by the name that clients ask for.
+        policies: by the name that clients ask for; `known` are all names, for errors.
         in_thread: runs what takes long, templates and tokenizers, beside the event loop.
         commit: is awaited with (policy, runs) before the answer that they belong to is sent.
-        known: the names that clients may ask for, for errors.
     """
 
     def __init__(
@@ -52,8 +45,7 @@ class Session:
         commit: Callable[[str, Sequence[TokenRun]], Awaitable[None]],
         known: Sequence[str] = (),
     ) -> None:
-        self.known = known or tuple(policies)
-        self.forwarded = 0  # open requests of models that somebody else serves
+        self.known, self.forwarded = known or tuple(policies), 0  # open requests of models that others serve
         self.key, self.settings, self.policies = key, settings, policies
         self.in_thread, self.commit = in_thread, commit
         self.trees = {
@@ -112,7 +104,7 @@ class Session:
                 self.counts["retries"] += 1
                 return generation
         self._check_open()
-        ids = tuple(dialect.id_prefix + self._token() for _ in range(request.samples))
+        ids = tuple(dialect.id_prefix + make_token() for _ in range(request.samples))
         generation = Generation(request, ids)
         self._generations[digest].append(generation)
         for name, value in request.overridden.items():
@@ -159,7 +151,7 @@ class Session:
             if not generation.readers:
                 generation.alone.set()
                 if self.settings.is_served:
-                    asyncio.get_running_loop().call_later(ABANDONED, _abandon, generation)
+                    asyncio.get_running_loop().call_later(ABANDONED, abandon, generation)
             self._readers -= 1
             if not self._readers:
                 self._idle.set()
@@ -300,11 +292,11 @@ class Session:
                     extend(turn, piece)
                     if (stop := readers[sample].stop_in(turn.token_ids)) is not None:
                         surplus += len(turn.token_ids) - stop[1]
-                        _cut(turn, stop[1])
+                        cut_turn(turn, stop[1])
                         stopped.add(sample)
                     elif generation.request.stream:
                         news = readers[sample].news(turn.token_ids)
-                        generation.tell(*(_delta(sample, kind, text) for kind, text in news))
+                        generation.tell(*(make_delta(sample, kind, text) for kind, text in news))
                 if len(stopped) == len(turns):
                     break
         return turns, surplus
@@ -321,7 +313,7 @@ class Session:
     ) -> TokenRun:
         request = generation.request
         text = reader.read(turn.token_ids, truncated=turn.finish == "length")
-        call_ids = [dialect.call_prefix + self._token() for _ in text.calls]
+        call_ids = [dialect.call_prefix + make_token() for _ in text.calls]
         added = (*place.messages, turn_message(text, call_ids))
         parent = place.parent
         tools = request.tools if parent is None else parent.tools
@@ -348,6 +340,7 @@ class Session:
         """Complete the answer from its runs."""
         tree = self.trees[generation.request.model]
         cached = 0 if place.parent is None else len(tree.tokens(place.parent))
+        tokenizer = self.policies[generation.request.model].dialogue.tokenizer
         turns = []
         for sample, (run, reader) in enumerate(zip(generation.runs, readers, strict=True)):
             message, turn = run.added[-1], run.completion
@@ -365,26 +358,15 @@ class Session:
                     prompt_tokens,
                     cached,
                     len(turn.token_ids),
-                    self._logprobs(generation.request, turn),
+                    read_logprobs(generation.request, turn, tokenizer),
                     tuple(turn.token_ids),
                 )
             )
             text = reader.read(turn.token_ids, truncated=turn.finish == "length")
-            generation.deltas += [_delta(sample, kind, rest) for kind, rest in reader.rest(text)]
+            generation.deltas += [make_delta(sample, kind, rest) for kind, rest in reader.rest(text)]
             generation.deltas += [Delta(sample, call=call) for call in calls]
         generation.turns = turns
         generation.tell()
-
-    def _logprobs(self, request: ModelRequest, turn: Completion) -> tuple[TokenLogprob, ...]:
-        if request.logprobs is None:
-            return ()
-        tokenizer = self.policies[request.model].dialogue.tokenizer
-        names = [spelled(tokenizer, token)[0] for token in turn.token_ids]
-        tops = turn.top_logprobs or [{} for _ in names]
-        return tuple(
-            TokenLogprob(name, logprob, tuple((spelled(tokenizer, other)[0], value) for other, value in top.items()))
-            for name, logprob, top in zip(names, turn.logprobs, tops, strict=True)
-        )
 
     def _room(self, length: int, request: ModelRequest) -> int:
         """The number of tokens that the next turn may have; 0 or less: a limit is reached."""
@@ -414,40 +396,5 @@ class Session:
         }
         if self.settings.is_served:
             sampling |= client_sampling(request)
-        grammar = self._grammar(request, policy)
+        grammar = choose_grammar(request, policy.dialogue.syntax)
         return sampling | ({"grammar": grammar} if grammar else {})
-
-    def _grammar(self, request: ModelRequest, policy: Policy) -> str:
-        """The grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
-        if request.schema is None and request.tool_choice in ("auto", "none"):
-            return ""
-        from forge_agents.grammar import calls_grammar, json_grammar
-
-        field = "response_format" if request.schema is not None else "tool_choice"
-        try:
-            if request.schema is not None:
-                return json_grammar(request.schema)
-            choice = request.tool_choice.removeprefix("function:")
-            return calls_grammar(policy.dialogue.syntax, request.tools, choice, request.parallel_calls)
-        except ValueError as error:
-            raise BadRequest(str(error), field) from None
-
-    def _token(self) -> str:
-        # Not of the seed: an id must not recur in a session that was restored.
-        return f"{random.SystemRandom().getrandbits(96):024x}"
-
-
-def _abandon(generation: Generation) -> None:
-    """Cancel a generation that no connection has come back to."""
-    if not generation.readers and generation.task is not None:
-        generation.task.cancel()
-
-
-def _delta(sample: int, kind: str, text: str) -> Delta:
-    return Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text)
-
-
-def _cut(turn: Completion, count: int) -> None:
-    """Keep the first tokens of a turn, which a stop string ends."""
-    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
-    turn.finish = "stop"

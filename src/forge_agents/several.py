@@ -32,7 +32,7 @@ class Learner:
         name: by which agents ask for it, and under which its weights are published.
         policy: a service of `forge.actors.Generator`.
         trainer: of `forge.actors.Trainer`.
-        reference: a service of `forge.actors.ReferenceModel`, where the algorithm needs one of its own start.
+        reference: a service of `forge.actors.ReferenceModel`, where the algorithm needs one, of this policy's start.
         critic: of `forge.actors.Trainer`, where the algorithm needs one.
     """
 

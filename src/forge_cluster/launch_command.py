@@ -16,7 +16,7 @@ from forge.cli.recipes import RECIPES
 from forge.cli.subparsers import Subparsers
 
 if TYPE_CHECKING:
-    from forge.config.sections import Arguments
+    from forge.config.arguments import Arguments
     from forge.recipes.schema import TrainingRecipe
 
 TEXT = "start a run on several machines, by Slurm, ssh or Kubernetes"
@@ -40,7 +40,8 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Launch the runs; invalid input ends the program with one line."""
-    from forge.config.sections import Arguments, ConfigError
+    from forge.config.arguments import Arguments
+    from forge.config.sections import ConfigError
     from forge.recipes.resume import read_config
     from forge.system.masking import masked
     from forge_cluster.sweep import variants

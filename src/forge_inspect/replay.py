@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from forge.config.sections import ConfigError, read, to_dict
+from forge.config.arguments import read
+from forge.config.sections import ConfigError, to_dict
 from forge.observability.console import log
 from forge.observability.folder import CONFIG, LOGS, MARK, clear
 from forge.observability.held_out import HELD_OUT

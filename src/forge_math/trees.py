@@ -1,4 +1,4 @@
-"""What a tree of an expression is: a number, a name, a value."""
+"""Trees of expressions: whether one is a number or has names, and its value."""
 
 from __future__ import annotations
 

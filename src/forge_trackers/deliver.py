@@ -1,7 +1,7 @@
 """Delivery of a run's rows to its trackers, in a thread for each.
 
 A thread follows metrics.jsonl and rollouts.arrow: a tracker that fails or hangs neither stops nor delays training, and
-retries with the rows of the files. W&B computes and uploads in a service process of its own.
+retries with the rows of the files. W&B computes and uploads in its service process.
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ def test_wrong_options_are_refused_at_once(tmp_path: Path, options: dict, messag
 
 
 def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs generator\.engine: vllm"):
+    with pytest.raises(ValueError, match=r"generator\.vllm is of the other engine"):
         load_engine("embedded", tmp_path, vllm={"seed": 1})
-    with pytest.raises(ConfigError, match=r"needs generator\.engine: vllm"):
+    with pytest.raises(ConfigError, match=r"generator\.vllm is of the other engine"):
         EngineSettings(vllm={"seed": 1})
-    with pytest.raises(ConfigError, match=r"router_replay needs generator\.engine: embedded"):
+    with pytest.raises(ConfigError, match=r"router_replay is of the other engine"):
         EngineSettings(engine="vllm", router_replay=True)
     with pytest.raises(ValueError, match="must be one of embedded, vllm"):
         load_engine("sglang", tmp_path)

@@ -43,7 +43,8 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the recipe; invalid input ends the program with one line."""
-    from ..config.sections import Arguments, ConfigError, bundled, read_file
+    from ..config.arguments import Arguments, bundled, read_file
+    from ..config.sections import ConfigError
     from ..recipes.signals import end_at_signals
 
     end_at_signals()

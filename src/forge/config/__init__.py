@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .sections import Arguments, ConfigError, Section, build, choices_in, keys_of, load, read, section_in, to_dict
+    from .arguments import Arguments, load, read
+    from .sections import ConfigError, Section, build, choices_in, keys_of, section_in, to_dict
 
 __all__ = [
     "Arguments",
@@ -27,5 +28,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        return getattr(import_module(".sections", __name__), name)
+        home = ".arguments" if name in ("Arguments", "load", "read") else ".sections"
+        return getattr(import_module(home, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,23 +7,16 @@ names the nearest existing key.
 
 from __future__ import annotations
 
-import difflib
-import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, Union
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from ..system.masking import masked, masked_names, without_secrets
+from ..system.masking import masked, without_secrets
 from .plugin import explain_names, nearest
-from .yaml_files import Loader, read_yaml
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -121,93 +114,6 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return {name: self[name] for name in settings.model_fields}
 
 
-@dataclass
-class Arguments:
-    """A command line: `--config FILE`, `--resume RUN`, and overrides `--a.b VALUE` (or `--a.b=VALUE`).
-
-    Raises:
-        ConfigError: a word of another form, or a name without its value.
-    """
-
-    config: Path | None
-    resume: str | None
-    overrides: list[tuple[str, str]]
-
-    @classmethod
-    def parse(cls, argv: Sequence[str]) -> Arguments:
-        """Parse the words of a command line. ConfigError: see the class."""
-        arguments = cls(None, None, [])
-        words = list(argv)
-        while words:
-            name, equals, value = words.pop(0).partition("=")
-            if not name.startswith("--"):
-                # The word may be the second one of a secret, as of a password with a space.
-                option = arguments.overrides[-1][0] if arguments.overrides else ""
-                word = without_secrets(name, option)
-                raise ConfigError(f"did not understand {word!r}: overrides are written --section.key VALUE")
-            if not equals:
-                if not words:
-                    raise ConfigError(f"{name} needs a value")
-                value = words.pop(0)
-            if name == "--config":
-                arguments.config = bundled(Path(value))
-            elif name == "--resume":
-                arguments.resume = value
-            else:
-                arguments.overrides.append((name[2:], value))
-        return arguments
-
-
-def bundled(path: Path) -> Path:
-    """Return the configuration of the installed recipes for a path such as `apps/grpo/tiny.yaml`, if the working
-    directory has no such file; any other path as it is."""
-    if path.exists() or path.parts[:1] != ("apps",):
-        return path
-    apps = find_spec("apps")
-    if apps is None:
-        return path
-    candidates = (Path(folder, *path.parts[1:]) for folder in apps.submodule_search_locations or ())
-    return next(filter(Path.is_file, candidates), path)
-
-
-def load(cls: type[T], argv: Sequence[str]) -> T:
-    """Read `--config FILE` and overrides into `cls`, see `read`.
-
-    Raises:
-        ConfigError: as `read`; or there is no --config, or a --resume, which only `forge.recipes.launch.launch`
-            supports.
-    """
-    arguments = Arguments.parse(argv)
-    if arguments.config is None:
-        raise ConfigError("--config FILE is missing")
-    if arguments.resume is not None:
-        raise ConfigError("--resume is understood by recipes only")
-    return read(cls, arguments.config, arguments.overrides)
-
-
-def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) -> T:
-    """Read a YAML file with overrides into `cls`.
-
-    A dotted name that does not exist at the top is searched under `services`, so `--trainer.procs 2` sets
-    `services.trainer.procs`. Values are YAML, except for those that a setting of type text does not accept as YAML.
-
-    Raises:
-        ConfigError: missing file, malformed YAML, a masked value, as in the config.yaml of a run, or as
-            `build`.
-    """
-    values = read_file(path)
-    for name, text in overrides:
-        _set(values, cls, name, text)
-    # The config.yaml of a run has masked secrets: with "***" a service would fail late, and say something else.
-    names = [*masked_names(values)]
-    if names:
-        raise ConfigError(
-            f"{path} does not hold the secret in {names[0]}, which is masked: give the original configuration with "
-            f"--config FILE, or --{names[0]} VALUE"
-        )
-    return build(cls, values)
-
-
 def build(cls: type[T], values: Json, key: str = "") -> T:
     """Construct the section `cls` from plain data.
 
@@ -251,90 +157,20 @@ def flat(values: dict[str, Json], prefix: str = "") -> dict[str, Json]:
     return settings
 
 
-def _parse_override(text: str, hint: Type) -> Json:
-    """Parse an override as YAML, if the setting accepts the value; otherwise return the text. So is a text with #,
-    which YAML would cut off as a comment.
-
-    Args:
-        hint: the type of the setting; Any if unknown.
-    """
-    types = _plain_types(hint)
-    quoted = len(text) > 1 and text.strip()[:1] + text.strip()[-1:] in ("''", '""', "[]", "{}")
-    if re.search(r"(^|\s)#", text) and not quoted:
-        return text
-    try:
-        value = yaml.load(text, Loader=Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
-        return text
-    if object in types:
-        return text if isinstance(value, dict) and value and ":" not in text else value
-    if isinstance(value, str):
-        return value if quoted else text  # YAML folds lines
-    return text if str in types and type(value) not in types else value
-
-
-def _plain_types(hint: Type) -> set[type]:
+def plain_types(hint: Type) -> set[type]:
     """Return the plain types of a setting; `object` stands for any."""
     if hint is Any:
         return {object}
     if typing.get_origin(hint) in (Union, UnionType):
-        return {plain for member in typing.get_args(hint) for plain in _plain_types(member)}
+        return {plain for member in typing.get_args(hint) for plain in plain_types(member)}
     if typing.get_origin(hint) is Annotated:
-        return _plain_types(typing.get_args(hint)[0])
+        return plain_types(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
         return {type(choice) for choice in typing.get_args(hint)}
     kind: Any = typing.get_origin(hint) or hint
     if isinstance(kind, type) and issubclass(kind, Section):
         return {dict}
     return {float, int} if kind is float else {kind}
-
-
-def read_file(path: Path) -> dict[str, Json]:
-    """Read a configuration file. ConfigError: it is missing or malformed; the message has the remedy."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: give the configuration file")
-    if not path.is_file():
-        files = {file.stem: file for file in [*path.parent.glob("*.yml"), *path.parent.glob("*.yaml")]}
-        similar = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # see `nearest`
-        hint = f"; did you mean {files[similar[0]]}?" if similar else ""
-        raise ConfigError(f"configuration file {path} does not exist{hint}")
-    try:
-        values = read_yaml(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if not isinstance(values, dict | None):
-        raise ConfigError(f"{path} must be a mapping of keys to values, got {without_secrets(values)!r:.80}")
-    return values or {}
-
-
-def _set(values: dict[str, Json], cls: type, name: str, text: str) -> None:
-    path = name.split(".")
-    if _hint(cls, path) is None and _hint(cls, ["services", *path]) is not None:
-        path = ["services", *path]
-    hint = _hint(cls, path)
-    value = _parse_override(text, Any if hint is None else hint)
-    for key in path[:-1]:
-        if values.get(key) is None:  # a section that the file omits, or sets to null
-            values[key] = {}
-        values = values[key]
-        if not isinstance(values, dict):
-            raise ConfigError(f"--{name}: {key!r} is a value, not a section")
-    values[path[-1]] = value
-
-
-def _hint(cls: Type, path: list[str]) -> Type:
-    """Return the type of a setting; None if it does not exist."""
-    hint: Type = cls
-    for key in path:
-        section = section_in(hint)
-        if section is not None and typing.get_origin(hint) is dict:  # of sections, by names of the user's
-            hint = section
-            continue
-        keys = {} if section is None else keys_of(section)
-        if key not in keys:
-            return None
-        hint = keys[key].annotation
-    return hint
 
 
 def keys_of(cls: type[Section]) -> dict[str, FieldInfo]:
@@ -457,7 +293,7 @@ def _form(section_key: str, hint: Type, value: object = None) -> str:
         return ""
     keys = keys_of(section)
     key = next((key for key, field in keys.items() if field.is_required()), next(iter(keys)))
-    text = value if isinstance(value, str) and str in _plain_types(keys[key].annotation) else "..."
+    text = value if isinstance(value, str) and str in plain_types(keys[key].annotation) else "..."
     return f": write {section_key}: {{{key}: {text}}}, or --{section_key}.{key} {text} on the command line"
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..config.sections import Arguments, ConfigError, keys_of, to_dict
+from ..config.arguments import Arguments
+from ..config.sections import ConfigError, keys_of, to_dict
 from ..models.files import try_tokenizer
 from ..models.hub import upload, write_card
 from ..observability import Run

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from ..config.sections import Arguments, ConfigError, flat, read, to_dict
+from ..config.arguments import Arguments, read
+from ..config.sections import ConfigError, flat, to_dict
 from ..observability.console import log
 from ..observability.folder import FINISHED, MARK, made_no_step
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed

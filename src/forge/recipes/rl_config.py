@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -191,6 +191,10 @@ class RLConfig(RecipeConfig):
         models |= {f"models.{name}.model": further.model for name, further in self.models.items()}
         return {key: name for key, name in models.items() if name is not None}
 
+    def placement(self, name: str) -> dict[str, Any]:
+        """Options of a service, or of a part of a further model, `models.rival.trainer`."""
+        return self.placements()[name] if name.startswith("models.") else super().placement(name)
+
     def placements(self) -> dict[str, dict[str, Any]]:
         """The options of services and of further models."""
         placements = super().placements()
@@ -288,8 +292,7 @@ class RLConfig(RecipeConfig):
     def multi_turn_env(self, model: str) -> GroupEnv:
         """Make what plays the episodes of `environment`. ValueError: the chat template does not fit `episode`."""
         make_env = resolve("forge_envs:MultiTurnEnv", "environment")
-        env: GroupEnv = make_env(self.make_environment(), self.episode.dialogue(model), **self.limits())
-        return env
+        return cast(GroupEnv, make_env(self.make_environment(), self.episode.dialogue(model), **self.limits()))
 
     def limits(self) -> dict[str, Any]:
         """The limits of an episode, for `forge_envs.MultiTurnEnv`."""

@@ -2,7 +2,7 @@
 remedy in one line.
 
 What concerns one section alone is checked by that section; models and data by `forge.recipes.prepare`. A setting that
-nothing reads under the others is no fault: `unused_keys` lists it for one warning.
+nothing reads under the others is a warning: `unused_keys` lists it.
 """
 
 from __future__ import annotations
@@ -130,6 +130,10 @@ SAMPLING_RULES: list[Rule] = [
     (
         lambda cfg: cfg.eval.problems and not cfg.reward.decides,
         "nothing decides which answers of an evaluation are right: set reward.accuracy, or eval.problems to 0",
+    ),
+    (
+        lambda cfg: cfg.generator.cuda_graphs and not cfg.services.generator.with_gpus,
+        "generator.cuda_graphs captures steps of a GPU, and services.generator has no GPUs: omit it, or set with_gpus",
     ),
 ]
 

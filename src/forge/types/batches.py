@@ -1,4 +1,4 @@
-"""What a trainer gets: batches of token arrays, pairs, and how far a data set was read."""
+"""Input of a trainer: batches of token arrays, pairs, and how far a data set was read."""
 
 from __future__ import annotations
 

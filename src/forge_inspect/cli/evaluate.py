@@ -26,7 +26,8 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate, and print the metrics; invalid input ends the program with one line."""
-    from forge.config.sections import ConfigError, load
+    from forge.config.arguments import load
+    from forge.config.sections import ConfigError
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller import forked_processes
 

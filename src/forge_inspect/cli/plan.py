@@ -79,7 +79,7 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
         ConfigError: a setting that does not exist, or is wrong.
         ValueError: an unknown device or model, or degrees that do not fit the model.
     """
-    from forge.config.sections import bundled, load, read_file
+    from forge.config.arguments import bundled, load, read_file
     from forge.system.extras import run_elsewhere
 
     path = bundled(Path(config))

@@ -95,7 +95,7 @@ def test_what_cannot_be_said(bpe):
     for messages in ([], [{"role": "assistant", "content": "I said"}]):
         with pytest.raises(ValueError, match="at least one message, of the user or of tools"):
             dialogue.extend([1], messages)
-    with pytest.raises(ValueError, match="syntax of tool calls"):
+    with pytest.raises(ValueError, match="syntax must be one of hermes"):
         Dialogue(bpe, "chatml", "xml")
 
 

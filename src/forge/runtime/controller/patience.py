@@ -84,5 +84,5 @@ async def wait_for(
                 raise TimeoutError
         return future.result() if future.done() else None
     finally:
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks for it
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # no other caller asks for it
         future.cancel()

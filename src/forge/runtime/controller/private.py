@@ -52,7 +52,7 @@ def keep_sockets_private() -> None:
     """Replace `bind` of Monarch's library, which this loads. Call it before anything of Monarch runs."""
     try:
         library = importlib.import_module(LIBRARY).__file__
-    except ImportError:  # the check of Monarch's names says what is missing
+    except ImportError:  # the check of Monarch's names reports it
         return
     assert library is not None
     _replace(library, "bind", _bind, "every local user can run code as you through Monarch's sockets")
