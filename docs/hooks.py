@@ -44,7 +44,10 @@ MODULES = {
     "forge_compat": "Names of other libraries",
     "forge_math": "Strict comparison of answers",
     "forge_sandbox": "Sandbox",
+    "forge_http": "HTTP of servers and clients",
     "forge_titan": "TorchTitan as a trainer",
+    "forge_trackers": "Trackers",
+    "forge_verifiers": "Verifiers and their panel",
     "forge_vllm": "vLLM as an engine",
     "forge_weaver": "Weaver",
 }

@@ -277,6 +277,16 @@ ENDPOINTS = {
 FORMER = "forge"
 FORMER_KEYS = {
     "rollout": "grpo, which has the same keys",
+    "serve": "forge serve MODEL: no run serves its policy",
+    "min_p": "absent: generator.engine vllm has it as generator.vllm",
+    "bad_words": "absent: generator.engine vllm has it as generator.vllm",
+    "quantization": "absent: generator.engine vllm has it as generator.vllm",
+    "read_every": "absent: omit it",
+    "weight_deltas": "absent: whole versions travel, omit it",
+    **dict.fromkeys(
+        ("ping_timeout", "stall_after", "setup_timeout", "max_in_flight", "max_restarts", "quarantine_after"),
+        "an argument of options(...) in Python, in no file",
+    ),
 }
 TABLES = {
     FORMER: FORMER_KEYS,

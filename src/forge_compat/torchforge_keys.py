@@ -41,7 +41,7 @@ SERVICES = {
     "actors.trainer": "services.trainer",
     "processes": "services.trainer",
 }
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "bad_words")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop")
 KEYS = {
     "model": "model",
     "model_name": "model",

@@ -33,7 +33,6 @@ MAY_CHANGE = (
     "generator.slots",
     "generator.max_seq_len",
     "services.",
-    "serve.",
     "colocated",
     "parallelism.",
     "checkpoint.",
