@@ -49,14 +49,12 @@ def busy(count: int) -> Iterator[None]:
 
 
 @pytest.mark.full
-def test_a_start_takes_as_long_as_its_processes_need(tmp_path: Path):
-    # Monarch alone loses a process that has not called back after 30 s.
+def test_a_process_that_needs_half_a_minute_is_an_error_that_says_so(tmp_path: Path):
+    # Monarch waits 30 s for a process to call back; those of the fork server call back at once, whatever imports take.
     (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(float(os.environ.get('PAUSE', 0)))\n")
     done = run_script(path=tmp_path, PAUSE_OF_CHILDREN="36", FORGE_FORK_SERVER="0")
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith("forge: starting counter") and "of CPU" in line for line in lines)
+    assert done.returncode == 1
+    assert "Monarch gave up its start, after at most 30 s" in done.stderr
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(600)"], ids=["spins", "sleeps"])
