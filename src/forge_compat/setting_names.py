@@ -284,7 +284,7 @@ FORMER_KEYS = {
     "read_every": "absent: omit it",
     "weight_deltas": "absent: whole versions travel, omit it",
     **dict.fromkeys(
-        ("ping_timeout", "stall_after", "setup_timeout", "max_in_flight", "max_restarts", "quarantine_after"),
+        ("ping_timeout", "stall_after", "setup_timeout", "max_in_flight", "retries", "quarantine_after"),
         "an argument of options(...) in Python, in no file",
     ),
 }

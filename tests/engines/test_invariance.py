@@ -93,23 +93,14 @@ def prompt_of(length: int, seed: int, vocab: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization"),
-    [
-        ("odd", None),
-        *(pytest.param(name, None, marks=pytest.mark.full) for name in MODELS if name != "odd"),
-        *(pytest.param("odd", kind, marks=pytest.mark.slow) for kind in ("int8", "fp8")),
-        *(
-            pytest.param(name, "int8", marks=mark)
-            for name, mark in (("wide", pytest.mark.full), ("experts", pytest.mark.slow))
-        ),
-    ],
+    "name", ["odd", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name != "odd")]
 )
-def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str, quantization: str | None) -> None:
+def test_a_request_depends_on_nothing_but_itself(tmp_path: Path, name: str) -> None:
     save(tmp_path, name)
     vocab = MODELS[name][-1]
-    alone = EmbeddedEngine(tmp_path, slots=1, device="cpu", quantization=quantization)
+    alone = EmbeddedEngine(tmp_path, slots=1, device="cpu")
     shapes = ({"slots": 3}, {"slots": 13, "prefill_tokens": 37}, {"slots": 40, "max_seq_len": 410})
-    others = [EmbeddedEngine(tmp_path, device="cpu", quantization=quantization, **shape) for shape in shapes]  # type: ignore[arg-type]
+    others = [EmbeddedEngine(tmp_path, device="cpu", **shape) for shape in shapes]  # type: ignore[arg-type]
 
     @settings(max_examples=8, derandomize=True)
     @given(st.lists(requests, min_size=1, max_size=8), st.sampled_from(range(len(others))))

@@ -107,7 +107,6 @@ def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
     assert rows(tmp_path / "run")[-1]["step"] == 3
     forge.train(None, resume="auto", **values)
     view = RunView(tmp_path / "run")
-    view.read_all()
     account = token_account(view.rows)
     # Each of the four steps has 2 groups of 3 episodes, and each token of them was recorded with its rollout.
     kept = [view.rollout(number) for number in range(view.rollouts({})["all"])]

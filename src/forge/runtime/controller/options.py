@@ -45,8 +45,8 @@ class Placement(Section):
     `package.module:function`; in Python also a function, see `forge.runtime.controller.routers`."""
     call_timeout: PositiveFloat = 1800.0
     """Seconds after which a call without an answer is an error."""
-    retries: NonNegativeInt = 4
-    """How often a call is sent again because its replica was lost."""
+    max_restarts: NonNegativeInt = 5
+    """Replacements in a row that fail, or die within ten seconds, before a replica is given up; 0: none is started."""
 
     @classmethod
     def canonical(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +126,8 @@ class Options(Placement):
     is starting has a line without them until half of `setup_timeout`."""
     max_in_flight: PositiveInt = 1024
     """Most calls at one replica at a time; further callers wait."""
-    max_restarts: NonNegativeInt = 5
-    """Replacements in a row that fail, or die within ten seconds, before a replica is given up; 0: none is started."""
+    retries: NonNegativeInt = 4
+    """How often a call is sent again because its replica was lost."""
     quarantine_after: PositiveInt = 2
     """Replicas that one call may take down before it is an error."""
 
