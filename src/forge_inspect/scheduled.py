@@ -7,7 +7,7 @@ from typing import Any
 
 from forge.actors.replay_buffer import Item, ReplayBuffer
 from forge.observability.schedule import GroupEntry
-from forge.runtime.controller import ForgeError
+from forge.runtime.controller import ForgeError, endpoint
 from forge.types import Completion, Group, Spans
 from forge_envs.rollout import turn_seeds
 
@@ -29,8 +29,9 @@ class ScheduledBuffer(ReplayBuffer):
         self.batches = batches
         self.reasons = reasons
 
-    async def _take(self, version: int, batch_size: int) -> list[Any]:
-        """The groups with which the run trained `version`, in its order."""
+    @endpoint
+    async def sample(self, version: int, batch_size: int) -> list[Any]:
+        """Return the groups with which the run trained `version`, in its order."""
         # Step n trains version n - 1.
         indices = self.batches[version + 1]
         async with self.changed:

@@ -29,7 +29,7 @@ ASYNCHRONOUS = CONFIG | {
     "from_scratch": CONFIG["from_scratch"] | {"max_positions": 128},
     "training": CONFIG["training"] | {"steps": STEPS, "learning_rate": 3e-3, "seq_len": 512},
     "grpo": {"n_samples": 4, "max_tokens": 80},
-    "reward": {"functions": ["tests.recipes.test_replay:letters"], "accuracy": "ExactMatch"},
+    "reward": {"functions": ["tests.forge_inspect.test_replay:letters"], "accuracy": "ExactMatch"},
     "async": {"max_policy_age": 4},
     "checkpoint": {"every": 1, "keep": STEPS},
     "eval": {"problems": 0},
@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
 
 def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
     config = ASYNCHRONOUS | {
-        "environment": "tests.recipes.test_replay:Echo",
+        "environment": "tests.forge_inspect.test_replay:Echo",
         "episode": {"max_turns": 3, "max_tokens": 100, "template": "plain"},
         "grpo": {"n_samples": 4, "max_tokens": 24},
     }
