@@ -40,7 +40,6 @@ CASES = (
     Case("adapters", 8192, rank=16),
     Case("adapters, recomputed, long", 32_768, rank=16, passes=RECOMPUTED),
     Case("moments in bfloat16", 8192, passes=RECOMPUTED, optimizer={"optimizer_dtype": "bfloat16"}),
-    Case("Muon", 8192, passes=RECOMPUTED, optimizer={"optimizer": "muon"}),
 )
 
 

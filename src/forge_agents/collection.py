@@ -24,7 +24,7 @@ from .environment import Outcome
 from .settings import Access
 from .worker import Worker
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 READING = 3600.0  # seconds until all rows are read, which may be downloaded first
 

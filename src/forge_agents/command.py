@@ -29,7 +29,7 @@ from .task_folder import fill, remove, unlock
 
 __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 Level = Literal["namespaces", "none"]
 Settings = dict[str, Any]  # of the keeper, see `forge_agents.keeper`

@@ -23,7 +23,7 @@ from .record import Auxiliary, SessionRecord
 from .settings import Access, SessionSettings
 from .several import Learner
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ DIALECTS: dict[str, Dialect] = {
     "/responses": ResponsesDialect(),
     "/messages": AnthropicDialect(),
 }
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 class Gateway:

@@ -21,7 +21,7 @@ CONNECT = 30.0  # seconds
 KEPT = ("content-type", "accept", "anthropic-version", "anthropic-beta", "openai-beta", "idempotency-key")
 RETURNED = ("Content-Type", "Content-Encoding", "Retry-After", "Cache-Control")
 UNBUFFERED = {"X-Accel-Buffering": "no"}  # reverse proxies such as nginx keep streams back otherwise
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from forge_agents.recorded import RECORDING, TRAFFIC, vocabulary_digest
 from .journal import Journal, Json
 
 GB = 1_000_000_000
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 class Recording(Journal):

@@ -19,7 +19,7 @@ from forge_envs.environment import InfrastructureError
 
 from .workers.protocol import MAX_LINE
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 OPENING = 300.0  # seconds until an environment is open: imports alone take 30 on a cold disk
 GRACE = 10.0  # seconds until a worker acknowledges a cancelled request, and until it has ended

@@ -27,7 +27,7 @@ from .listener import Listener
 from .processes import descends
 from .wire import LEASE, HostError, Json, Message, receive, send
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
 HANDOVER_TIMEOUT = LEASE - 0.5  # seconds that a controller waits for the end of the one before it

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from .wire import CONNECT_TIMEOUT, MAX_MESSAGE
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 QUEUE = 1024  # connections that wait to be accepted
 

@@ -21,7 +21,7 @@ from .credentials import Credentials
 from .inventory import Inventory
 from .wire import BEAT, CONNECT_TIMEOUT, LEASE, HostError, Json, Message, connect, receive, send, with_remedy
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 REQUEST_TIMEOUT = 90.0  # seconds; starting a worker imports Monarch, which takes tens of seconds from a cold disk
 # Variables of the controller's environment that are passed on to a host's processes.

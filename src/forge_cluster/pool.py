@@ -22,7 +22,7 @@ from .machine import Machine, describe
 from .rooms import Demand, HostRoom, NoHostRoom, choose_rooms
 from .wire import LEASE, HostError, split
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 EXPECT = "FORGE_EXPECT_HOSTS"  # environment variable: how many hosts to wait for
 REGISTRATION_TIMEOUT = 300.0  # seconds to wait for them: a scheduler starts nodes minutes apart

@@ -30,7 +30,7 @@ from forge.runtime.store.manifest import Manifest
 from .rdma import Window
 from .versions import HostVersions
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 # Large enough that a window's set-up does not count, small enough that the next host starts early.
 CHUNK = 16 << 20  # bytes

@@ -13,7 +13,7 @@ from forge.models.find import quiet_loading, resolve_model
 from forge.system.checksums import file_digest, write_checksums
 from forge.system.files import cache_folder
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 def open_gguf(file: Path) -> Path:

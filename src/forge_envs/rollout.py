@@ -18,7 +18,7 @@ from forge.types import Completion, Episode, Origin, Turn
 from .dialogue import Dialogue
 from .environment import Environment, InfrastructureError, Message, Step
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 _CLOSING = 10.0  # seconds for an environment to close
 
 

@@ -18,7 +18,7 @@ from .probe import LEVELS, select_level
 from .worker import Header, SandboxError, Settings, Worker
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 MAX_BYTES = 64 << 20  # of a program and its input
 

@@ -38,7 +38,7 @@ STARTS: dict[str, Callable[[Any, TrackedRun], Tracker]] = {
 }
 Step = tuple[int, dict[str, float], list[Row]]  # its number, its row and its rollouts
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 class Delivery:

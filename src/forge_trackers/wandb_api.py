@@ -17,7 +17,7 @@ from .tracker import TrackedRun, as_table
 
 START_TIMEOUT = 30.0  # seconds until the server of W&B counts as unreachable
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 class WandbApi:

@@ -16,7 +16,7 @@ from forge_verifiers.threads import in_own_thread, within
 
 from .cache import Cache, key_of
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 FINGERPRINT_TIMEOUT = 600.0  # seconds: that of a model reads all its weights
 
 

@@ -18,7 +18,7 @@ from forge.system.files import written_aside
 
 from .table import ScoreTable, families_by_name
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 @dataclass(frozen=True, slots=True)

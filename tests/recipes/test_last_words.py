@@ -65,19 +65,3 @@ def test_the_terminal_closes(tmp_path: Path):
     assert "forge: SIGHUP: stopping" in "\n".join(ended(process))
     assert process.returncode == 128 + signal.SIGHUP
     assert {"report.html", "trace.json"} <= {path.name for path in (tmp_path / "runs/test").iterdir()}
-
-
-@pytest.mark.full
-def test_the_reader_of_standard_output_ends(tmp_path: Path):
-    process = subprocess.Popen(
-        command(tmp_path), cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert process.wait(200) == 0
-    assert "Traceback" not in errors
-    assert errors.count("the reader of <stdout> has ended; the run continues") == 1
-    assert (tmp_path / "runs/test/finished").exists()

@@ -19,7 +19,7 @@ from forge_http.web import bind, guard, listen, required_key
 from ..content import Json
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, as_number, reply_to_json
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 Data = dict[str, Json]
 TaskOfSeed = Callable[[int], Any]

@@ -25,7 +25,7 @@ from .saved import saved_faults
 from .sides import EngineSide, Side, TrainerSide
 from .weights import Store
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"forge.{__name__}")
 
 
 @dataclass(frozen=True)
