@@ -297,7 +297,6 @@ EXTRAS = [
         "needs the datasets package: pip install datasets",
     ),
     (["--metrics.tensorboard", "true"], "tensorboard", "needs the tensorboard package: pip install tensorboard"),
-    (["--serve.port", "0"], "aiohttp", "serving needs aiohttp: pip install aiohttp"),
     (
         ["--reward.verifiers", '{judges: [{url: "http://localhost:1/v1", model: m}]}'],
         *("openai", "LM judges need the openai package: pip install openai"),
