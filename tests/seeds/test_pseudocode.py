@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import forge.runtime.store as ts
 from forge.actors import DatasetActor, PolicyActor, ReplayBuffer, RewardActor, Trainer
 from forge.engines.weights import read_checkpoint
 from forge.losses import ReinforceLoss
@@ -20,6 +19,7 @@ from forge.models import build_small_model
 from forge.runtime.controller import run
 from forge.runtime.store import VersionStore
 from forge.types import Episode
+from forge_compat import store as ts
 from tests.seeds import printed
 
 pytestmark = [

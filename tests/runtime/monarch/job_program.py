@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from forge.runtime.controller import ForgeActor, endpoint, processes, run
+from forge.runtime.controller import ForgeActor, endpoint, patience, run
 
 MESHES = {"adder": 2, "judge": 1}
 WAIT = 0.2  # seconds between looks for a file
@@ -114,7 +114,7 @@ def submit(folder: Path) -> None:
 
 if __name__ == "__main__":
     _, kind, name = sys.argv
-    processes.UNSEEN_PATIENCE = float(os.environ.get("UNSEEN", processes.UNSEEN_PATIENCE))
+    patience.UNSEEN_PATIENCE = float(os.environ.get("UNSEEN", patience.UNSEEN_PATIENCE))
     if kind == "submit":
         submit(Path(name))
     else:

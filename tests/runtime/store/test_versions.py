@@ -11,10 +11,10 @@ from threading import Thread
 import pytest
 import torch
 
-import forge.runtime.store as ts
 from forge.runtime.store import CorruptWeights, MissingVersion, VersionConflict, VersionStore
 from forge.runtime.store.manifest import Manifest, Shard
 from forge.system.boxes import Box
+from forge_compat import store as ts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
