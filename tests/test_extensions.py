@@ -73,6 +73,10 @@ def test_the_core_trains_without_any_extension(tmp_path: Path):
     done = run_python(env, tmp_path, "-c", IMPORT_CORE)
     assert done.returncode == 0, done.stderr
 
+    warmup = ["-m", "forge", "sft", str(ROOT / "apps/sft/tiny.yaml"), "--training.steps", "2"]
+    done = run_python(env, tmp_path, *warmup, "--training.schedule", "constant", "--eval.problems", "4")
+    assert done.returncode == 0, done.stderr
+
     config = str(ROOT / "apps/grpo/tiny.yaml")
     short = ["--training.steps", "2", "--training.schedule", "constant", "--eval.problems", "4", "--run.name", "core"]
     done = run_python(env, tmp_path, "-m", "forge", "train", config, *short)
