@@ -59,7 +59,8 @@ def run_python(env: dict[str, str], folder: Path, *words: str) -> subprocess.Com
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_the_core_imports_without_an_extension(tmp_path: Path, extension: str):
     env = copy_without(tmp_path, [extension])
