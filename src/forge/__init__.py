@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import ModuleType
 from typing import Any
@@ -50,10 +50,13 @@ class _Finder:
         if parent.partition(".")[0] != __name__:
             return None
         # Modules within an alias are aliases as well: they must not be loaded a second time by their files.
-        if sys.modules[parent].__name__ == parent and (spec := PathFinder.find_spec(fullname, path)) is not None:
+        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not _Finder)
+        if sys.modules[parent].__name__ == parent and (spec := next(filter(None, specs), None)) is not None:
             return spec
-        points = entry_points(group="forge.modules")
-        return next((spec for point in points if (spec := point.load()(fullname)) is not None), None)
+        return next(
+            (spec for point in entry_points(group="forge.modules") if (spec := point.load()(fullname)) is not None),
+            None,
+        )
 
 
 if not any(getattr(finder, "__qualname__", "") == _Finder.__qualname__ for finder in sys.meta_path):

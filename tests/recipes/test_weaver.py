@@ -102,7 +102,7 @@ def test_the_command_line_does_the_same_step_by_step(folder, tmp_path, capsys):
     made = folder / "ensemble"
     scores = tmp_path / "scores.npz"
     forge(["weaver", "score", f"{made}/responses.jsonl", "--verifiers", f"{made}/verifiers.yaml", "--out", str(scores)])
-    assert "judge: 160 scored" in capsys.readouterr().out
+    assert f"written: {scores}" in capsys.readouterr().out
     again, before = ScoreTable.load(scores), ScoreTable.load(made / "scores.npz")
     np.testing.assert_allclose(again.scores, before.scores, atol=1e-5)
 
