@@ -1,4 +1,4 @@
-"""The core without its extensions: a copy that has none of them imports, refuses what they have by name, and trains."""
+"""The core without its extensions: a copy without them imports, trains, and names what a setting needs."""
 
 from __future__ import annotations
 

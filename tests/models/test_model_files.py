@@ -167,8 +167,9 @@ def test_a_tokenizer_that_panics_aborts_or_grows_without_end_is_one_line(change:
         {"_experts_implementation_internal": "evil/kernel"},
         {"_attn_implementation": {"text_config": "evil/kernel"}},
         {"text_config": {"_attn_implementation": "evil/kernel"}},
+        {"a": [{"attn_implementation": "evil/kernel"}]},
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_configuration_that_names_code_of_another_repository_is_one_line(change: dict[str, Any], model: Path):
     values = json.loads((model / "config.json").read_text())

@@ -101,8 +101,10 @@ def use_tokenizer(folder: str) -> None:
 def _check_implementations(values: object, name: str) -> None:
     """Raise ValueError for attention or experts that would be computed by code from the hub, which transformers loads
     for a name with a slash, whatever `trust_remote_code` says."""
-    for key, value in values.items() if isinstance(values, dict) else ():
-        if IMPLEMENTATION.fullmatch(key):
+    for key, value in (
+        values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    ):
+        if IMPLEMENTATION.fullmatch(str(key)):
             for stated in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(stated, str) and re.fullmatch(r"\w+", stated) is None:
                     raise ValueError(f"{name} has {key} = {stated[:80]!a}, which is the code of another repository")

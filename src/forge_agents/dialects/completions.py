@@ -10,6 +10,7 @@ from openai.types.completion_choice import Logprobs
 
 from ..messages import BadRequest, Delta, ModelRequest, ModelTurn
 from . import fields
+from .chat import ChatDialect, ChatEvents
 from .fields import Json
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
@@ -25,12 +26,11 @@ NEUTRAL: Mapping[str, Sequence[Json]] = {
 MAX_TOKENS = 16  # OpenAI's default
 
 
-class CompletionsDialect:
+class CompletionsDialect(ChatDialect):
     """Requests to `/v1/completions`, each of one prompt."""
 
     name = "completions"
     id_prefix = "cmpl-"
-    call_prefix = "call_"
 
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
@@ -64,16 +64,9 @@ class CompletionsDialect:
         """The writer of a streamed answer."""
         return CompletionEvents(request, ids)
 
-    def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """The body of an error."""
-        return fields.openai_error(error)
 
-
-class CompletionEvents:
+class CompletionEvents(ChatEvents):
     """Writes the answers to one request as chunks, which all have the first answer's id."""
-
-    def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
-        self._request, self._id = request, ids[0]
 
     def begin(self, prompt_tokens: int) -> bytes:
         """Nothing: the first chunk has text."""
@@ -90,16 +83,8 @@ class CompletionEvents:
             chunks += self._write([], _usage(turns))
         return chunks + b"data: [DONE]\n\n"
 
-    def ping(self) -> bytes:
-        """A comment."""
-        return b": ping\n\n"
-
-    def failure(self, error: BadRequest) -> bytes:
-        """An event with the body of the error."""
-        return fields.server_sent(fields.openai_error(error))
-
-    def _write(self, choices: list[CompletionChoice], usage: CompletionUsage | None = None) -> bytes:
-        return fields.server_sent(_completion(self._id, self._request, choices, usage))
+    def _write(self, choices: list[CompletionChoice], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
+        return fields.server_sent(_completion(self._ids[0], self._request, choices, usage))
 
 
 def _completion(
