@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,11 @@ async def play(client: openai.AsyncOpenAI, sample: Sample) -> float:
     return LOWEST + length / 100
 
 
-def kill(victim: str) -> bool:
-    """Kill the process of this run whose name begins so; whether there was one."""
+def kill(victim: str, spared: Collection[int] = ()) -> bool:
+    """Kill the process of this run whose name begins so, none of the spared; whether there was one."""
     for pid in descendants(os.getpid())[1:]:
+        if pid in spared:
+            continue
         try:
             name = Path(f"/proc/{pid}/comm").read_text()
         except OSError:  # it has ended

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("openai")
 
 import forge
 from benchmarks import agent_soak
+from benchmarks.machine import descendants
 from forge.config import ConfigError
 from forge_agents.certificate import EXCLUSIONS
 from forge_inspect.account import account_text, token_account
@@ -155,13 +157,14 @@ def test_settings_that_cannot_be(tmp_path, agent, problem):
 def test_a_run_that_loses_each_of_its_processes_trains_every_token_once(tmp_path):
     numbers = itertools.count()
     victims = {5: "trainer", 40: "generator", 70: "gateway"}
+    of_other_tests = descendants(os.getpid())
 
     async def lossy(client, sample):
         victim = victims.get(next(numbers))
         playing = asyncio.create_task(agent_soak.play(client, sample))
         if victim is not None:
             await asyncio.sleep(0.02)
-            assert agent_soak.kill(victim)
+            assert agent_soak.kill(victim, spared=of_other_tests)
         return await playing
 
     settings = agent_soak.settings(tmp_path, steps=6, agents=16)
