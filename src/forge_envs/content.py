@@ -1,9 +1,9 @@
-"""MCP tools and results in the form that models read."""
+"""MCP tools and results in the form that models read, and the commands of servers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Json = Any  # the parsed JSON of a message or its parts
@@ -35,3 +35,10 @@ def _block(block: Mapping[str, Json]) -> str:
     if kind == "resource_link":
         return f"[resource {block.get('uri')}: {block.get('name')}]"
     return f"[{kind}, {block.get('mimeType', 'of unknown type')}, not shown]"
+
+
+def copy_command(command: Sequence[str]) -> list[str]:
+    """Copy a command. ValueError: it is a string, or empty."""
+    if not command or isinstance(command, str):
+        raise ValueError(f"a command must be a list of its words, got {command!r}")
+    return list(command)

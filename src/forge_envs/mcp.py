@@ -24,8 +24,7 @@ from forge_envs.environment import InfrastructureError
 from forge_envs.tools import ToolError
 from forge_http.bounded_http import MAX_BYTES, bounded_transport
 
-from .content import Json, function_schema, text_of
-from .process import copy_command
+from .content import Json, copy_command, function_schema, text_of
 
 try:
     import httpx2

@@ -17,12 +17,12 @@ import aiohttp
 from forge_envs.environment import InfrastructureError
 
 from ..content import Json, function_schema
-from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, as_number
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, as_number, check_shape
 
 FIRST_PAUSE = 0.05  # seconds between connection attempts, which double
 MAX_PAUSE = 2.0
-# Errors after which the server ends the session; INFRASTRUCTURE_ERROR is sent by our servers only.
-_ENDING = ("FACTORY_ERROR", "SESSION_ERROR", "INFRASTRUCTURE_ERROR")
+# Errors after which the server ends the session.
+_ENDING = ("FACTORY_ERROR", "SESSION_ERROR")
 
 
 class OpenEnvError(Exception):
@@ -95,11 +95,10 @@ class Session:
             tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
         try:
             schemas = tuple(map(function_schema, tools))
-            if not all(isinstance(schema["function"]["name"], str) for schema in schemas):
-                raise TypeError("a tool has no name")
-            return schemas
-        except (KeyError, TypeError, AttributeError):
+            check_shape({"messages": [], "tools": list(schemas)}, "observation")
+        except (KeyError, TypeError, AttributeError, ValueError):
             raise InfrastructureError(f"{self._url} answered tools/list with {str(tools)[:80]!r}") from None
+        return schemas
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> Reply:
         """Call an MCP tool as a step; its observation has `result` or `error`."""
@@ -107,21 +106,21 @@ class Session:
 
     async def close(self) -> None:
         """End the session; idempotent."""
-        if self._socket is not None and self.idle:
+        socket = self._socket
+        if socket is not None and self.idle:
             with suppress(aiohttp.ClientError, ConnectionError, TimeoutError):  # already lost
                 async with asyncio.timeout(CLOSE_LIMIT):
-                    await self._socket.send_str('{"type":"close"}')
+                    await socket.send_str('{"type":"close"}')
         self.drop()
         if self._closing is not None:
             await self._closing
 
     def drop(self) -> None:
         """Close the connection without notifying the server."""
-        socket = self._socket
-        self._socket = None
-        if socket is not None:
+        if self._socket is not None:
             # Not awaited: a hung server would delay it. The reference keeps the task from being collected.
-            self._closing = asyncio.ensure_future(socket.close())
+            self._closing = asyncio.ensure_future(self._socket.close())
+            self._socket = None
 
     async def _request(self, kind: str, expected: str, data: dict[str, Json] | None = None) -> dict[str, Json]:
         """Send a message and return the data of the reply, which must be of type `expected`."""
@@ -137,6 +136,11 @@ class Session:
                 with suppress(aiohttp.ClientError, ConnectionError):
                     await self._socket.send_str(text)
                 received = await self._socket.receive()
+            return self._read_reply(received, kind, expected)
+        except OpenEnvError as error:
+            if error.code in _ENDING:
+                self.drop()
+            raise
         except BaseException as error:
             # The reply may still come: it must not answer the next call.
             self.drop()
@@ -145,26 +149,23 @@ class Session:
             raise
         finally:
             self._busy = False
+
+    def _read_reply(self, received: aiohttp.WSMessage, kind: str, expected: str) -> dict[str, Json]:
+        if received.type is not aiohttp.WSMsgType.TEXT:
+            raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
         try:
-            if received.type is not aiohttp.WSMsgType.TEXT:
-                raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
             reply = json.loads(received.data)
-            content = reply["data"]
-            if reply["type"] == "error" and isinstance(content, dict):
-                raise self._error(content)
-            if reply["type"] != expected or not isinstance(content, dict):
-                raise InfrastructureError(f"{self._url} answered {kind} with a message of type {reply['type']!r}")
-        except InfrastructureError:
-            self.drop()
-            raise
+            content, received_type = reply["data"], reply["type"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            self.drop()
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
+        if received_type == "error" and isinstance(content, dict):
+            raise self._error(content)
+        if received_type != expected or not isinstance(content, dict):
+            raise InfrastructureError(f"{self._url} answered {kind} with a message of type {received_type!r}")
         return content
 
     def _error(self, data: dict[str, Json]) -> Exception:
-        code = str(data.get("code"))
-        message = str(data.get("message"))
+        code, message = str(data.get("code")), str(data.get("message"))
         if code == "CAPACITY_REACHED":
             return CapacityError(
                 f"{self._url} takes {data.get('max_sessions', 'its limit of')} sessions at a time and is full: "
@@ -172,8 +173,6 @@ class Session:
             )
         if code == "INFRASTRUCTURE_ERROR":
             return InfrastructureError(f"{self._url}: {message}")
-        if code in _ENDING:
-            self.drop()
         details = f" {json.dumps(data['errors'])[:500]}" if data.get("errors") else ""
         return OpenEnvError(code, message + details, self._url)
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import tempfile
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
-from typing import Self
+from contextlib import suppress
+from typing import IO, Self
 
+from forge.runtime.process import end_with_parent
 from forge_envs.environment import InfrastructureError
 
-from ..process import Program, copy_command
+from ..content import copy_command
 from .client import OpenEnvClient, OpenEnvError
 
+TAIL = 2000  # bytes of a log that an error shows
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 _HEALTH_PAUSE = 0.1  # seconds between health checks
 
 
 class LocalServer:
-    """A server process that ends with this one, however that ends.
+    """A server process that ends with this one, however that ends. Its output goes to a temporary file.
 
         async with await LocalServer.start(["uvicorn", "server.app:app", "--port", "{port}"]) as server:
             env = OpenEnvEnvironment(OpenEnvClient(server.url))
@@ -26,9 +33,11 @@ class LocalServer:
         url: of the server.
     """
 
-    def __init__(self, program: Program, url: str) -> None:
+    def __init__(self, name: str, process: Process, log: IO[bytes], url: str) -> None:
         self.url = url
-        self._program = program
+        self._name = name
+        self._process = process
+        self._log = log
 
     @classmethod
     async def start(
@@ -65,8 +74,22 @@ class LocalServer:
             except OSError as error:
                 raise InfrastructureError(f"port {port} is unavailable, take another: {error.strerror}") from None
             port = int(listener.getsockname()[1])
-        filled = [word.replace("{port}", str(port)) for word in template]
-        server = cls(await Program.start(filled, cwd=cwd, env=env), f"http://127.0.0.1:{port}")
+
+        words = [word.replace("{port}", str(port)) for word in template]
+        log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the server
+        parent = os.getpid()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                **{"stdin": DEVNULL, "stdout": log, "stderr": log, "cwd": cwd, "env": {**os.environ, **(env or {})}},
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(parent),
+            )
+        except OSError as error:
+            log.close()
+            raise InfrastructureError(f"{words[0]}: {error.strerror}") from error
+
+        server = cls(words[0], process, log, f"http://127.0.0.1:{port}")
         try:
             await server._wait_healthy(limit)
         except BaseException:
@@ -77,31 +100,44 @@ class LocalServer:
     @property
     def pid(self) -> int:
         """Process group of the server."""
-        return self._program.pid
+        return self._process.pid
 
     @property
     def running(self) -> bool:
         """Whether the server's process has not ended."""
-        return self._program.returncode is None
+        return self._process.returncode is None
 
     def log(self) -> str:
         """Return the end of its output."""
-        return self._program.tail()
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip()
 
     def check(self) -> None:
         """Raise InfrastructureError if it has ended, with its exit code and the end of its log."""
         if not self.running:
-            raise InfrastructureError(self._program.describe_end())
+            raise InfrastructureError(self._describe_state())
 
     async def stop(self) -> None:
         """Send SIGTERM to its process group, and SIGKILL after 5 s."""
-        await self._program.stop()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), GRACE)
+        self._log.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    def _describe_state(self) -> str:
+        code = self._process.returncode
+        state = "is still running" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            state = f"was ended by {signal.Signals(-code).name}"
+        return f"{self._name} {state}; its log ends with:\n{self.log() or '(nothing)'}"
 
     async def _wait_healthy(self, limit: float) -> None:
         status = "no answer"
@@ -119,6 +155,6 @@ class LocalServer:
             if not deadline.expired():
                 raise
             raise InfrastructureError(
-                f"{self.url}/health was not healthy within {limit:g} s ({status}); {self._program.describe_end()}"
+                f"{self.url}/health was not healthy within {limit:g} s ({status}); {self._describe_state()}"
             ) from None
         self.check()  # or another process answers at this port

@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -21,6 +22,7 @@ from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, as_number,
 
 log = logging.getLogger(f"forge.{__name__}")
 
+T = TypeVar("T")
 Data = dict[str, Json]
 TaskOfSeed = Callable[[int], Any]
 FIRST_MESSAGE_LIMIT = 10.0  # seconds for the first message of a WebSocket
@@ -90,8 +92,7 @@ class ServedSession:
         self._running = not step.done
         self._steps = 0
         self._episode = str(episode or secrets.token_hex(16))
-        with _json_errors():
-            return reply_to_json(step)
+        return _convert(reply_to_json, step)
 
     async def _step(self, data: Data) -> Data:
         try:
@@ -104,8 +105,7 @@ class ServedSession:
         self._running = not step.done
         self._steps += 1
         # Converted before the answer is sent: values without a JSON form are the environment's fault.
-        with _json_errors():
-            reply = reply_to_json(step)
+        reply = _convert(reply_to_json, step)
         # An observation of OpenEnv's MCP environments has the result of the tool instead of messages.
         if data.get("type") == "call_tool":
             result = "\n".join(str(message.get("content", "")) for message in step.messages)
@@ -153,17 +153,12 @@ class ServedSession:
             raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
 
 
-@contextmanager
-def _json_errors() -> Iterator[None]:
+def _convert(convert: Callable[[Any], T], value: Any) -> T:
+    """Convert what an environment gave. ServedError: it has no JSON form."""
     try:
-        yield
+        return convert(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ServedError("EXECUTION_ERROR", f"the environment's step has no JSON form: {error}") from error
-
-
-def _dumps(answer: Data) -> str:
-    with _json_errors():
-        return json.dumps(answer, default=as_number)
 
 
 class OpenEnvServer:
@@ -273,7 +268,7 @@ class OpenEnvServer:
                 if not sessions:
                     sessions.append(self._begin())
                 reply_kind, answer = await sessions[0].answer(kind, data)
-                text = _dumps({"type": reply_kind, "data": answer})
+                text = _convert(partial(json.dumps, default=as_number), {"type": reply_kind, "data": answer})
             except ServedError as error:
                 await socket.send_json({"type": "error", "data": error.data})
                 if error.last:

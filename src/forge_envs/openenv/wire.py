@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
 from forge_envs.environment import Action, InfrastructureError, Step, ToolCall
 
 from ..content import Json
@@ -19,6 +22,9 @@ FORGE_ACTION = "ForgeAction"  # the schema's title by which a client recognises 
 _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
 _CALL = {**_OBJECT, "properties": {"name": _TEXT, "arguments": _OBJECT, "id": _TEXT}, "required": ["name"]}
+_MESSAGE = {**_OBJECT, "properties": {"role": _TEXT, "content": _TEXT}, "required": ["role", "content"]}
+_FUNCTION = {**_OBJECT, "properties": {"name": _TEXT}, "required": ["name"]}
+_TOOL = {**_OBJECT, "properties": {"function": _FUNCTION}, "required": ["function"]}
 SCHEMA: dict[str, Json] = {
     "action": {
         "title": FORGE_ACTION,
@@ -37,8 +43,8 @@ SCHEMA: dict[str, Json] = {
         "title": "ForgeObservation",
         "type": "object",
         "properties": {
-            "messages": {"type": "array", "items": _OBJECT, "description": "with role and content"},
-            "tools": {"type": "array", "items": _OBJECT, "description": "OpenAI function schemas"},
+            "messages": {"type": "array", "items": _MESSAGE, "description": "with role and content"},
+            "tools": {"type": "array", "items": _TOOL, "description": "OpenAI function schemas"},
             "rewritten": {"type": "boolean", "description": "the messages replace the whole conversation"},
             "metadata": {**_OBJECT, "description": "further information; truncated: a limit ended the episode"},
         },
@@ -49,6 +55,16 @@ SCHEMA: dict[str, Json] = {
         "type": "object",
         "properties": {"episode_id": _TEXT, "step_count": {"type": "integer"}},
     },
+}
+# What is checked. Any truth value passes, see `flag`; a misspelt field of an action would be ignored in silence.
+_ACTION, _OBSERVATION = SCHEMA["action"], SCHEMA["observation"]
+_SHAPES = {
+    "action": Draft202012Validator(
+        {**_ACTION, "properties": {**_ACTION["properties"], "truncated": True}, "additionalProperties": False}
+    ),
+    "observation": Draft202012Validator(
+        {**_OBSERVATION, "properties": {**_OBSERVATION["properties"], "rewritten": True}}
+    ),
 }
 
 
@@ -113,38 +129,25 @@ def _as_number_or_text(value: object) -> Json:
         return str(value)
 
 
+def check_shape(value: Json, name: str) -> None:
+    """ValueError: a value is no `action` or `observation` of SCHEMA, but for its truth values; says where."""
+    error = best_match(_SHAPES[name].iter_errors(value))
+    if error is not None:
+        raise ValueError(f"{error.json_path.replace('$', name, 1)}: {error.message[:200]}")
+
+
 def action_from_json(data: Json) -> Action:
     """Parse an action, or the call of an MCP tool. ValueError: it is neither."""
-    if not isinstance(data, Mapping):
-        raise ValueError("an action must be an object")
-    if data.get("type") == "call_tool":
-        name = data.get("tool_name")
-        arguments = data.get("arguments", {})
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            raise ValueError("call_tool needs a string tool_name and an object arguments")
-        return Action("", calls=(ToolCall(name, dict(arguments)),))
-    # A field with a typing mistake would otherwise be ignored in silence.
-    fields = SCHEMA["action"]["properties"]
-    unknown = set(data) - set(fields)
-    if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"an action has no field {names}: its fields are {', '.join(fields)}")
-    text = data.get("text")
-    calls = data.get("calls", ())
-    errors = data.get("errors", ())
-    if not isinstance(text, str) or not isinstance(data.get("content", ""), str):
-        raise ValueError("an action needs a string text; its content must be a string too")
-    # Clients are other people's programs: what they send is checked field by field.
-    if not isinstance(calls, list | tuple) or not all(
-        isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("arguments", {}), dict)
-        for call in calls
-    ):
-        raise ValueError("calls must be a list of objects with a name and arguments")
-    if not isinstance(errors, list | tuple) or not all(isinstance(error, str) for error in errors):
-        raise ValueError("errors must be a list of strings")
-    parsed = tuple(ToolCall(call["name"], dict(call.get("arguments", {})), str(call.get("id", ""))) for call in calls)
+    if isinstance(data, Mapping) and data.get("type") == "call_tool":
+        call = {"name": data.get("tool_name"), "arguments": data.get("arguments", {})}
+        data = {"text": "", "calls": [call]}
+    check_shape(data, "action")
+    calls = (
+        ToolCall(call["name"], dict(call.get("arguments", {})), call.get("id", "")) for call in data.get("calls", ())
+    )
     truncated = flag(data.get("truncated"), "truncated")
-    return Action(text, data.get("content", text.strip()), parsed, tuple(errors), truncated)
+    text = data["text"]
+    return Action(text, data.get("content", text.strip()), tuple(calls), tuple(data.get("errors", ())), truncated)
 
 
 def reply_to_json(step: Step) -> dict[str, Json]:
@@ -166,28 +169,19 @@ def reply_to_json(step: Step) -> dict[str, Json]:
 def step_from_reply(reply: Reply) -> Step:
     """Convert a reply back to a step, see `reply_to_json`. InfrastructureError: it breaks the schema."""
     metadata = dict(reply.metadata)
-    messages = reply.observation.get("messages", [])
-    tools = reply.observation.get("tools", [])
-    # The same checks as for an action: a chat template would fail on other messages, far from here.
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("content"), str) and isinstance(message.get("role"), str)
-        for message in messages
-    ):
-        raise InfrastructureError(f"the server gave messages that are no list of role and content: {messages!r:.80}")
-    if not isinstance(tools, list) or not all(
-        isinstance(tool, dict)
-        and isinstance(tool.get("function"), dict)
-        and isinstance(tool["function"].get("name"), str)
-        for tool in tools
-    ):
-        raise InfrastructureError(f"the server gave tools that are no list of function schemas: {tools!r:.80}")
-    truncated = flag_of_server(metadata.pop("truncated", None), "truncated")
+    try:
+        # A chat template would fail on other messages, far from here.
+        check_shape({"messages": [], **reply.observation}, "observation")
+        truncated = flag(metadata.pop("truncated", None), "truncated")
+        rewritten = flag(reply.observation.get("rewritten"), "rewritten")
+    except ValueError as error:
+        raise InfrastructureError(f"the server broke the protocol: {error}") from None
     return Step(
-        messages=tuple(messages),
+        messages=tuple(reply.observation.get("messages", ())),
         reward=reply.reward,
         terminated=reply.done and not truncated,
         truncated=truncated,
-        tools=tuple(tools),
-        rewritten=flag_of_server(reply.observation.get("rewritten"), "rewritten"),
+        tools=tuple(reply.observation.get("tools", ())),
+        rewritten=rewritten,
         info=metadata,
     )

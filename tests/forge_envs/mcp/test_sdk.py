@@ -1,6 +1,7 @@
 """Against servers of the `mcp` package itself."""
 
 import asyncio
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import pytest
 
 from forge_envs import InfrastructureError, ToolError
 from forge_envs.mcp import HTTPTools
-from forge_envs.process import Program
 
 pytestmark = pytest.mark.processes
 
@@ -18,7 +18,7 @@ SERVER = [sys.executable, str(Path(__file__).parent / "sdk_server.py")]
 
 def test_streamable_http(unused_port):
     async def main():
-        async with await Program.start([*SERVER, "streamable-http", str(unused_port)]) as program:
+        with subprocess.Popen([*SERVER, "streamable-http", str(unused_port)]) as program:
             tools = HTTPTools(f"http://127.0.0.1:{unused_port}/mcp")
             for _ in range(200):
                 try:
@@ -28,7 +28,8 @@ def test_streamable_http(unused_port):
                     await asyncio.sleep(0.1)
             await _use(tools)
             await tools.open()
-            await program.stop()
+            program.kill()
+            program.wait()
             with pytest.raises(InfrastructureError):
                 await tools.call("add", {"a": 1, "b": 2})
 
