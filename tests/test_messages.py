@@ -10,7 +10,7 @@ import pytest
 from forge.actors import Trainer
 from forge.config import ConfigError, load
 from forge.config.yaml_files import read_yaml
-from forge.observability.lock import RunLock
+from forge.observability.folder import RunLock
 from forge.recipes.placement import check_gpus
 from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import ForgeActor, endpoint

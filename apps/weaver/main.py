@@ -22,7 +22,7 @@ except ImportError as error:
 from apps.weaver import stages
 from apps.weaver.config import WeaverConfig
 from forge.config import load
-from forge.observability.lock import RunLock
+from forge.observability.folder import RunLock
 from forge.runtime.controller import ForgeError, run
 from forge.types import Sample
 from forge_weaver import save_ensemble, write_problems

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from forge.data.spelling import UNFINISHED
+from forge.data.special_tokens import UNFINISHED
 from forge.data.turns import thought_of
 from forge_envs.dialogue import Dialogue
 

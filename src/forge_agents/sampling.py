@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.data.spelling import spelled
+from forge.data.special_tokens import spelled
 from forge.types import Completion, Sampling
 
 from .messages import BadRequest, ModelRequest, TokenLogprob

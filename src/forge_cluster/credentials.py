@@ -153,11 +153,6 @@ class Credentials:
             "HYPERACTOR_TLS_KEY": str(self.key),
         }
 
-    @classmethod
-    def of_environment(cls) -> Credentials:
-        """Return the credentials that this process was started with."""
-        return cls(*(Path(os.environ[f"HYPERACTOR_TLS_{part}"]) for part in ("CA", "CERT", "KEY")))
-
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Create a TLS 1.3 context that accepts only peers with a certificate of the same authority."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)

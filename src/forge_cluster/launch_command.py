@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import re
 import shlex
@@ -170,7 +171,6 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
 
 def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from .kubernetes import KubernetesJob
-    from .words import documents
 
     for name, command in runs:
         # Names of runs may hold what Kubernetes does not allow.
@@ -189,7 +189,7 @@ def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
             options.namespace,
         )
         if options.dry_run:
-            print(documents(job.manifests()), end="")
+            print(json.dumps({"apiVersion": "v1", "kind": "List", "items": job.manifests()}, indent=2))
         else:
             print(f"created {', '.join(job.create())}; kubectl logs -f job/{job.name}")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from forge.observability.lines import read_rows
 from forge.system.files import printable
 
 
@@ -47,10 +46,12 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
     rows: list[list[str]] = []
     groups: dict[str, list[float]] = {}
     for folder in folders:
-        values, step = _values(folder / "metrics.jsonl", metric)
+        steps = read_rows(folder / "metrics.jsonl")
+        values = [row[metric] for row in steps if metric in row]
+        last_step = max((row.get("step", 0) for row in steps), default=0)
         state = "finished" if (folder / "finished").exists() else "unfinished"
         numbers = [f"{value:.3f}" for value in (values[0], values[-1], max(values))] if values else ["", "", ""]
-        rows.append([printable(folder.name).replace("|", "\\|"), state, f"{step:g}", *numbers])
+        rows.append([printable(folder.name).replace("|", "\\|"), state, f"{last_step:g}", *numbers])
         if values:
             # Without the seed, runs of the same settings have the same name.
             groups.setdefault(re.sub(r"-?seed\d+", "", rows[-1][0]), []).append(values[-1])
@@ -60,15 +61,3 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
             rows.append([f"{name}: {len(last)} seeds", "", "", "", spread, ""])
     head = ["run", "state", "step", f"{metric} first", "last", "best"]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
-
-
-def _values(path: Path, metric: str) -> tuple[list[float], int]:
-    if not path.exists():
-        return [], 0
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # a run that is being written, or was killed
-            continue
-    return [row[metric] for row in rows if metric in row], max((row.get("step", 0) for row in rows), default=0)

@@ -11,7 +11,7 @@ import torch
 from forge.actors.reference import ReferenceModel as Reference
 from forge.actors.replay_buffer import ReplayBuffer as Buffer
 from forge.actors.trainer import Trainer
-from forge.config.numbers import whole
+from forge.config.arguments import whole
 from forge.data.packing import pack
 from forge.runtime.controller import endpoint
 from forge.types import Episode

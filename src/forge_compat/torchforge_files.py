@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from forge.config.numbers import whole
+from forge.config.arguments import whole
 from forge.config.yaml_files import read_yaml
 
 from .interpolations import resolve_all

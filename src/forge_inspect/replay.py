@@ -15,8 +15,7 @@ from forge.config.arguments import read
 from forge.config.sections import ConfigError, to_dict
 from forge.observability.console import log
 from forge.observability.folder import CONFIG, LOGS, MARK, clear
-from forge.observability.held_out import HELD_OUT
-from forge.observability.rollouts import ROLLOUTS
+from forge.observability.rollouts import HELD_OUT, ROLLOUTS
 from forge.observability.schedule import SCHEDULE, StepEntry
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks

@@ -8,7 +8,7 @@ from pathlib import Path
 from forge.config.sections import ConfigError
 from forge.envs.group import GroupEnv, SingleTurnEnv
 from forge.models.find import check_family, resolve_model
-from forge.observability.held_out import lines
+from forge.observability.rollouts import lines
 from forge.recipes.components import reward, start_generator
 from forge.recipes.evaluation import load_sets, plan_evaluation
 from forge.recipes.prepare import check_data

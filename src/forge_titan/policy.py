@@ -23,9 +23,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from forge.models.architecture import sparse_layers
 from forge.models.files import read_json
 from forge.training.attention import PackedLayout, gather_scores, packed_attention
-from forge.training.distributed import RankGroup, Ranks
+from forge.training.distributed import RankGroup, Ranks, sum_gradients
 from forge.training.experts import Routers
-from forge.training.fsdp import sum_gradients
 from forge.training.linear import token_logprobs
 from forge.training.loading import read_weights
 from forge.training.policy import TokenScores, rank_tokens

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from forge.observability.console import configure_logging
-from forge.observability.lock import RunLock
+from forge.observability.folder import RunLock
 
 from .deliver import deliver_ended_run
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from forge.runtime.controller import ActorContext, ForgeActor
-from forge.runtime.controller.context import _request
+from forge.runtime.controller.types import _request
 
 T = TypeVar("T", bound=ForgeActor)
 

@@ -12,8 +12,8 @@ import pytest
 
 from forge.envs.group import SingleTurnEnv
 from forge.observability import Run
-from forge.observability.held_out import HELD_OUT
 from forge.observability.metrics import Snapshot
+from forge.observability.rollouts import HELD_OUT
 from forge.rewards.reward import Score
 from forge.types import Completion, Prompt, Sample
 from forge_inspect.watch.held_out import Answers

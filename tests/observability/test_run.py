@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from forge.observability import Run
-from forge.observability.folder import cut
-from forge.observability.lock import RunLock
+from forge.observability.folder import RunLock, cut
 from forge.observability.metrics import Snapshot
 
 HOLD = """
 import os, subprocess, sys
-from forge.observability.lock import RunLock
+from forge.observability.folder import RunLock
 lock = RunLock(sys.argv[1])
 os.dup2(lock._handle, 9, inheritable=True)
 subprocess.Popen(["/bin/sh", "-c", 'sleep 1; touch "$0"', sys.argv[2]], pass_fds=[9])
@@ -80,7 +79,7 @@ def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
 def test_a_process_that_a_reward_left_does_not_keep_a_run_that_ended(tmp_path: Path):
     code = """
 import os, sys
-from forge.observability.lock import RunLock
+from forge.observability.folder import RunLock
 lock = RunLock(sys.argv[1])
 if os.fork() == 0:
     os.setsid()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from forge.cli import main
-from forge.observability.lock import RunLock
+from forge.observability.folder import RunLock
 
 
 def a_run(folder: Path, rows: list[dict[str, Any]], finished: bool = False, **config: Any) -> Path:

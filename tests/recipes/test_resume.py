@@ -314,7 +314,7 @@ def test_a_model_or_data_that_has_changed(tmp_path):
 @pytest.mark.processes
 def test_another_process_that_runs_it_is_noticed(left):
     hold = f"RunLock({str(left.folder)!r}); print(flush=True); time.sleep(60)"
-    code = f"import time; from forge.observability.lock import RunLock; {hold}"
+    code = f"import time; from forge.observability.folder import RunLock; {hold}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
         assert f"{left.folder} is being run by process {other.pid}" in left.error("--resume", str(left.folder))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.recipes.user_errors import user_frames
+from forge.recipes.launch import user_frames
 from forge.rewards.reward import BadScore, FunctionVerifier
 from forge.runtime.controller.errors import RemoteFailure
 from forge_inspect.runs import ending, state

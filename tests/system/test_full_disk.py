@@ -15,9 +15,8 @@ import torch
 from forge.models import build_small_model
 from forge.observability import Run
 from forge.observability.folder import LOGS, MARK
-from forge.observability.held_out import HELD_OUT
 from forge.observability.metrics import Snapshot
-from forge.observability.rollouts import ROLLOUTS, batches
+from forge.observability.rollouts import HELD_OUT, ROLLOUTS, batches
 from forge.observability.trace import TRACE
 from forge.runtime.store import Journal, VersionStore
 from forge.system.checksums import check_files

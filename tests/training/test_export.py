@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.system.checksums import CHECKSUMS
 from forge.training import checkpoint
+from forge.training.loading import write_weights
 from forge.training.trainer import PolicyTrainer
-from forge.training.weight_files import write_weights
 from tests.training.cases import FAMILIES, example, make_trainer, write_model
 from tests.training.ranks import LORA, LOSS
 

@@ -88,7 +88,7 @@ class ReferenceModel(ForgeActor):
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
         from ..training.build import precision
-        from ..training.fsdp import reshard
+        from ..training.distributed import reshard
         from ..training.step import score
 
         with phase("reference") if self.context.rank == 0 else nullcontext():

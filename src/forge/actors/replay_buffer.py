@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ..config.numbers import whole
+from ..config.arguments import whole
 from ..observability import Reduce, phase, record_metric
 from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
 from ..types import Episode, Group, Seen

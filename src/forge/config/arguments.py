@@ -15,14 +15,13 @@ import yaml
 from pydantic import BaseModel
 
 from ..system.masking import masked_names, without_secrets
+from .sections import ConfigError, Json, T, Type, build, keys_of, plain_types, section_in
 from .yaml_files import Loader, read_yaml
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
     ModelMetaclass = type(BaseModel)
-
-from .sections import ConfigError, Json, T, Type, build, keys_of, plain_types, section_in
 
 
 @dataclass
@@ -180,3 +179,12 @@ def _hint(cls: Type, path: list[str]) -> Type:
             return None
         hint = keys[key].annotation
     return hint
+
+
+def whole(value: object, name: str, least: int = 1) -> int:
+    """The value, if it is a whole number of at least `least`. ValueError: it is not; names the setting."""
+    # A bool passes as an int, and True as 1.
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        remedy = ": remove the quotes" if isinstance(value, str) and value.strip().isdigit() else ""
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r:.80}{remedy}")
+    return value

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..models.files import read_json
-from ..models.read_once import model_config
+from ..models.tokenizer import model_config
 from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, follows, head_size, layout, split_experts
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts

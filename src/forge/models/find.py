@@ -15,8 +15,7 @@ from ..system.files import removed_on_error, room_for
 from .architecture import FAMILIES, check_config
 from .files import PICKLES, check_model_files, read_json
 from .hub import is_hub_id, split_revision
-from .read_once import model_config
-from .tokenizer import PRINTABLE, character_tokenizer
+from .tokenizer import PRINTABLE, character_tokenizer, model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,8 +1,14 @@
-"""Tokenizers: a model's, and one of single characters for small models on procedural tasks."""
+"""Tokenizers: a model's, and one of single characters for small models on procedural tasks.
+
+A model folder's configuration and tokenizer are read once a process, for many checks of a start need them. Each reader
+gets a copy of the configuration; the checks, all of one thread, share the tokenizer.
+"""
 
 from __future__ import annotations
 
 import string
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,3 +64,40 @@ def open_tokenizer(name: str) -> Any:
     except BaseException as error:  # the tokenizers library raises Exception itself, and its panics are none
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"the tokenizer of model {name} cannot be read: {reason}") from error
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+# A run reads its model, a reference or teacher, a critic and a reward model.
+MODELS = 4
+
+
+def model_config(folder: str | Path) -> PretrainedConfig:
+    """The transformers configuration of a model folder."""
+    return deepcopy(_config(str(folder), _changed(folder, "config.json")))
+
+
+def model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder. ValueError: see `open_tokenizer`."""
+    return _tokenizer(str(folder), _changed(folder, "tokenizer_config.json"))
+
+
+@lru_cache(maxsize=MODELS)
+def _config(folder: str, changed: int) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+@lru_cache(maxsize=MODELS)
+def _tokenizer(folder: str, changed: int) -> PreTrainedTokenizerBase:
+    return open_tokenizer(folder)
+
+
+def _changed(folder: str | Path, name: str) -> int:
+    """When a file of the folder was written, in nanoseconds: another run may write another model there."""
+    try:
+        return (Path(folder) / name).stat().st_mtime_ns
+    except OSError:
+        return 0

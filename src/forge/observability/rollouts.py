@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ..system.files import written_aside
-from ..types import Batch, Episode, Group
+from ..types import Batch, Episode, Group, Sample
 from .lines import Row
 
 if TYPE_CHECKING:
@@ -311,3 +311,32 @@ def texts(batch: pyarrow.RecordBatch) -> list[Row]:
         line["version"] = min(line["version"], row["version"])
         line["rewards"].append(row["reward"])
     return list(groups.values())
+
+
+# A file of JSON lines in the folder of a run.
+HELD_OUT = "held_out.jsonl"
+
+
+def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> bytes:
+    """Write one line of JSON for each answer: step, set (its name, where it is not the first one), problem (its number
+    among those of the set), prompt, target, response, reward, correct, tokens (sampled) and finish. `reward` and
+    `correct` are null where they are not known. Several answers to a problem are neighbours."""
+    numbers: dict[int, int] = {}  # of problems, by the identity of their samples
+    for sample in samples:
+        numbers.setdefault(id(sample), len(numbers))
+    rows = (
+        {
+            "step": step,
+            **({"set": name} if name else {}),
+            "problem": numbers[id(sample)],
+            "prompt": str(sample.prompt),
+            "target": sample.target,
+            "response": episode.text,
+            "reward": episode.outcome,
+            "correct": episode.info["correct"],
+            "tokens": sum(episode.mask),
+            "finish": episode.turns[-1].finish if episode.turns else episode.info.get("finish", ""),
+        }
+        for sample, episode in zip(samples, episodes, strict=True)
+    )
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

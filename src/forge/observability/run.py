@@ -24,11 +24,10 @@ from ..system.masking import masked, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .console import Progress, configure_logging, log
 from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear, cut, digest, last_state
-from .held_out import HELD_OUT, lines
 from .lines import Row
 from .machine import gpus, room
 from .metrics import Clock, Snapshot, phase
-from .rollouts import ROLLOUTS, RolloutLog
+from .rollouts import HELD_OUT, ROLLOUTS, RolloutLog, lines
 from .rollouts import cut as cut_rollouts
 from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header, published_line
 from .trace import TRACE, Trace

@@ -16,10 +16,9 @@ from ..actors.publication import share
 from ..algorithms import Algorithm, ValueLoss
 from ..config.plugin import resolve
 from ..config.sections import ConfigError
-from ..data.spelling import spelled
+from ..data.special_tokens import spelled
 from ..envs.group import GroupEnv, SingleTurnEnv
-from ..models.read_once import model_tokenizer
-from ..models.tokenizer import open_tokenizer
+from ..models.tokenizer import model_tokenizer, open_tokenizer
 from ..observability import Run
 from ..observability.console import log
 from ..observability.metrics import drain, on_the_clock

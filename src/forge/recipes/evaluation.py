@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config.sections import build
 from ..envs.group import GroupEnv
-from ..models.read_once import model_tokenizer
+from ..models.tokenizer import model_tokenizer
 from ..runtime.controller.handle import Handle
 from ..types import Episode, Sample
 from .eval_config import RLEvalConfig

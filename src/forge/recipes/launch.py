@@ -1,11 +1,16 @@
-"""Running a recipe: everything is checked before the first process starts, and closed after the last has ended."""
+"""Running a recipe: everything is checked before the first process starts, and closed after the last has ended.
+
+An exception of a user's own code is shown by the frames that are the user's.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,9 +25,9 @@ from ..models.files import try_tokenizer
 from ..models.hub import upload, write_card
 from ..observability import Run
 from ..observability.console import configure_logging, log
-from ..observability.lock import RunLock
+from ..observability.folder import RunLock
 from ..runtime.controller import ForgeError, forked_processes, run
-from ..runtime.controller.errors import RemoteError
+from ..runtime.controller.errors import RemoteError, RemoteTraceback
 from ..runtime.names import REQUEUE, STORE
 from ..runtime.store import VersionStore
 from ..system.checksums import DamagedFile
@@ -36,7 +41,6 @@ from .prepare import prepare
 from .resume import find_start, read_config
 from .schema import TrainingRecipe
 from .signals import end_at_signals
-from .user_errors import summary, user_frames
 
 OPEN_FILES = 256  # of one process, at most in small runs
 Recipe = Callable[..., Coroutine[Any, Any, None]]
@@ -206,3 +210,32 @@ def publish(model: Path, repository: str) -> None:
             f"{model} could not be uploaded ({' '.join(str(error).split())}); the run is complete. "
             f"Try again: hf upload {repository} {model}"
         ) from error
+
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line \d+.*\n(?:    .*\n?)*', re.MULTILINE)
+_HOMES = [Path(__file__).parents[2] / name for name in ("forge", "forge_envs", "forge_sandbox", "forge_weaver")]
+_LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
+
+
+def summary(error: BaseException) -> str:
+    """An exception in one line, as "KeyError: 'answer'"."""
+    return " ".join("".join(traceback.format_exception_only(type(error), error)).partition("\n")[0].split())
+
+
+def user_frames(error: BaseException) -> list[str]:
+    """The frames of an exception and of its causes that are neither of this library, nor of installed packages, nor of
+    Python, in the form of a traceback; those of another process first."""
+    frames: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        text = cause.text if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(cause.__traceback__))
+        users = [match[0].rstrip("\n") for match in _FRAME.finditer(text) if _is_users(match["file"])]
+        frames = users + frames
+        cause = cause.__cause__
+    return frames
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<") and file != "<dynamic-code>":  # of a function that was sent by value
+        return False
+    return not any(Path(file).is_relative_to(home) for home in [*_HOMES, *_LIBRARIES])

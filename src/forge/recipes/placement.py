@@ -1,4 +1,4 @@
-"""Whether the services of a run have room: on the hosts that are given, or on this machine. Before anything starts."""
+"""The machines of a run: their section, and whether its services have room there, before anything starts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from secrets import token_hex
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
+from pydantic import NonNegativeFloat
+
+from ..config.sections import Section
 from ..runtime.controller.placement import machines_module
 from ..runtime.inventory import VISIBLE, visible_gpus
+from ..runtime.names import HOSTS
 
 if TYPE_CHECKING:
     from .schema import TrainingRecipe
@@ -94,3 +98,19 @@ def check_gpus(cfg: TrainingRecipe) -> None:
         f"{total} GPUs are needed ({counts}) and this machine has {available}{limit}: lower procs or num_replicas, "
         f"{colocated}or set with_gpus to false ({without})"
     )
+
+
+class ClusterConfig(Section):
+    """Other machines, each with a `forge worker` ([clusters.md](clusters.md)). Services with `hosts` or `with_gpus` are
+    placed there."""
+
+    hosts: list[str] | str | None = None
+    """HOST:PORT of each worker, or the path of a file with one a line, or of the folder that workers register in; null:
+    FORGE_HOSTS, which launchers set; without it this machine is the only one."""
+    wait: NonNegativeFloat = 600.0
+    """Seconds that a service without any replica waits for a host; services with others continue with those."""
+
+    @property
+    def configured_hosts(self) -> list[str] | str | None:
+        """The hosts of this run, if any."""
+        return self.hosts or os.environ.get(HOSTS) or None

@@ -15,7 +15,7 @@ from ..models.architecture import longest, rotary_limit
 from ..models.find import build_small_model, check_classifier, check_family, resolve_model
 from ..models.flops import peak_tflops
 from ..models.hub import check_upload
-from ..models.read_once import model_config, model_tokenizer
+from ..models.tokenizer import model_config, model_tokenizer
 from ..observability import Run
 from ..observability.console import log
 from ..observability.folder import MARK, check_free

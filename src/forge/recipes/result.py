@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..observability.held_out import HELD_OUT
-from ..observability.rollouts import ROLLOUTS, batches, texts
+from ..observability.rollouts import HELD_OUT, ROLLOUTS, batches, texts
 
 if TYPE_CHECKING:
     pass

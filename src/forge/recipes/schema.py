@@ -13,14 +13,14 @@ from ..data.config import DatasetConfig, PreferencesConfig, RowsConfig
 from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
 from ..models.architecture import longest
-from ..models.read_once import model_config
+from ..models.tokenizer import model_config
 from ..runtime.controller import Options, Placement
 from ..system import extras
 from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from . import rules
-from .cluster import ClusterConfig
 from .eval_config import EvalConfig
 from .metrics_config import MetricsConfig
+from .placement import ClusterConfig
 from .preemption import deadline_of
 from .reward_config import RewardConfig
 

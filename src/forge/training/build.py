@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..config.plugin import resolve
-from .distributed import Ranks
-from .fsdp import sum_gradients
+from .distributed import Ranks, sum_gradients
 from .loading import fill
 from .lora import add_adapters
 from .policy import Policy, ScalarModel

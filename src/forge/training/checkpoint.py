@@ -27,9 +27,9 @@ from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checks
 from ..system.files import free_bytes, removed_on_error, room_for, sync
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
 from .distributed import Ranks
+from .loading import write_weights
 from .optimizers import begin
 from .trainer import PolicyTrainer
-from .weight_files import write_weights
 
 UNFINISHED = ".unfinished"
 REPLACED = ".replaced"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from .transfer import to_device
+from .distributed import to_device
 
 # Packs are padded to a multiple of BLOCK, and to at least MIN_TOKENS: for shorter ones kernels are compiled again.
 BLOCK = 128

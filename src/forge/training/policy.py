@@ -25,7 +25,7 @@ from ..models.find import check_classifier, quiet_loading
 from ..system.devices import type_of
 from ..types import UNKNOWN_EXPERT, Batch
 from .attention import NAME, PackedLayout, gather_scores
-from .distributed import Ranks
+from .distributed import Ranks, to_device
 from .experts import Routers
 from .flex import BLOCK, MIN_TOKENS, Runs, TreeMask
 from .linear import ROWS, at_least_float32, speed_up, token_logprobs
@@ -33,7 +33,6 @@ from .loading import on_meta
 from .lora import SCORE
 from .norms import fuse_norms
 from .settings import Head
-from .transfer import to_device
 
 
 class TokenScores(NamedTuple):

@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..algorithms import Algorithm
 from ..algorithms.terms import importance_ratio, kl_k3
 from ..types import Batch
-from .distributed import Ranks
+from .distributed import Ranks, to_device
 from .policy import TokenScores, TokenValues
-from .transfer import to_device
 
 A = TypeVar("A")
 Loss = Callable[..., Tensor]

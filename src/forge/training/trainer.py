@@ -23,14 +23,12 @@ from ..models.weight_layouts import adapters, merge_adapters
 from ..system.devices import repeat_bits
 from ..types import Batch
 from .build import build, precision, resolve_dtype
-from .distributed import Ranks
+from .distributed import Ranks, reduce_over_copies, reshard, to_device
 from .experts import balance, load_metrics
-from .fsdp import reduce_over_copies, reshard
 from .optimizers import build_optimizer
 from .policy import TokenScores, TokenValues
 from .settings import Backend, Head, LoraSettings, OptimizerSettings, PassSettings
 from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
-from .transfer import to_device
 
 
 class PolicyTrainer:

@@ -81,7 +81,11 @@ class LocalServer:
         try:
             process = await asyncio.create_subprocess_exec(
                 *words,
-                **{"stdin": DEVNULL, "stdout": log, "stderr": log, "cwd": cwd, "env": {**os.environ, **(env or {})}},
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=cwd,
+                env={**os.environ, **(env or {})},
                 start_new_session=True,
                 preexec_fn=lambda: end_with_parent(parent),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forge.engines.weights import read_checkpoint
-from forge.models.read_once import model_config
+from forge.models.tokenizer import model_config
 from forge.models.weight_layouts import split_experts
 
 from .recorded import RecordedRun

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from forge.models.architecture import sparse_layers
-from forge.models.read_once import model_config
+from forge.models.tokenizer import model_config
 from forge.system.files import write_atomic
 from forge_inspect.alerts import MISMATCH
 

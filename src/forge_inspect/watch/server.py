@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK
-from forge.observability.held_out import HELD_OUT
-from forge.observability.rollouts import ROLLOUTS
+from forge.observability.rollouts import HELD_OUT, ROLLOUTS
 from forge.observability.trace import TRACE
 from forge_http.web import Json, guard, json_of, listen, web
 from forge_inspect.runs import differences, signature, state, summary

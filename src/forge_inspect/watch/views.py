@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge.observability.folder import MARK
-from forge.observability.held_out import HELD_OUT
 from forge.observability.lines import Lines, numbers
-from forge.observability.rollouts import ROLLOUTS, TEXT, batches
+from forge.observability.rollouts import HELD_OUT, ROLLOUTS, TEXT, batches
 from forge.observability.trace import TRACE
 from forge_inspect.account import account_text, token_account
 from forge_inspect.alerts import alerts, folder_alerts

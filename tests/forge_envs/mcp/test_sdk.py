@@ -1,7 +1,6 @@
 """Against servers of the `mcp` package itself."""
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,20 +17,20 @@ SERVER = [sys.executable, str(Path(__file__).parent / "sdk_server.py")]
 
 def test_streamable_http(unused_port):
     async def main():
-        with subprocess.Popen([*SERVER, "streamable-http", str(unused_port)]) as program:
-            tools = HTTPTools(f"http://127.0.0.1:{unused_port}/mcp")
-            for _ in range(200):
-                try:
-                    await tools.open()
-                    break
-                except InfrastructureError:
-                    await asyncio.sleep(0.1)
-            await _use(tools)
-            await tools.open()
-            program.kill()
-            program.wait()
-            with pytest.raises(InfrastructureError):
-                await tools.call("add", {"a": 1, "b": 2})
+        program = await asyncio.create_subprocess_exec(*SERVER, "streamable-http", str(unused_port))
+        tools = HTTPTools(f"http://127.0.0.1:{unused_port}/mcp")
+        for _ in range(200):
+            try:
+                await tools.open()
+                break
+            except InfrastructureError:
+                await asyncio.sleep(0.1)
+        await _use(tools)
+        await tools.open()
+        program.kill()
+        await program.wait()
+        with pytest.raises(InfrastructureError):
+            await tools.call("add", {"a": 1, "b": 2})
 
     asyncio.run(main())
 

@@ -2,13 +2,13 @@
 
 from .actor import ForgeActor, endpoint
 from .actor_host import ActorHost  # noqa: F401  (processes find it by this name)
-from .context import ActorContext, request_id
 from .errors import CallTimeout, ForgeError, PoisonRequest, RemoteError, ReplicaDied, ServiceStopped, Unrecoverable
 from .handle import Local
 from .options import Options, Placement, ServiceConfig
 from .run import first_to_end, run, run_in_thread
 from .runtime import drain_metrics, forked_processes, runtime, shutdown
 from .service import ReplicaStatus, Service, ServiceStatus
+from .types import ActorContext, request_id
 
 __all__ = [
     "ActorContext",

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..monarch_names import method_of
 from ._monarch import EndpointProperty
-from .context import ActorContext
 from .handle import Local, foreign_hint
 from .options import Options, snake_case
 from .runtime import add_local, runtime
 from .service import Service
-from .types import Kwargs, Pending
+from .types import ActorContext, Kwargs, Pending
 
 F = TypeVar("F")
 

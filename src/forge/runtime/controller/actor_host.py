@@ -23,9 +23,8 @@ from ...observability.profiler import profile_next
 from ..names import HOST
 from ..process import machine_id
 from ._monarch import Actor, concurrent_endpoint, current_rank
-from .context import ActorContext, _request
 from .errors import RemoteFailure
-from .types import Kwargs
+from .types import ActorContext, Kwargs, _request
 
 # A rank and its value. The values differ by endpoint: callers know which to expect.
 Answer = tuple[int, Any]

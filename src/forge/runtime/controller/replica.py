@@ -16,12 +16,11 @@ import cloudpickle
 
 from ._monarch import ActorError, SupervisionError
 from .actor_host import Answer
-from .context import ActorContext
 from .errors import CallTimeout, RemoteError, RemoteFailure, RemoteTraceback, ReplicaDied
 from .options import Options
 from .patience import wait_for
 from .processes import ProcessGroup
-from .types import Kwargs, Request, Value, find_suspects
+from .types import ActorContext, Kwargs, Request, Value, find_suspects
 
 log = logging.getLogger(__name__)
 
