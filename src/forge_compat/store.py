@@ -5,23 +5,218 @@
     await ts.get_state_dict("v0", user_state_dict=model.state_dict())
 
 A value is in the memory of the host where it was put, and readers on that host map it: there are no volumes to place.
+All processes of a controller share the store without passing it along. Reads and writes run in a thread, so that the
+event loop stays free. A key that is put again has another version; readers of the last one keep what they have.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import atexit
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import torch
+from torch import Tensor
 
+from forge.observability.metrics import PROCESS_NAME
+from forge.runtime.names import STORE as ADDRESS
 from forge.runtime.store import *  # noqa: F403
 from forge.runtime.store import MissingVersion
-from forge_compat.values import STRUCTURE, decode, encode
+from forge.runtime.store.versions import PREFIX, VersionStore, memory_folder
+from forge.system.scratch import MACHINE
 
-from .default_store import default_store, release, use  # noqa: F401
-from .store_calls import delete, exists, get, put, wait  # noqa: F401
-from .store_calls import keys as list_keys
+# The tensor, of bytes, that has everything but the tensors.
+STRUCTURE = "__structure__"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of a tensor in a structure."""
+
+    name: str
+
+
+def are_tensors(value: object) -> bool:
+    """Whether a value is a tensor, or a mapping of names to such, which a store holds as it is."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(name, str) and are_tensors(part) for name, part in value.items())
+    return isinstance(value, Tensor)
+
+
+def encode(value: object) -> dict[str, Tensor]:
+    """Return the tensors of a value by dotted names, and the structure around them.
+
+    Raises:
+        ValueError: two tensors have the same name.
+        pickle.PicklingError, AttributeError, TypeError: a part without tensors cannot be pickled.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    # Sharded tensors stay tensors, which each rank writes its part of; only what surrounds them is pickled.
+    def visit(path: str, part: Any) -> Any:
+        if isinstance(part, Tensor):
+            name = path or "value"
+            if name in tensors or name == STRUCTURE:
+                raise ValueError(f"two tensors have the name {name!r}")
+            tensors[name] = part
+            return Leaf(name)
+        if isinstance(part, Mapping):
+            return {name: visit(f"{path}.{name}" if path else str(name), child) for name, child in part.items()}
+        if type(part) in (list, tuple):
+            children = enumerate(part)
+            return type(part)(visit(f"{path}.{index}" if path else str(index), child) for index, child in children)
+        return part
+
+    # By value where a class is a program's own or a function's: readers may not be able to import it.
+    encoded = cloudpickle.dumps(visit("", value))
+    return tensors | {STRUCTURE: torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())}
+
+
+def decode(tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value of `encode`, from all of its tensors; those without a structure are returned as they are."""
+    if STRUCTURE not in tensors:
+        return dict(tensors)
+
+    def filled(structure: Any) -> Any:
+        if isinstance(structure, Leaf):
+            return tensors[structure.name]
+        if isinstance(structure, dict):
+            return {name: filled(child) for name, child in structure.items()}
+        if type(structure) in (list, tuple):
+            return type(structure)(map(filled, structure))
+        return structure
+
+    # Of a process of this run: the store's folder is its user's alone.
+    return filled(pickle.loads(tensors[STRUCTURE].numpy().tobytes()))
+
+
+MARK = "default"  # a file in the folder of the store that child processes share
+
+_store: VersionStore | None = None
+
+
+def default_store() -> VersionStore:
+    """Return the store of this run: the parent process's, or a new one that is removed with this process.
+
+    A process finds the store in its environment, or, if it was started before the store, by the ids of the processes
+    that it descends from.
+
+    Raises:
+        RuntimeError: this process was started by a controller that has no store.
+    """
+    global _store
+    address = os.environ.get(ADDRESS)
+    if _store is not None and str(_store.root) == address and _store.root.is_dir():
+        # A store that this process owns and has closed is replaced; the parent's is opened at its address.
+        return _store
+    if not address and (_store is None or not _store.owned):
+        address = _address_of_ancestor()
+    if address and (_store is None or not _store.owned):
+        use(VersionStore(address))
+    elif PROCESS_NAME in os.environ:
+        raise RuntimeError("this run has no store: have the controller call forge.store.initialize() at first")
+    else:
+        use(VersionStore.create())
+        assert _store is not None
+        (_store.root / MARK).touch()
+        atexit.register(_store.close)
+    assert _store is not None
+    return _store
+
+
+def use(store: VersionStore) -> None:
+    """Make this the store of the run, also for processes started from now on."""
+    global _store
+    _store = store
+    os.environ[ADDRESS] = str(store.root)
+
+
+def release() -> None:
+    """Remove the store of the run if this process made it; another process's is only forgotten."""
+    global _store
+    store = _store
+    # The next use makes or finds another one.
+    _store = None
+    if store is None:
+        return
+    if store.owned:
+        store.close()
+    if os.environ.get(ADDRESS) == str(store.root):
+        del os.environ[ADDRESS]
+
+
+def _address_of_ancestor() -> str | None:
+    for process in _ancestors():
+        for folder in memory_folder().glob(f"{PREFIX}{process}-{MACHINE}-*"):
+            # Another user's folder could have values of theirs in it.
+            if (folder / MARK).exists() and folder.lstat().st_uid == os.geteuid():
+                return str(folder)
+    return None
+
+
+def _ancestors() -> Iterator[int]:
+    """Ids of the parent process, its parent and so on; none where there is no /proc."""
+    process = os.getppid()
+    while process > 1:
+        yield process
+        try:
+            fields = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return
+        # The name, in brackets, may have blanks.
+        process = int(fields.rpartition(")")[2].split()[1])
+
+
+async def put(
+    key: str,
+    value: Tensor | Mapping[str, object] | Any,
+    version: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    timeout: float = 300.0,
+) -> int:
+    """Publish a tensor, DTensor or state dict, see `VersionStore.put`, or anything that pickle carries; return its
+    version. Every rank puts its part of a sharded value, and waits for the others."""
+    stored = value if are_tensors(value) else encode(value)
+    return await asyncio.to_thread(default_store().put, key, stored, version, dtype=dtype, timeout=timeout)
+
+
+async def get(key: str, into: Any = None, version: int | None = None, *, timeout: float | None = None) -> Any:
+    """Read a version, the newest by default, into any layout; see `Store.get`.
+
+    Raises:
+        MissingVersion: a KeyError; names the keys that exist.
+        ValueError: the shapes do not fit.
+    """
+    value = await asyncio.to_thread(default_store().get, key, into, version, timeout=timeout)
+    return decode(value) if into is None and isinstance(value, dict) else value
+
+
+async def exists(key: str, version: int | None = None) -> bool:
+    """Whether a key has this version, or any."""
+    return await asyncio.to_thread(default_store().exists, key, version)
+
+
+async def delete(key: str) -> None:
+    """Remove a key with all of its versions. MissingVersion: the key does not exist."""
+    await asyncio.to_thread(default_store().delete, key)
+
+
+async def keys(prefix: str = "") -> list[str]:
+    """Return the keys with this prefix that have a version, sorted."""
+    return await asyncio.to_thread(default_store().keys, prefix)
+
+
+async def wait(key: str, min_version: int = 0, *, timeout: float = 300.0) -> int:
+    """Wait for a version of at least `min_version`; return the newest. TimeoutError: lists the existing ones."""
+    return await asyncio.to_thread(default_store().wait, key, min_version, timeout=timeout)
 
 
 async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh: object = None) -> None:
@@ -105,6 +300,3 @@ def _read(key: str, target: dict[str, Any] | None, strict: bool) -> dict[str, An
         rest = [name for name in snapshot.manifest.by_name if name not in common]
         value: dict[str, Any] = decode(snapshot.some(rest) | common)
         return value
-
-
-keys = list_keys  # TorchStore's name, which is that of an argument above

@@ -211,7 +211,7 @@ def test_the_functions_of_the_documents(monkeypatch: pytest.MonkeyPatch):
     ts.default_store().close()
     assert "FORGE_STORE" not in os.environ  # a program started later makes its own
     monkeypatch.setenv("FORGE_PROCESS", "generator_0")
-    monkeypatch.setattr("forge_compat.default_store._store", None)
+    monkeypatch.setattr("forge_compat.store._store", None)
     with pytest.raises(RuntimeError, match="have the controller call"):
         ts.default_store()
 
