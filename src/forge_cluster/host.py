@@ -10,9 +10,10 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -23,11 +24,49 @@ from forge_http.addresses import join_address
 
 from .credentials import SECRET, Credentials
 from .inventory import Inventory
-from .listener import Listener
 from .processes import descends
-from .wire import LEASE, HostError, Json, Message, receive, send
+from .wire import CONNECT_TIMEOUT, LEASE, MAX_MESSAGE, HostError, Json, Message, receive, send
 
 log = logging.getLogger(f"forge.{__name__}")
+
+QUEUE = 1024  # connections that wait to be accepted
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Listener:
+    """Passes each connection with TLS to `handler`. OSError: the address is not available."""
+
+    def __init__(self, address: str, port: int, context: ssl.SSLContext, handler: Handler) -> None:
+        family, *_, name = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.create_server(name[:2], family=family, backlog=QUEUE)  # type: ignore[arg-type]
+        self.port: int = self._socket.getsockname()[1]
+        self._context = context
+        self._handler = handler
+
+    async def serve(self) -> None:
+        """Accept connections until this task is cancelled."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_log_failure)
+        server = await asyncio.start_server(
+            self._handler,
+            sock=self._socket,
+            ssl=self._context,
+            ssl_handshake_timeout=CONNECT_TIMEOUT,
+            limit=MAX_MESSAGE,
+        )
+        async with server:
+            await server.serve_forever()
+
+
+def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """Log why a connection was not accepted, in a line."""
+    error = context.get("exception")
+    if isinstance(error, OSError):
+        log.warning("a connection was not accepted: %s", str(error) or type(error).__name__)
+    else:
+        loop.default_exception_handler(context)
+
 
 LISTEN_TIMEOUT = 60.0  # seconds for a worker to come up
 HANDOVER_TIMEOUT = LEASE - 0.5  # seconds that a controller waits for the end of the one before it

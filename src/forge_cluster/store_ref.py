@@ -19,8 +19,7 @@ from forge.runtime.store.manifest import Manifest
 from forge.runtime.store.transfer import OpenVersion, RankPart, publish_together
 
 from .pool import Pool
-from .versions import HostVersions
-from .weight_cache import COPY, HOME, WeightCache, cache_name, host_of, local_store
+from .weight_cache import COPY, HOME, HostVersions, WeightCache, cache_name, host_of, local_store
 
 T = TypeVar("T")
 GRACE = 15.0  # seconds that a call may take beyond the limit of what it asks for

@@ -10,25 +10,87 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import time
+import warnings
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 from torch import Tensor
 
 from forge.observability import Reduce, record_metric
-from forge.runtime.controller import ForgeActor, endpoint
+from forge.runtime.controller import (
+    ForgeActor,
+    _monarch,  # noqa: F401  (Monarch needs its settings first)
+    endpoint,
+)
 from forge.runtime.controller.remote_service import RemoteService
 from forge.runtime.names import HOST, STORE
 from forge.runtime.store import MissingVersion, VersionStore
 from forge.runtime.store.manifest import Manifest
+from forge.system.files import write_atomic
 
-from .rdma import Window
-from .versions import HostVersions
+
+class Window:
+    """Bytes of this process, uint8 [size], that every process which receives this object may read and write. Create and
+    use it within an endpoint.
+
+    The memory stays accessible until `close` and must not be freed before.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RDMATcpFallbackWarning)
+            self._buffer = RDMABuffer(memory)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._buffer.size()
+
+    async def read_into(self, memory: Tensor, timeout: float) -> None:
+        """Copy all bytes from the owner's memory into `memory`, at least as large."""
+        await self._buffer.read_into(memory, timeout=math.ceil(timeout))
+
+    async def write_from(self, memory: Tensor, timeout: float) -> None:
+        """Copy `memory` into the owner's memory, at least as large."""
+        await self._buffer.write_from(memory, timeout=math.ceil(timeout))
+
+    async def close(self) -> None:
+        """Withdraw the access of other processes."""
+        await self._buffer.drop()
+
+
+class HostVersions(VersionStore):
+    """A `VersionStore` that also keeps segments of versions whose manifest is in another host's store."""
+
+    def keep_part(self, part: Manifest, name: str) -> None:
+        """Keep segments of a version that is published on another host: a rank's part on this one, or a copy.
+
+        Args:
+            name: of the writer or the copy; the newest `keep` versions of each are kept.
+        """
+        with self._locked():
+            folder = self._folder(part.key) / "parts" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / f"{part.version}.json", part.to_json())
+            for old in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))[: -self.keep]:
+                old.unlink()
+            self.segments.reclaim(self._referenced())
+
+    def part(self, key: str, version: int, name: str) -> Manifest | None:
+        """Return the manifest of `keep_part`, if it is still kept."""
+        path = self._folder(key) / "parts" / name / f"{version}.json"
+        try:
+            return Manifest.from_json(path.read_text(errors="replace"))
+        except FileNotFoundError:
+            return None
+
 
 log = logging.getLogger(f"forge.{__name__}")
 

@@ -5,8 +5,7 @@ from .dialogue import Dialogue
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
 from .multi_turn import MultiTurnEnv
 from .rollout import rollout
-from .tool_environment import ToolEnvironment
-from .tools import Toolbox, ToolError, schema_of
+from .tools import Toolbox, ToolEnvironment, ToolError, schema_of
 
 __all__ = [
     "Action",

@@ -21,10 +21,7 @@ from forge.observability.rollouts import ROLLOUTS, batches, texts
 from forge.system.files import write_atomic
 from forge.system.masking import masked, without_secrets
 
-from .mlflow_runs import Mlflow
-from .tensorboard_files import TensorBoard
-from .tracker import TrackedRun, Tracker
-from .wandb_api import start_trackio, start_wandb
+from .tracker import Mlflow, TensorBoard, TrackedRun, Tracker, start_trackio, start_wandb
 
 POLL_INTERVAL = 0.5  # seconds between two reads of the files
 RETRY_INTERVAL = 20.0  # seconds until a tracker that failed is tried again

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
 from .panel import Panel
+from .process import StepRewards
 from .rule_verifiers import AnswerFrequency, MathVerifier, Rule
-from .steps import StepRewards
 
 if TYPE_CHECKING:
     from .judge import LMJudge

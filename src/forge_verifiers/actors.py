@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forge.rewards.verifier import Scores
 from forge.runtime.controller import ForgeActor, Service, endpoint
 
-from .config import VerifiersConfig
+from .settings import VerifiersConfig
 
 
 class VerifierActor(ForgeActor):

@@ -1,9 +1,10 @@
-"""Process reward models: a score for each step of a response, with columns for minimum, mean and last."""
+"""Process reward models: a score for each step of a response, as columns of a verifier or as rewards of the steps."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class ProcessRewardModel:
     no steps, or contains the marker, is unscored.
 
     Args:
-        path, name, settings: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
+        path, name, settings: fields of `forge_verifiers.settings.ProcessRewardModelSettings`.
 
     Raises:
         ValueError: invalid settings, or settings that do not fit the model.
@@ -155,3 +156,58 @@ class ProcessRewardModel:
         if not ids or ids[-1] == self._model.tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no token for {text!r}")
         return ids[-1]
+
+
+class StepRewards:
+    """Each step of a response earns `weight * p / steps` at its end, where p is the probability that a process reward
+    model gives it: a response earns `weight` times the mean, however many steps it has.
+
+    An algorithm with a critic assigns the rewards to the tokens before them; others see their sum, which is an error of
+    the configuration.
+
+    Args:
+        model: fields of `forge_verifiers.settings.ProcessRewardModelSettings`.
+        weight: beside other rewards.
+
+    Raises:
+        ValueError: an invalid setting.
+    """
+
+    gives_steps = True
+
+    def __init__(self, model: Mapping[str, Any], weight: float = 1.0) -> None:
+        if not math.isfinite(weight) or weight == 0:
+            raise ValueError(f"weight must be a finite number other than 0, got {weight}")
+        self.settings, self.weight = ProcessRewardModelSettings(**model), weight
+        self.names = (self.settings.name or "steps",)
+
+    def check(self) -> None:
+        """ValueError: the model's folder does not exist."""
+        self.settings.check_sources("model")
+
+    def setup(self) -> None:
+        """Load the process reward model."""
+        from .process import ProcessRewardModel
+
+        self._model = ProcessRewardModel(**self.settings)
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, 1], with the reward of each step in `Scores.steps`."""
+        probabilities = await self._model.read(prompt, responses)
+        sums: list[float | Exception] = []
+        steps: list[list[tuple[int, float]]] = []
+        for text, of_steps in zip(responses, probabilities, strict=True):
+            if isinstance(of_steps, Exception):
+                sums.append(of_steps)
+                steps.append([])
+            else:
+                sums.append(self.weight * float(np.mean(of_steps)))
+                cuts = zip(self._model.cut(text), of_steps, strict=True)
+                steps.append([(end, self.weight * p / len(of_steps)) for (_, end), p in cuts])
+        scores = Scores.of(sums, 1)
+        scores.steps = steps
+        return scores
+
+    async def close(self) -> None:
+        """Free the model."""
+        await self._model.close()

@@ -40,7 +40,7 @@ class RewardModel:
     padding token (transformers would use the token before it).
 
     Args:
-        path, name, settings: fields of `forge_verifiers.config.RewardModelSettings`.
+        path, name, settings: fields of `forge_verifiers.settings.RewardModelSettings`.
 
     Raises:
         ValueError: invalid settings, or settings that do not fit the model.

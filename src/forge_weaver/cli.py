@@ -95,7 +95,7 @@ def _step(steps: Any, name: str, run: Any, summary: str) -> argparse.ArgumentPar
 
 def _score(args: argparse.Namespace) -> None:
     from forge.config import read
-    from forge_verifiers.config import VerifiersConfig
+    from forge_verifiers.settings import VerifiersConfig
 
     from . import read_problems, score_table
     from .formats import check_path
@@ -124,7 +124,7 @@ def _score(args: argparse.Namespace) -> None:
 
 def _fit(args: argparse.Namespace) -> None:
     from forge.config import read
-    from forge_verifiers.config import VerifiersConfig
+    from forge_verifiers.settings import VerifiersConfig
 
     from . import save_ensemble
     from .auto import fit_table

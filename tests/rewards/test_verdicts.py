@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_verifiers.verdicts import read_verdict
+from forge_verifiers.judge import read_verdict
 
 VERDICTS = {
     True: [

@@ -17,7 +17,7 @@ from forge.training import flex
 from forge.training.attention import PackedLayout, packed_attention
 from forge.training.distributed import join, leave
 from forge.training.flex import Runs, TreeMask
-from forge.training.norms import fuse_norms
+from forge.training.policy import fuse_norms
 from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Episode

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from ..config.plugin import resolve
 from ..config.sections import Section
 
-BUILT_IN = ("plain", "chatml", "llama3")  # chat templates of forge_envs.templates
+BUILT_IN = ("plain", "chatml", "llama3")  # chat templates of forge_envs.dialogue
 
 
 class EpisodeConfig(Section):

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import processors
 
 from forge_envs import Dialogue, schema_of
-from forge_envs.templates import TEMPLATES
+from forge_envs.dialogue import TEMPLATES
 
 
 def search(query: str) -> str:

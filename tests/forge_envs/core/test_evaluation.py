@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from forge.envs.evaluation import NothingScored, pass_at, summarise
+from forge.envs.group import NothingScored, pass_at, summarise
 from forge.types import Completion, Episode
 
 

@@ -4,8 +4,7 @@ Any callable of that form is a reward; nothing has to be inherited or registered
 """
 
 from .math import MathReward, final_answer
-from .structured import JsonMatch
-from .text import CharacterMatch, ExactMatch, ThinkingReward, load_reward, overlong_penalty
+from .text import CharacterMatch, ExactMatch, JsonMatch, ThinkingReward, load_reward, overlong_penalty
 
 __all__ = [
     "CharacterMatch",
