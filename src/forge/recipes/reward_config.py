@@ -97,12 +97,6 @@ class RewardConfig(Section):
         return self.accuracy is not None or any(not hasattr(item, "names") for item in scorers)
 
     @property
-    def beyond_accuracy(self) -> bool:
-        """Whether it scores more than which answers are right."""
-        several = len(self.functions or ()) > 1 and self.accuracy is None
-        return several or self.verifiers is not None or any(isinstance(item, dict) for item in self.functions or ())
-
-    @property
     def learns(self) -> bool:
         """Whether it has a state that checkpoints keep."""
         return any(getattr(plugin, "learns", False) for plugin in self.plugins)

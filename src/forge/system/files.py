@@ -145,19 +145,6 @@ def is_plain(path: Path) -> bool:
         return False
 
 
-def read_plain(path: Path, limit: int) -> bytes:
-    """Read a file of a folder that another user may have written.
-
-    Raises:
-        OSError: as of `open_plain`. ValueError: it has more than `limit` bytes.
-    """
-    with open_plain(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{path} has more than {limit} bytes")
-    return content
-
-
 def read_text(path: Path) -> str:
     """Read a file in UTF-8, without a byte order mark. ValueError: it has another encoding; names the line."""
     return decoded(path.read_bytes(), path)

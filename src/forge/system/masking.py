@@ -7,11 +7,10 @@ that none of these tells, such as one in a sentence, stays.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 Json = Any  # plain data, as of a configuration
 
@@ -90,30 +89,6 @@ def masked(text: str) -> str:
     text = _HEADER.sub(rf"\1\2{MASK}", text)
     text = _without_assigned(text)
     return _KNOWN.sub(lambda match: f"{match[match.lastindex or 0]}{MASK}", text)
-
-
-class MaskedStream(io.TextIOBase):
-    """A stream that writes whole lines without their secrets."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._line = ""
-
-    def write(self, text: str) -> int:
-        """Write the lines that are complete."""
-        *lines, self._line = (self._line + text).split("\n")
-        self._stream.write("".join(f"{masked(line)}\n" for line in lines))
-        return len(text)
-
-    def flush(self) -> None:
-        """Write the last line, which has no end yet."""
-        self._stream.write(masked(self._line))
-        self._line = ""
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        """File descriptor of the underlying stream."""
-        return self._stream.fileno()
 
 
 def is_secret(name: str) -> bool:
