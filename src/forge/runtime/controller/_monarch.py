@@ -13,8 +13,11 @@ that only the user can stop.
 
 import atexit
 import os
+import sys
+import time
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 from .. import monarch_names
 from . import private
@@ -27,6 +30,31 @@ for _key, _value in {
 }.items():
     os.environ.setdefault(_key, _value)
 
+EXIT_TIMEOUT = 30.0  # seconds for Monarch's threads to end
+
+
+def wait_for_threads() -> None:
+    """Wait until Monarch's threads have ended, before Python ends.
+
+    Monarch gives them a second. Those that a busy machine leaves would need the interpreter while it ends: Python
+    before 3.14 then unwinds their stack, and Monarch's library aborts a process whose work is done.
+    """
+    deadline = time.monotonic() + EXIT_TIMEOUT
+    while time.monotonic() < deadline and _has_threads():
+        time.sleep(0.01)
+
+
+def _has_threads() -> bool:
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            if name.read_text().startswith("monarch-pytokio"):
+                return True
+    return False
+
+
+# Functions at exit run in the reverse order: this one after Monarch's own, which are registered by its import.
+if "monarch" not in sys.modules:
+    atexit.register(wait_for_threads)
 private.keep_sockets_private()
 monarch_names.check()
 
