@@ -12,20 +12,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import UNKNOWN_EXPERT, Completion
+from ..types import Completion
 from .cache import WIDTH, rounded
 from .decoder import Decoder
 from .graphs import Drawn, StepGraphs
-from .prefixes import TOKENS, Prefix, PrefixCache
+from .prefill import Prefill
+from .prefixes import TOKENS, Prefix
 from .requests import (
     Admission,
     EngineRequest,
     RunningSample,
     UnusableWeights,
+    WeightHistory,
     WeightSpan,
     accept,
     allowed_tokens,
@@ -64,17 +65,14 @@ class RunningBatch:
         self.words = words
         self.graphs = graphs
         self.slots = slots
-        self.prefill_tokens = prefill_tokens
-        self.prefix_cache = PrefixCache(prefix_bytes)
+        self.prefill = Prefill(decoder, prefill_tokens, prefix_bytes)
         self.rows: list[RunningSample] = []
         self.free_rows: list[int] = []  # rows among these whose sample has ended
         self.preempted: deque[RunningSample] = deque()  # resume before waiting requests
         self.paused: list[RunningSample] = []  # until the weights come that draw their next token
-        self.steps = self.generated = self.prefilled = self.reused = 0
-        # A long prompt in the cache's prefill row, and the number of its tokens there.
-        self._prefilling: tuple[EngineRequest | RunningSample | None, int] = (None, 0)
+        self.steps = self.generated = 0
         self._max_length = 0  # maximum positions of a running row, or of the prompt in the prefill row
-        self._weight_history = [WeightSpan(0, decoder.weights.version, decoder.weights.identity)]
+        self.history = WeightHistory(decoder.weights.version, decoder.weights.identity)
         self.state = RowState(rounded(slots, WIDTH), decoder.cache.longest, decoder.vocab, decoder.device)
         self.restrictions = self.state.restrictions
         self.count = torch.zeros((), dtype=torch.long, device=decoder.device)  # of rows, for a captured step
@@ -91,11 +89,6 @@ class RunningBatch:
     def running(self) -> int:
         """Number of unfinished rows."""
         return len(self.rows) - len(self.free_rows)
-
-    @property
-    def current_weights(self) -> WeightSpan:
-        """Version and identity of the weights in use."""
-        return self._weight_history[-1]
 
     def release(self, waiting: deque[EngineRequest]) -> None:
         """Free weights, cache and computed prompts, when nothing runs; `switch` sets new weights."""
@@ -123,26 +116,19 @@ class RunningBatch:
         self.decoder.weights = weights
         due_rows, self.paused = due(self.paused, waiting, weights.version)
         self.preempted.extend(due_rows)
-        # Spans that ended before the oldest row started are of no token that is still to be reported.
+        # What ended before the oldest row started drew no token that is still to be reported.
         oldest = min((row.start for row in self.rows), default=self.steps)
-        recent = [span for span, end in self._spans() if end > oldest]
-        self._weight_history = [*recent, WeightSpan(self.steps, weights.version, weights.identity)]
+        self.history.switch(WeightSpan(self.steps, weights.version, weights.identity), oldest)
 
     def _drop_prefixes(self, waiting: deque[EngineRequest]) -> None:
         """Drop all computed prompts: the weights change."""
         for request in waiting:
             request.prefix = None
-        self.prefix_cache.clear()
-        self._prefilling = (None, 0)
-
-    def _spans(self) -> list[tuple[WeightSpan, int]]:
-        """The weight history, each span with the step at which it ends."""
-        ends = [span.start for span in self._weight_history[1:]] + [self.steps]
-        return list(zip(self._weight_history, ends, strict=True))
+        self.prefill.clear()
 
     def is_scheduled(self, waiting: deque[EngineRequest]) -> bool:
         """Whether a schedule has tokens left that these weights draw."""
-        version = self.current_weights.version
+        version = self.history.current.version
         can_start = any(request.startable(version) for request in waiting if request.sampling.schedule)
         rows = (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
         return can_start or any(row.spans for row in rows)
@@ -150,7 +136,7 @@ class RunningBatch:
     def _erase(self, rows: list[int]) -> None:
         """Zero what rows have in the cache, but for the prompt that is being computed in the prefill row."""
         for row in rows:
-            self.decoder.cache.erase(row, self._prefilling[1] if row == self.decoder.cache.prefill_row else 0)
+            self.decoder.cache.erase(row, self.prefill.length if row == self.decoder.cache.prefill_row else 0)
 
     def _running_rows(self) -> list[int]:
         return [i for i in range(len(self.rows)) if i not in self.free_rows]
@@ -172,7 +158,7 @@ class RunningBatch:
         self._max_length = max((row.max_length for row in self.rows), default=0)
         self.free_rows.sort()
         free = self.free_rows + list(range(len(self.rows), self.slots))
-        version = self.current_weights.version
+        version = self.history.current.version
         ready = (request for request in waiting if request.startable(version))
         queue: Iterator[EngineRequest | RunningSample] = chain(self.preempted, ready)
         spent = 0
@@ -200,10 +186,10 @@ class RunningBatch:
         context = item.tokens[:-1]
         if not context or item.prefix is not None:
             return 0
-        blocks = self.prefix_cache.find(context)
-        if len(context) - TOKENS * len(blocks) <= self.prefill_tokens and self._prefilling[0] is not item:
+        blocks = self.prefill.cache.find(context)
+        if len(context) - TOKENS * len(blocks) <= self.prefill.max_tokens and self.prefill.item is not item:
             return 0
-        return self._prefill_piece(item, context, blocks)
+        return self.prefill.compute_piece(item, context, blocks, len(self.rows), length)
 
     def _plan(self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent: int) -> list[Admission]:
         """Which samples get which of the `free` rows; `spent` prompt tokens were computed in this step already.
@@ -222,20 +208,20 @@ class RunningBatch:
             context = item.tokens[:-1]
             blocks = list[Prefix]()
             if context and item.prefix is None:
-                blocks = self.prefix_cache.find(context)
+                blocks = self.prefill.cache.find(context)
                 missing = len(context) - TOKENS * len(blocks)
                 beginning = tuple(context[: TOKENS * len(blocks) + MIN_SHARED_TOKENS])
                 # The next step finds in the cache what this one computes.
                 if beginning in pending:
                     break
                 # A long prompt runs once the prefill row has all of it; others, as long as this step has time.
-                if self._prefilling[0] is item or spent + missing > self.prefill_tokens:
+                if self.prefill.item is item or spent + missing > self.prefill.max_tokens:
                     break
                 spent += missing
-                stored = len(context) * self.decoder.cache.token_bytes <= self.prefix_cache.limit
+                stored = len(context) * self.decoder.cache.token_bytes <= self.prefill.cache.limit
                 if missing >= MIN_SHARED_TOKENS and stored:
                     pending.add(beginning)
-            samples = 1 if isinstance(item, RunningSample) else item.startable(self.current_weights.version)
+            samples = 1 if isinstance(item, RunningSample) else item.startable(self.history.current.version)
             rows = free[count:][: min(room, samples)]
             admissions.append(Admission(item, rows, context, blocks))
             count += len(rows)
@@ -264,7 +250,8 @@ class RunningBatch:
         for admission in admissions:
             if admission.item.prefix is not None:
                 self.decoder.cache.fill(admission.rows, [admission.item.prefix])
-        self._prefill([admission for admission in admissions if admission.context and admission.item.prefix is None])
+        missing = [admission for admission in admissions if admission.context and admission.item.prefix is None]
+        self.prefill.compute(missing, len(self.rows), self._max_length)
         self.state.place(placed)
         # Their rows of the cache have the keys and values; those of a prompt are dropped with its last sample.
         for row in placed.values():
@@ -292,51 +279,6 @@ class RunningBatch:
     def _capacity(self, length: int) -> int:
         """The number of rows that fit into the cache if one of them grows to `length` positions."""
         return self.decoder.cache.capacity(max(length, self.decoder.cache.length))
-
-    def _prefill_piece(self, item: EngineRequest | RunningSample, context: list[int], blocks: list[Prefix]) -> int:
-        """Compute the next piece of a long prompt; returns its length. The last one sets `item.prefix`."""
-        cache = self.decoder.cache
-        prefilling, computed = self._prefilling
-        # The first piece begins after the blocks of the prefix cache.
-        if prefilling is not item:
-            computed = TOKENS * len(blocks)
-            cache.reserve(computed, len(self.rows), self._max_length)
-            cache.fill([cache.prefill_row], blocks)
-            self.reused += computed
-        piece = context[computed : computed + self.prefill_tokens]
-        cache.reserve(computed + len(piece), len(self.rows), self._max_length)
-        self.decoder.prefill([piece], [cache.prefill_row], [computed])
-        computed += len(piece)
-        self.prefilled += len(piece)
-        self._prefilling = (item, computed)
-        if computed == len(context):
-            item.prefix = tuple(part.clone() for part in cache.read(cache.prefill_row, computed))
-            self.prefix_cache.add(context, item.prefix)
-            self._prefilling = (None, 0)
-        return len(piece)
-
-    def _prefill(self, admissions: list[Admission]) -> None:
-        """Compute prompts, but for the tokens that the prefix cache has, into the first row of each."""
-        if not admissions:
-            return
-        cache = self.decoder.cache
-        cache.reserve(max(len(admission.context) for admission in admissions), len(self.rows), self._max_length)
-        for admission in admissions:
-            cache.fill(admission.rows[:1], admission.blocks)
-            self.reused += admission.start
-        uncached = [admission for admission in admissions if admission.start < len(admission.context)]
-        if uncached:
-            pieces = [admission.context[admission.start :] for admission in uncached]
-            rows = [admission.rows[0] for admission in uncached]
-            self.decoder.prefill(pieces, rows, [admission.start for admission in uncached])
-            self.prefilled += sum(map(len, pieces))
-        # The other samples of a request, in this step and later ones, get a copy.
-        for item, rows, context, _ in admissions:
-            prefix = cache.read(rows[0], len(context))
-            cache.fill(rows[1:], [prefix])
-            self.prefix_cache.add(context, prefix)
-            if isinstance(item, EngineRequest) and item.admitted < item.sampling.n:
-                item.prefix = tuple(part.clone() for part in prefix)
 
     def _compact(self) -> None:
         """Move the last rows into the free ones, so that all rows in use are the first ones."""
@@ -375,7 +317,7 @@ class RunningBatch:
         self.generated += len(self.rows)
         if self._streamed:
             streamed = [self.rows[i] for i in self._streamed]
-            stream(streamed, self._streamed, drawn.tokens, drawn.logprobs, self.current_weights)
+            stream(streamed, self._streamed, drawn.tokens, drawn.logprobs, self.history.current)
         if self._scheduled:
             self._pause()
         return complete
@@ -415,7 +357,7 @@ class RunningBatch:
         for i in {*self._scheduled}.difference(self.free_rows):
             row = self.rows[i]
             drawn = len(row.resumed.token_ids) + self.steps - row.start
-            if row.next_version(drawn) > self.current_weights.version:
+            if row.next_version(drawn) > self.history.current.version:
                 row.resumed = self._completion(i)
                 row.prefix = tuple(part.clone() for part in self.decoder.cache.read(i, row.context))
                 self.paused.append(row)
@@ -436,38 +378,22 @@ class RunningBatch:
         inputs = (self.decoder.weights, self.decoder.cache.keys, self.decoder.cache.values, self.state.stops)
         return graphs.run((width, length, restricted, self.state.any_greedy), inputs, advance)
 
-    def _experts(self, i: int, completion: Completion) -> np.ndarray | None:
-        """The experts of the tokens in row i. Prompts skip the last layer: a preempted sample's tokens, which are then
-        a prompt, have there the experts of before."""
-        experts = self.decoder.cache.experts(i, len(completion.prompt_ids) + len(completion.token_ids))
-        earlier = self.rows[i].resumed.experts
-        if experts is not None and earlier is not None:
-            recomputed = experts[: len(earlier)]
-            np.copyto(recomputed, earlier, where=recomputed == UNKNOWN_EXPERT)
-        return experts
-
     def _completion(self, i: int) -> Completion:
         """All tokens of the sample in row i until now, including those before it was preempted."""
         row = self.rows[i]
         resumed = row.resumed
         drawn = slice(row.context, row.context + self.steps - row.start)
-        versions = list(resumed.versions)
-        identities = dict(resumed.identities)
-        # The version of each token, by the steps in which this row drew.
-        for span, end in self._spans():
-            count = end - max(span.start, row.start)
-            if count > 0:
-                versions += [span.version] * count
-                identities[span.version] = span.identity
+        versions, identities = self.history.of_steps(row.start, self.steps)
         completion = Completion(
             "",
             resumed.token_ids + self.state.drawn[i, drawn].tolist(),
             resumed.logprobs + self.state.logprobs[i, drawn].tolist(),
             {},
             resumed.prompt_ids,
-            versions,
-            identities=identities,
+            [*resumed.versions, *versions],
+            identities=resumed.identities | identities,
             top_logprobs=list(row.top),
         )
-        completion.experts = self._experts(i, completion)
+        length = len(completion.prompt_ids) + len(completion.token_ids)
+        completion.experts = self.decoder.cache.experts(i, length, resumed.experts)
         return completion

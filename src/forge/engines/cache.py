@@ -153,12 +153,20 @@ class KeyValueCache:
             if choices:
                 self.choices[: len(choices), rows, 0, positions] = torch.stack(list(choices)).byte()
 
-    def experts(self, row: int, tokens: int) -> np.ndarray | None:
-        """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`."""
+    def experts(self, row: int, tokens: int, earlier: np.ndarray | None = None) -> np.ndarray | None:
+        """The recorded experts of a row's tokens, of which all but the last are in the cache: `Completion.experts`.
+
+        Args:
+            earlier: those of a preempted sample. Its tokens are a prompt now, which skips the last layer.
+        """
         if "choices" not in self.stores:
             return None
         choices = self.choices[:, row, 0, : tokens - 1].transpose(0, 1)
-        return F.pad(choices, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
+        experts = F.pad(choices, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT).cpu().numpy()
+        if earlier is not None:
+            recomputed = experts[: len(earlier)]
+            np.copyto(recomputed, earlier, where=recomputed == UNKNOWN_EXPERT)
+        return experts
 
     def read(self, row: int, length: int) -> tuple[Tensor, ...]:
         """A view of one row's first positions in each store, for `fill`."""

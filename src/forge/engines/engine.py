@@ -182,12 +182,12 @@ class EmbeddedEngine:
     @property
     def version(self) -> int:
         """Version of the weights that sample the next token."""
-        return self._batch.current_weights.version
+        return self._batch.history.current.version
 
     @property
     def identity(self) -> str:
         """Identity of those weights."""
-        return self._batch.current_weights.identity
+        return self._batch.history.current.identity
 
     def stats(self) -> dict[str, int]:
         """See `Engine.stats`; also `prefilled_tokens`, `reused_tokens` (of prompts, from the prefix cache),
@@ -203,8 +203,8 @@ class EmbeddedEngine:
             "running": batch.running,
             "waiting": unfinished + len(batch.preempted) + len(batch.paused),
             "generated_tokens": batch.generated,
-            "prefilled_tokens": batch.prefilled,
-            "reused_tokens": batch.reused,
+            "prefilled_tokens": batch.prefill.computed,
+            "reused_tokens": batch.prefill.reused,
             "decode_steps": batch.steps,
             "cache_bytes": batch.decoder.cache.nbytes,
         }

@@ -140,6 +140,33 @@ class WeightSpan(NamedTuple):
     identity: str
 
 
+class WeightHistory:
+    """The weights that were in use, and in which steps: first these, from step 0 on."""
+
+    def __init__(self, version: int, identity: str) -> None:
+        self.spans = [WeightSpan(0, version, identity)]
+
+    @property
+    def current(self) -> WeightSpan:
+        """The weights in use."""
+        return self.spans[-1]
+
+    def switch(self, weights: WeightSpan, oldest: int) -> None:
+        """Use other weights from their step on. Spans that ended by step `oldest` are forgotten."""
+        self.spans = [*(span for span, end in self.ended(weights.start) if end > oldest), weights]
+
+    def ended(self, step: int) -> list[tuple[WeightSpan, int]]:
+        """Each span with the step at which it ends, which is `step` for the current one."""
+        ends = [span.start for span in self.spans[1:]] + [step]
+        return list(zip(self.spans, ends, strict=True))
+
+    def of_steps(self, start: int, step: int) -> tuple[list[int], dict[int, str]]:
+        """Return the version that drew in each step from `start` on, and the identity of each version."""
+        counts = [(span, max(0, end - max(span.start, start))) for span, end in self.ended(step)]
+        versions = [span.version for span, count in counts for _ in range(count)]
+        return versions, {span.version: span.identity for span, count in counts if count}
+
+
 def allowed_tokens(rows: Iterable[RunningSample], vocabulary: int) -> Tensor:
     """The tokens that the grammars of rows allow, as bits for `forge.engines.sampling.keep_allowed`, in host memory: a
     device computes logits meanwhile."""

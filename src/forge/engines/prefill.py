@@ -1,0 +1,83 @@
+"""Computation of prompts: what the prefix cache lacks of them, whole or in pieces, into rows of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .decoder import Decoder
+from .prefixes import TOKENS, Prefix, PrefixCache
+from .requests import Admission, EngineRequest, RunningSample
+
+Item = EngineRequest | RunningSample
+
+
+class Prefill:
+    """Computes the prompts of a running batch.
+
+    A prompt of more than `max_tokens` missing tokens is computed in pieces, one a step, in the cache's prefill row.
+
+    Attributes:
+        cache: computed beginnings of prompts, of at most `prefix_bytes`.
+        computed, reused: tokens that were computed, and that the cache had.
+        item, length: the long prompt in the prefill row, and the number of its tokens there.
+    """
+
+    def __init__(self, decoder: Decoder, max_tokens: int, prefix_bytes: int) -> None:
+        self.decoder = decoder
+        self.max_tokens = max_tokens
+        self.cache = PrefixCache(prefix_bytes)
+        self.computed = self.reused = 0
+        self.item: Item | None = None
+        self.length = 0
+
+    def clear(self) -> None:
+        """Drop all computed prompts: the weights change."""
+        self.cache.clear()
+        self.item, self.length = None, 0
+
+    def compute_piece(self, item: Item, context: list[int], blocks: list[Prefix], rows: int, max_length: int) -> int:
+        """Compute the next piece of a long prompt; return its length. The last one sets `item.prefix`."""
+        cache = self.decoder.cache
+        length = self.length
+        # The first piece begins after the blocks of the prefix cache.
+        if self.item is not item:
+            length = TOKENS * len(blocks)
+            cache.reserve(length, rows, max_length)
+            cache.fill([cache.prefill_row], blocks)
+            self.reused += length
+
+        piece = context[length : length + self.max_tokens]
+        cache.reserve(length + len(piece), rows, max_length)
+        self.decoder.prefill([piece], [cache.prefill_row], [length])
+        self.computed += len(piece)
+        self.item, self.length = item, length + len(piece)
+        if self.length == len(context):
+            item.prefix = tuple(part.clone() for part in cache.read(cache.prefill_row, self.length))
+            self.cache.add(context, item.prefix)
+            self.item, self.length = None, 0
+        return len(piece)
+
+    def compute(self, admissions: Sequence[Admission], rows: int, max_length: int) -> None:
+        """Compute prompts, but for the tokens that the prefix cache has, into the first row of each."""
+        if not admissions:
+            return
+        cache = self.decoder.cache
+        cache.reserve(max(len(admission.context) for admission in admissions), rows, max_length)
+        for admission in admissions:
+            cache.fill(admission.rows[:1], admission.blocks)
+            self.reused += admission.start
+
+        uncached = [admission for admission in admissions if admission.start < len(admission.context)]
+        if uncached:
+            pieces = [admission.context[admission.start :] for admission in uncached]
+            first_rows = [admission.rows[0] for admission in uncached]
+            self.decoder.prefill(pieces, first_rows, [admission.start for admission in uncached])
+            self.computed += sum(map(len, pieces))
+
+        # The other samples of a request, in this step and later ones, get a copy.
+        for item, admitted_rows, context, _ in admissions:
+            prefix = cache.read(admitted_rows[0], len(context))
+            cache.fill(admitted_rows[1:], [prefix])
+            self.cache.add(context, prefix)
+            if isinstance(item, EngineRequest) and item.admitted < item.sampling.n:
+                item.prefix = tuple(part.clone() for part in prefix)
