@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,12 +31,11 @@ from .arguments import (
     top_logprobs,
 )
 from .handover import Handover
+from .updates import Command, Orders, Traffic, WeightLabels
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
 
-# How vLLM pauses for an update: the mode for running sequences, and whether keys and values are dropped.
-PAUSE = {"continue": ("keep", False), "finish": ("wait", True), "recompute": ("keep", True)}
 CLOSE_TIMEOUT = 60  # seconds: a hanging process must not keep the caller
 # Seconds in which vLLM's processes may end by themselves, before they are killed: by then they hold nothing of value.
 # The exit of one takes 2 to 3 s of CPU time, and a replica's teardown as a whole may take 5 s.
@@ -46,9 +43,6 @@ CLOSE_GRACE = 3.0
 CHECK_INTERVAL = 1  # seconds between checks that vLLM's process is alive
 DEAD = "vLLM's engine process has died"
 STARTING = threading.Lock()  # guards the environment, which all engines of this process share
-
-Command = Handover | Literal["release", "restore"]
-Order = tuple[Command, "Future[None]"]
 
 
 class VLLMEngine:
@@ -81,21 +75,12 @@ class VLLMEngine:
         self.eos = load_eos(folder, config)
         self._reads_texts = has_tokenizer(folder)
         self.dtype: torch.dtype = getattr(torch, options.dtype)
-        args, self._cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
-        # vLLM's labels of the weights of each update, which its completions carry by token.
-        self._label = "default"
-        self._weights = (version, "")
-        self._labels = {self._label: self._weights}  # in order: the current one, and those of running sequences
-        self._updates = 0
-        self._salt = ""  # prompts share blocks of the cache only under the same one
-        self._memory: Literal["allocated", "released", "restored"] = "allocated"
-        self._open = asyncio.Event()  # whether vLLM accepts requests; cleared by a release
-        self._open.set()
-        self._orders: deque[Order] = deque()
+        args, on_cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
+        self._labels = WeightLabels(version, "")
+        self._traffic = Traffic()
+        self._traffic.open.set()
+        self._orders = Orders(self.on_update, on_cpu, self._traffic, self._labels)
         self._worker: asyncio.Task[None] | None = None
-        self._unstarted: dict[str, None] = {}  # vLLM's requests without a token, in order
-        self._in_flight: dict[str, str] = {}  # requests in vLLM, with the label of the weights at their submission
-        self._idle = asyncio.Event()  # set while there are none
         self._started = self._generated = self._numbered = self._prefilled = self._reused = 0
         self._lock = threading.Lock()
         # Guarded by the lock.
@@ -163,12 +148,12 @@ class VLLMEngine:
     @property
     def version(self) -> int:
         """Version of the weights that sample the next token."""
-        return self._weights[0]
+        return self._labels.weights[0]
 
     @property
     def identity(self) -> str:
         """Identity of those weights."""
-        return self._weights[1]
+        return self._labels.weights[1]
 
     def stats(self) -> dict[str, int]:
         """Running and waiting sequences, and the tokens delivered since the start (of running sequences only the first,
@@ -176,7 +161,11 @@ class VLLMEngine:
         sample. RuntimeError: the engine is closed, or has failed."""
         with self._lock:
             self._check_alive()
-        counts = {"running": self._started, "waiting": len(self._unstarted), "generated_tokens": self._generated}
+        counts = {
+            "running": self._started,
+            "waiting": len(self._traffic.unstarted),
+            "generated_tokens": self._generated,
+        }
         return counts | {"prefilled_tokens": self._prefilled, "reused_tokens": self._reused}
 
     def held(self) -> list[int]:
@@ -225,7 +214,7 @@ class VLLMEngine:
 
             self._loop = asyncio.get_running_loop()
             with STARTING, inherited_environment():
-                self._llm = AsyncLLM.from_engine_args(args)
+                self._llm = self._orders.llm = AsyncLLM.from_engine_args(args)
         except ValueError as error:
             ready.set_exception(error)
             return
@@ -247,7 +236,7 @@ class VLLMEngine:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._llm.shutdown(timeout=CLOSE_GRACE)
-            del self._llm  # it would log an error at interpreter exit
+            del self._llm, self._orders.llm  # it would log an error at interpreter exit
 
     def _end(self, error: BaseException) -> None:
         """Fail all pending and later calls, with the first error."""
@@ -256,10 +245,7 @@ class VLLMEngine:
             pending = [*self._pending]
         for future in pending:
             settle(future, error=self._error)
-        for command, _ in self._orders:
-            if isinstance(command, Handover):
-                command.close()
-        self._orders.clear()
+        self._orders.drop()
         self._stop.set()
 
     def _create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -307,15 +293,16 @@ class VLLMEngine:
 
         name = str(self._numbered)
         self._numbered += 1
-        self._unstarted[name] = None
+        traffic = self._traffic
+        traffic.unstarted[name] = None
         completion = Completion(prompt_ids=request.prompt)
         sent = 0  # tokens that the listener has
         unknown = request.sampling.logprobs_of == "policy" and request.sampling.restricted
         try:
-            while not self._open.is_set():  # it may be cleared again before this runs
-                await self._open.wait()
-            self._in_flight[name] = self._label
-            salt = self._salt
+            while not traffic.open.is_set():  # it may be cleared again before this runs
+                await traffic.open.wait()
+            traffic.in_flight[name] = self._labels.current
+            salt = traffic.salt
             prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
             async with contextlib.aclosing(
                 self._llm.generate(prompt, params, name, priority=request.priority)
@@ -323,10 +310,10 @@ class VLLMEngine:
                 async for output in outputs:
                     part = output.outputs[0]
                     # Its first token: an update meanwhile would have left its prompt's keys and values of old weights.
-                    if name in self._unstarted:
-                        if part.finish_reason == "abort" or salt != self._salt:
+                    if name in traffic.unstarted:
+                        if part.finish_reason == "abort" or salt != traffic.salt:
                             return None
-                        del self._unstarted[name]
+                        del traffic.unstarted[name]
                         self._started += 1
                         reused = output.num_cached_tokens or 0
                         self._reused += reused
@@ -342,13 +329,13 @@ class VLLMEngine:
                     if request.listener and part.finish_reason is None:
                         sent += self._notify(request, sample, completion, sent, self._spans(name))
         finally:
-            if name in self._unstarted:
-                del self._unstarted[name]
+            if name in traffic.unstarted:
+                del traffic.unstarted[name]
             else:
                 self._started -= 1
-            self._in_flight.pop(name, None)
-            if not self._in_flight:
-                self._idle.set()
+            traffic.in_flight.pop(name, None)
+            if not traffic.in_flight:
+                traffic.idle.set()
         if part.finish_reason == "error" and request.sampling.grammar and not completion.token_ids:
             raise ValueError("vLLM cannot use this grammar, or the tokenizer with one: its output says why")
         # An abort that no update asked for, or an error of vLLM.
@@ -357,7 +344,7 @@ class VLLMEngine:
         completion.finish = part.finish_reason
         spans = [(span.version, span.start) for span in part.weight_versions]
         self._notify(request, sample, completion, sent, spans)
-        completion.versions, completion.identities = self._versions(spans, 0, len(completion.token_ids))
+        completion.versions, completion.identities = self._labels.of_tokens(spans, 0, len(completion.token_ids))
         return completion
 
     def _spans(self, name: str) -> list[tuple[str, int]]:
@@ -367,27 +354,13 @@ class VLLMEngine:
         running = states.external_req_ids.get(name, ())
         return [span for key in running for span in states.request_states[key].weight_version_starts]
 
-    def _versions(self, spans: Sequence[tuple[str, int]], start: int, end: int) -> tuple[list[int], dict[int, str]]:
-        """The versions of the tokens from `start` to `end`, and their identities."""
-        versions: list[int] = []
-        identities = {}
-        # Each label from its first token to the next one's.
-        span_ends = [first for _, first in spans[1:]] + [end]
-        for (label, first), span_end in zip(spans, span_ends, strict=True):
-            count = min(span_end, end) - max(first, start)
-            if count > 0:
-                version, identity = self._labels[label]
-                versions += [version] * count
-                identities[version] = identity
-        return versions, identities
-
     def _notify(
         self, request: VLLMRequest, sample: int, completion: Completion, sent: int, spans: Sequence[tuple[str, int]]
     ) -> int:
         """Pass new tokens to the listener; returns their number, 0 while their weights are unknown."""
         if request.listener is None or request.future.done() or not spans:
             return 0
-        versions, identities = self._versions(spans, sent, len(completion.token_ids))
+        versions, identities = self._labels.of_tokens(spans, sent, len(completion.token_ids))
         ids = completion.token_ids[sent:]
         logprobs = completion.logprobs[sent:]
         piece = Completion("", ids, logprobs, {}, request.prompt, versions, completion.finish, identities)
@@ -400,97 +373,12 @@ class VLLMEngine:
             if isinstance(command, Handover):
                 command.close()
             return
-        if command == "release":
-            self._open.clear()
-        self._orders.append((command, future))
+        self._orders.add(command, future)
         if self._worker is None or self._worker.done():
             self._worker = self._create_task(self._execute_orders())
 
     async def _execute_orders(self) -> None:
-        """Execute the orders one by one; of consecutive updates only the newest, for all of them."""
-        while self._orders:
-            command = self._orders[0][0]
-            count = 1
-            try:
-                if command == "release":
-                    await self._release()
-                elif command == "restore":
-                    await self._restore()
-                else:
-                    count = await self._update()
-            except Exception as error:
-                # The weights may be half of one version and half of another.
-                self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))
-                return
-            if self._error is not None:  # the engine has ended meanwhile, with the orders
-                return
-            for command, future in [self._orders.popleft() for _ in range(count)]:
-                if isinstance(command, Handover):
-                    command.close()
-                settle(future)
-            if self._memory == "allocated" and all(command != "release" for command, _ in self._orders):
-                self._open.set()
-
-    async def _update(self) -> int:
-        """Load the newest of the updates that are next; returns their number."""
-        llm = self._llm
-        if self._memory == "allocated":
-            mode, clear = PAUSE[self.on_update]
-            if self.on_update == "finish":
-                await self._drain()
-            await llm.pause_generation(mode=mode, clear_cache=clear)
-        await self._restore()
-        updates = [update for update, _ in takewhile(lambda order: isinstance(order[0], Handover), self._orders)]
-        newest = updates[-1]
-        assert isinstance(newest, Handover)
-        await llm.collective_rpc("forge_load", args=(newest.path, newest.locations, newest.dtype))
-        # From here on vLLM marks tokens with the new label; older ones are needed while requests carry them.
-        self._updates += 1
-        label = str(self._updates)
-        await llm.update_weight_version(label)
-        self._weights = self._labels[label] = (newest.version, newest.identity)
-        self._label = label
-        needed = {label, *self._in_flight.values()}
-        for unused in takewhile(lambda earlier: earlier not in needed, [*self._labels]):
-            del self._labels[unused]
-        # Requests without a token start again: their prompts' keys and values are of the old weights.
-        if self.on_update == "continue":
-            self._salt = label
-            await llm.abort([*self._unstarted])
-        if self._memory == "restored" and not self._cpu:
-            await llm.wake_up(["kv_cache"])  # which resumes, too
-        else:
-            await llm.resume_generation()
-        self._memory = "allocated"
-        return len(updates)
-
-    async def _drain(self) -> None:
-        """Wait until vLLM has no requests. Unstarted ones wait until `_open` is set.
-
-        vLLM's own waiting pause ignores preempted sequences, which would continue afterwards.
-        """
-        self._open.clear()
-        await self._llm.abort([*self._unstarted])
-        while self._in_flight:
-            self._idle.clear()
-            await self._idle.wait()
-
-    async def _release(self) -> None:
-        if self._memory == "released":
-            return
-        await self._drain()
-        if self._cpu:
-            await self._llm.pause_generation(mode="wait", clear_cache=True)
-            await self._llm.collective_rpc("forge_release")
-        else:
-            await self._llm.sleep(level=2, mode="wait")
-        self._memory = "released"
-
-    async def _restore(self) -> None:
-        if self._memory != "released":
-            return
-        if self._cpu:
-            await self._llm.collective_rpc("forge_restore")
-        else:
-            await self._llm.wake_up(["weights"])
-        self._memory = "restored"
+        try:
+            await self._orders.execute()
+        except Exception as error:
+            self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))
