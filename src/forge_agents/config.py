@@ -10,7 +10,6 @@ from forge.config import ConfigError
 from forge.config.plugin import resolve
 from forge.config.sections import Section
 
-from .address import AddressConfig
 from .agent import AgentCommand
 from .collection_config import CollectionConfig
 
@@ -66,8 +65,6 @@ class AgentConfig(Section):
     """Calls beside the task, such as for titles and summaries."""
     concurrency: PositiveInt = 64
     """Agents at once."""
-    address: AddressConfig | None = None
-    """Where agents reach the gateway from other machines: of a `function`, whose parameter `address` is the URL."""
 
     def _check(self) -> None:
         players = [name for name in ("command", "function", "collection") if getattr(self, name) is not None]
@@ -75,8 +72,6 @@ class AgentConfig(Section):
             raise ConfigError(
                 f"episode.agent needs one of command, function and collection, got {', '.join(players) or 'none'}"
             )
-        if self.address is not None and self.function is None:
-            raise ConfigError("episode.agent.address is of a function: commands and collections run on this machine")
         if self.command is not None:
             self.agent_command()
             if (self.test is None) == (self.reward is None):

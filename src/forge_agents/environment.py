@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,8 +162,7 @@ class AgentEnv(GroupEnv):
     async def _attempt(
         self, settings: SessionSettings, sample: Sample, evaluation: bool
     ) -> tuple[Outcome, SessionRecord]:
-        key = secrets.token_hex(16)
-        access = await self.gateway.open.route(settings, key)
+        access = await self.gateway.open.route(settings)
         try:
             outcome = await self.play_agent(access, sample, evaluation)
             if isinstance(outcome.reward, Mapping) and outcome.reward.keys() != self.seats.keys():
@@ -173,12 +171,9 @@ class AgentEnv(GroupEnv):
                     f"the agent gives rewards to {rewarded or 'none of the models'}; the trained models are {seats}"
                 )
         finally:
-            record: SessionRecord = await self.gateway.close.route(key)
-            with suppress(ForgeError):  # its journal is removed with the run's folder
-                await self.gateway.forget.route(key)
+            record: SessionRecord = await self.gateway.close.route(access.key)
         # A program that asked for nothing and failed says more of the machine than of the policy.
-        asked = record.counts.get("requests") or any(name.startswith("forwarded/") for name in record.counts)
-        if outcome.stop == "crashed" and not asked:
+        if outcome.stop == "crashed" and not record.counts.get("requests"):
             return Outcome(None, "infrastructure", True, outcome.info), record
         if self.score is not None and not outcome.is_lost and record.runs.get(POLICY):
             answer = record.runs[POLICY][-1].added[-1]["content"]

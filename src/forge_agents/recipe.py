@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from httpx import TransportError
@@ -18,16 +18,13 @@ from forge.config.sections import build
 from forge.recipes.components import POLICY
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
-from forge_http.web import bind
 
 from .actor import GatewayActor, PolicySettings
 from .collection import WorkerPlay, check_collection
 from .command import CommandRunner, program_path
 from .config import AgentConfig
 from .environment import AgentEnv, Outcome, Play, Score
-from .listener import SharedListener
 from .models import place_part, seats
-from .provider import Provider
 from .settings import Access
 from .several import start_learners
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller.handle import Handle
 
-RETRIES = 5  # of a coroutine's client, within which a gateway that died is back
+RETRIES = 5  # of a coroutine's client, within which a generator that died is back
 
 
 def agent_config(values: Any) -> AgentConfig:
@@ -53,26 +50,10 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     agent = agent_config(cfg.episode.agent)
     learners = await start_learners(cfg, job, cfg.load_algorithm())
     policies = {POLICY: policy, **{name: learner.policy for name, learner in learners.items()}}
-    listener = SharedListener()
     settings = await policy_settings(cfg, job, policies)
-    providers = {
-        name: Provider(further.url, further.key, further.name)
-        for name, further in cfg.models.items()
-        if further.url is not None
-    }
-    # Held by this process, so that clients on other machines wait as well while the gateway is replaced.
-    listeners = [listener]
-    remote = None
-    if agent.address is not None:
-        host, port = agent.address.endpoint()
-        listeners.append(SharedListener(host, port or 0))
-        remote = agent.address, listeners[-1].path
-    gateway = await GatewayActor.options(num_replicas=1).as_service(
-        settings, listener.path, job.record.folder / "gateway", providers, remote
-    )
-    await gateway.listen.route()
+    gateway = await GatewayActor.options(num_replicas=1).as_service(settings)
     runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
-    holder = asyncio.create_task(hold(listeners, runner))
+    holder = asyncio.create_task(hold(runner))
     play = await agent_play(agent, runner)
     limits = {
         "max_turns": cfg.episode.max_turns,
@@ -126,12 +107,8 @@ def check_agent(values: Any) -> None:
 
     Raises:
         ConfigError: the program of the section is missing, or its collection or environment is missing or invalid.
-        OSError: its address is in use.
     """
     agent = agent_config(values)
-    if agent.address is not None:
-        host, port = agent.address.endpoint()
-        bind(host, port or 0, "port 0 in episode.agent.address.listen").close()
     if agent.collection is not None:
         check_collection(agent)
     elif agent.command is not None:
@@ -155,14 +132,12 @@ async def agent_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     return await command_play(agent, runner) if agent.command is not None else function_play(agent)
 
 
-async def hold(listeners: Sequence[SharedListener], runner: CommandRunner) -> None:
-    """Hold what the episodes need until the run's event loop ends."""
+async def hold(runner: CommandRunner) -> None:
+    """Hold the runner until the run's event loop ends."""
     try:
         await asyncio.Event().wait()
     finally:
         await runner.close()
-        for listener in listeners:
-            listener.close()
 
 
 async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
@@ -213,10 +188,9 @@ def function_play(agent: AgentConfig) -> Play:
     """How a coroutine plays a task: it gets a client of the session, and may return the reward."""
     function = agent.load_function()
     names = inspect.signature(function).parameters
-    address = {"address": agent.address and agent.address.reached_at} if "address" in names else {}
 
     async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
-        options = {**address, **({"evaluation": evaluation} if "evaluation" in names else {})}
+        options = {"evaluation": evaluation} if "evaluation" in names else {}
         # Plain http on loopback: no proxy, and no certificates, whose loading takes 20 ms for each client.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)

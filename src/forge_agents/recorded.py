@@ -18,7 +18,6 @@ from forge.data.files import Row
 RECORDING = "recording.json"
 TRAFFIC = "traffic-*.jsonl"
 Place = tuple[int | None, tuple[int, ...]]  # the turn before an answer, and the tokens between
-CHOSEN = "chosen.txt"  # ids of preferred answers, one a line; a person or a judge writes them
 
 
 @dataclass
@@ -32,11 +31,6 @@ class RecordedTurn:
     is_delivered: bool = False
     children: list[int] = field(default_factory=list)  # the turns that continue it
 
-    @property
-    def place(self) -> Place:
-        """The context of the answer, which is equal for answers to one request."""
-        return self.parent, tuple(self.context)
-
 
 def vocabulary_digest(tokenizer: Any) -> str:
     """A digest that two tokenizers share if ids mean the same tokens in both."""
@@ -48,8 +42,7 @@ def recorded_rows(path: str, kind: Literal["prompts", "supervised", "preferences
 
     A conversation has `token_ids`, and in `trained` whether each was sampled: each answer is trained in one row. Left
     out are answers that no client received, and those that another one was preferred to. A pair has `prompt_ids`,
-    `chosen_ids` and `rejected_ids`: two answers to the same tokens, of which one alone was continued, or is listed in
-    `chosen.txt`.
+    `chosen_ids` and `rejected_ids`: two answers to the same tokens, of which one alone was continued.
 
     Raises:
         ValueError: other tokens, a damaged line, or nothing of this kind.
@@ -62,12 +55,9 @@ def recorded_rows(path: str, kind: Literal["prompts", "supervised", "preferences
         raise ValueError(
             f"{path} was recorded from {written['model']}, whose tokenizer is another one: train that model"
         )
-    marks = folder / CHOSEN
-    chosen_ids = set(marks.read_text().split()) if marks.exists() else set()
     rows: list[Row] = []
     for turns in _sessions(folder):
-        winners = _winners(turns, chosen_ids)
-        rows += _pairs(turns, winners) if kind == "preferences" else _conversations(turns, winners)
+        rows += _pairs(turns) if kind == "preferences" else _conversations(turns)
     if not rows:
         wanted = "a request that was answered twice, and one answer continued" if kind == "preferences" else "an answer"
         raise ValueError(f"{path} has no {kind} rows: it needs {wanted}")
@@ -97,48 +87,39 @@ def _sessions(folder: Path) -> Iterator[list[RecordedTurn]]:
 
 
 def _add(turns: list[RecordedTurn], event: Mapping[str, Any]) -> None:
-    run = event["run"]
-    if run["number"] != len(turns):
+    if event["number"] != len(turns):
         raise ValueError(f"turn {len(turns)} of its session is missing")
-    if run["parent"] is not None:
-        turns[run["parent"]].children.append(len(turns))
-    turns.append(RecordedTurn(run["id"], run["parent"], run["context"], event["completion"]["token_ids"]))
+    if event["parent"] is not None:
+        turns[event["parent"]].children.append(len(turns))
+    turns.append(RecordedTurn(event["id"], event["parent"], event["context"], event["sampled"]))
 
 
-def _winners(turns: Sequence[RecordedTurn], chosen_ids: set[str]) -> dict[Place, int]:
-    """The preferred answer to each context, by parent and tokens: the one that is marked, else the one continued."""
+def _winners(turns: Sequence[RecordedTurn]) -> dict[int, int]:
+    """By each received answer the one that was preferred to it: another to the same context, alone continued."""
     answers: dict[Place, list[int]] = {}
     for number, turn in enumerate(turns):
         if turn.is_delivered:
-            answers.setdefault(turn.place, []).append(number)
+            answers.setdefault((turn.parent, tuple(turn.context)), []).append(number)
     winners = {}
-    for place, numbers in answers.items():
-        marked = [number for number in numbers if turns[number].id in chosen_ids]
-        preferred = marked or [number for number in numbers if turns[number].children]
-        if len(preferred) == 1:
-            winners[place] = preferred[0]
+    for numbers in answers.values():
+        continued = [number for number in numbers if turns[number].children]
+        if len(continued) == 1:
+            winners |= {number: continued[0] for number in numbers if number != continued[0]}
     return winners
 
 
-def _pairs(turns: Sequence[RecordedTurn], winners: Mapping[Place, int]) -> Iterator[Row]:
-    for number, turn in enumerate(turns):
-        winner = winners.get(turn.place, number)
-        if turn.is_delivered and winner != number:
-            earlier = [turns[step] for step in _path(turns, number)[:-1]]
-            prompt = [token for step in earlier for token in [*step.context, *step.sampled]]
-            yield {
-                "prompt_ids": [*prompt, *turn.context],
-                "chosen_ids": turns[winner].sampled,
-                "rejected_ids": turn.sampled,
-            }
+def _pairs(turns: Sequence[RecordedTurn]) -> Iterator[Row]:
+    for number, winner in _winners(turns).items():
+        turn = turns[number]
+        earlier = [turns[step] for step in _path(turns, number)[:-1]]
+        prompt = [token for step in earlier for token in [*step.context, *step.sampled]]
+        chosen, rejected = turns[winner].sampled, turn.sampled
+        yield {"prompt_ids": [*prompt, *turn.context], "chosen_ids": chosen, "rejected_ids": rejected}
 
 
-def _conversations(turns: Sequence[RecordedTurn], winners: Mapping[Place, int]) -> Iterator[Row]:
-    trained = {
-        number
-        for number, turn in enumerate(turns)
-        if turn.is_delivered and winners.get(turn.place, number) == number and turn.sampled
-    }
+def _conversations(turns: Sequence[RecordedTurn]) -> Iterator[Row]:
+    winners = _winners(turns)
+    trained = {n for n, turn in enumerate(turns) if turn.is_delivered and n not in winners and turn.sampled}
     covered: set[int] = set()
     for number in sorted(trained):
         if any(child in trained for child in turns[number].children):

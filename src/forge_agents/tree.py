@@ -6,8 +6,9 @@ continues no turn begins a root. Two that continue the same turn are siblings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from forge.types import Completion
@@ -15,11 +16,10 @@ from forge.types import Completion
 from .keys import conversation_keys, loose, message_key, tools_key
 from .messages import Message, ModelRequest, Schema
 
-# Why a root begins: a new conversation, or what differs from the one that the client sent before.
-Reason = Literal["", "start", "thoughts_dropped", "compacted", "edited", "other_system", "other_tools"]
+# Why a root begins: a new conversation, one that the client sent before with other words, or without its thoughts.
+Reason = Literal["", "start", "edited", "thoughts_dropped"]
 Rule = Literal["", "id", "history", "tokens"]  # how a turn's parent was recognised
 
-SUMMARY = 40  # characters of a sampled text that mark a message as its summary: shorter ones recur by chance
 SHOWN = 160  # characters of a differing message
 
 
@@ -84,8 +84,6 @@ class TokenTree:
         self._parents: set[int] = set()
         # Made once a turn: a new conversation is compared with all that came before it.
         self._added_keys: list[tuple[bytes, ...]] = []
-        self._sampled_keys: set[bytes] = set()
-        self._summaries: list[str] = []
 
     def add(self, run: TokenRun) -> None:
         """Append a run, which is complete."""
@@ -96,12 +94,7 @@ class TokenTree:
             self._by_id[call.id] = run
         if run.parent is not None:
             self._parents.add(run.parent)
-        keys = tuple(message_key(message) for message in run.added)
-        self._added_keys.append(keys)
-        self._sampled_keys.add(keys[-1])
-        summary = loose(run.added[-1]["content"])
-        if len(summary) >= SUMMARY:
-            self._summaries.append(summary)
+        self._added_keys.append(tuple(message_key(message) for message in run.added))
 
     def is_continued(self, run: TokenRun) -> bool:
         """Whether a later turn follows this one: its client has received it."""
@@ -128,10 +121,6 @@ class TokenTree:
             # A turn that was found by its tokens has been sent other messages for them.
             messages = [*([] if step.rule == "tokens" else messages), *step.added]
         return messages
-
-    def by_id(self, name: str) -> TokenRun | None:
-        """The turn with this id, or with a call of this id."""
-        return self._by_id.get(name)
 
     def place(self, request: ModelRequest) -> Place:
         """Find the turn that a request continues: by its id, else by the history.
@@ -194,44 +183,17 @@ class TokenTree:
         return message if thought is None else {**message, "thought": thought}
 
     def _difference(self, request: ModelRequest) -> tuple[Reason, str]:
-        """Why a request continues no turn, and the first message that differs."""
+        """Why a request continues no turn, and the first message that differs from the nearest conversation."""
         messages = request.messages
-        keys = [message_key(message) for message in messages]
-        leaf: TokenRun | None = None
-        shared = -1
-        for run in self._leaves():
-            count = _common(self._message_keys(run), keys)
-            if count >= shared:
-                leaf, shared = run, count
-        if leaf is None:
+        leaves = [run for run in self.runs if not self.is_continued(run)]
+        if not leaves or not any(_is_turn(message) for message in messages):
             return "start", ""
-        nearest = self.conversation(leaf)
-        same_tools = tools_key(leaf.tools) == tools_key(request.tools)
-        text = _shown(messages, nearest, shared)
-        sampled = self._sampled_keys
-        repeats = any(key in sampled for message, key in zip(messages, keys, strict=True) if _is_turn(message))
-        # An earlier conversation up to its first turn, and there another turn than the one that was sampled.
-        first_turn = next((index for index, message in enumerate(messages) if _is_turn(message)), None)
-        if not repeats and first_turn is not None and shared >= first_turn:
-            return "edited", text
-        if not repeats:
-            # A new conversation, unless it holds what the policy wrote before as text.
-            return ("compacted", text) if self._holds_summary(messages) else ("start", "")
-        if shared == len(nearest) or shared == len(messages):
-            return ("edited" if same_tools else "other_tools"), text
-        if not same_tools and shared > 1:
-            return "other_tools", text
-        if shared == 0 and messages[0]["role"] == nearest[0]["role"] == "system":
-            return "other_system", text
-        # Messages before a turn that was sampled are gone.
-        returns = any(key in sampled and _is_turn(m) for m, key in zip(messages[shared:], keys[shared:], strict=True))
-        if returns and not _is_turn(messages[shared]) and len(messages) < len(nearest):
-            return "compacted", text
-        return "edited", text
-
-    def _holds_summary(self, messages: Sequence[Message]) -> bool:
-        texts = [loose(message["content"]) for message in messages if not _is_turn(message)]
-        return any(summary in text for summary in self._summaries for text in texts)
+        keys = [message_key(message) for message in messages]
+        counts = [_common(self._message_keys(run), keys) for run in leaves]
+        shared, leaf = max(zip(counts, leaves, strict=True), key=lambda pair: (pair[0], pair[1].number))
+        if tools_key(leaf.tools) != tools_key(request.tools):
+            return "edited", "other tools"
+        return "edited", _shown(messages, self.conversation(leaf), shared)
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
         """Whether the thoughts that a client sends are those that were sampled; it may omit them."""
@@ -241,9 +203,6 @@ class TokenTree:
                 return False
         return True
 
-    def _leaves(self) -> Iterator[TokenRun]:
-        return (run for run in self.runs if not self.is_continued(run))
-
 
 def _is_turn(message: Message) -> bool:
     return bool(message["role"] == "assistant")
@@ -251,12 +210,7 @@ def _is_turn(message: Message) -> bool:
 
 def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
     """The number of equal messages that two conversations begin with."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    return sum(takewhile(bool, (one == other for one, other in zip(first, second, strict=False))))
 
 
 def _shown(messages: Sequence[Message], nearest: Sequence[Message], index: int) -> str:
