@@ -52,9 +52,9 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     policies = {POLICY: policy, **{name: learner.policy for name, learner in learners.items()}}
     settings = await policy_settings(cfg, job, policies)
     gateway = await GatewayActor.options(num_replicas=1).as_service(settings)
-    runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
-    holder = asyncio.create_task(hold(runner))
-    play = await agent_play(agent, runner)
+    player = CommandRunner(allow_unsafe=agent.allow_unsafe) if agent.collection is None else WorkerPlay(agent)
+    holder = asyncio.create_task(hold(player))
+    play = await agent_play(agent, player)
     limits = {
         "max_turns": cfg.episode.max_turns,
         "max_tokens": cfg.episode.max_tokens,
@@ -125,19 +125,19 @@ def check_program(agent: AgentConfig) -> None:
     raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {remedy}")
 
 
-async def agent_play(agent: AgentConfig, runner: CommandRunner) -> Play:
+async def agent_play(agent: AgentConfig, player: CommandRunner | WorkerPlay) -> Play:
     """How the configured agent plays a task."""
-    if agent.collection is not None:
-        return WorkerPlay(agent)
-    return await command_play(agent, runner) if agent.command is not None else function_play(agent)
+    if isinstance(player, WorkerPlay):
+        return player
+    return await command_play(agent, player) if agent.command is not None else function_play(agent)
 
 
-async def hold(runner: CommandRunner) -> None:
-    """Hold the runner until the run's event loop ends."""
+async def hold(player: CommandRunner | WorkerPlay) -> None:
+    """Hold what plays the episodes until the run's event loop ends."""
     try:
         await asyncio.Event().wait()
     finally:
-        await runner.close()
+        await player.close()
 
 
 async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:

@@ -12,7 +12,7 @@ pytest.importorskip("openai")
 
 from forge.config import ConfigError
 from forge.types import Prompt, Sample
-from forge_agents import collection_config
+from forge_agents import collection
 from forge_agents.cli import write_rows
 from forge_agents.collection import WorkerPlay, hold_out
 from forge_agents.config import AgentConfig
@@ -27,7 +27,7 @@ ODD = {"kind": "verifiers", "environment": "odd", "python": sys.executable}
 @pytest.fixture
 def odd(monkeypatch):
     """The section of an environment that this Python has, in place of verifiers."""
-    monkeypatch.setitem(collection_config.WORKERS, "verifiers", str(SCRIPT))
+    monkeypatch.setattr(collection, "SCRIPT", SCRIPT)
     return AgentConfig(collection=ODD)
 
 
@@ -39,8 +39,7 @@ def play(agent, target):
         try:
             return await worker_play(Access("http://gateway", "0" * 32), Sample(Prompt("", ()), target))
         finally:
-            worker_play.holder.cancel()
-            await asyncio.gather(worker_play.holder, return_exceptions=True)
+            await worker_play.close()
 
     return asyncio.run(run())
 
