@@ -6,6 +6,7 @@ from typing import Any
 
 from forge.data.spelling import spelled
 from forge.types import Completion, Sampling
+from forge_envs.dialogue import Dialogue
 
 from .messages import BadRequest, ModelRequest, TokenLogprob
 
@@ -33,7 +34,7 @@ def client_sampling(request: ModelRequest) -> dict[str, Any]:
     return values
 
 
-def choose_grammar(request: ModelRequest, syntax: str) -> str:
+def choose_grammar(request: ModelRequest, dialogue: Dialogue) -> str:
     """The grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
     if request.schema is None and request.tool_choice in ("auto", "none"):
         return ""
@@ -44,7 +45,8 @@ def choose_grammar(request: ModelRequest, syntax: str) -> str:
         if request.schema is not None:
             return json_grammar(request.schema)
         choice = request.tool_choice.removeprefix("function:")
-        return calls_grammar(syntax, request.tools, choice, request.parallel_calls)
+        added = dialogue.tokenizer.get_added_vocab()
+        return calls_grammar(dialogue.syntax, request.tools, choice, request.parallel_calls, added)
     except ValueError as error:
         raise BadRequest(str(error), field) from None
 

@@ -323,5 +323,5 @@ class Session:
         }
         if self.settings.is_served:
             sampling |= client_sampling(request)
-        grammar = choose_grammar(request, policy.dialogue.syntax)
+        grammar = choose_grammar(request, policy.dialogue)
         return sampling | ({"grammar": grammar} if grammar else {})
