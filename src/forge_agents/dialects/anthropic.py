@@ -56,14 +56,10 @@ class AnthropicDialect:
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
         _check_edits(body.get("context_management"))
-        tools = tuple(
-            _tool(tool, f"tools[{index}]")
-            for index, tool in enumerate(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS))
-        )
+        tools = tuple(_tool(tool, path) for path, tool in fields.records(body.get("tools"), "tools"))
         choice = fields.record(body.get("tool_choice"), "tool_choice")
         output = fields.record(body.get("output_config"), "output_config")
-        fields_of_output = {name for name, value in output.items() if value is not None}
-        if fields_of_output - {"effort", "format"}:
+        if {name for name, value in output.items() if value is not None} - {"effort", "format"}:
             raise BadRequest("output_config supports effort and format alone", "output_config")
         return ModelRequest(
             body["model"],
@@ -73,7 +69,7 @@ class AnthropicDialect:
             not fields.boolean(choice, "disable_parallel_tool_use"),
             max_tokens=fields.integer(body, "max_tokens"),
             stop=fields.stop_strings(body, "stop_sequences"),
-            schema=_schema(output.get("format") or body.get("output_format")),
+            schema=fields.answer_schema(output.get("format") or body.get("output_format"), "output_config.format"),
             stream=fields.boolean(body, "stream"),
             stream_usage=True,
             overridden={**fields.overridden(body, SAMPLING), **fields.overridden(output, ["effort"])},
@@ -92,10 +88,7 @@ class AnthropicDialect:
             arguments = json.loads(call.arguments)
             content.append(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=arguments))
         message = _start(request, turn.id, _usage(turn))
-        message.content = content
-        stop = _stop(turn)
-        message.stop_reason = stop.stop_reason
-        message.stop_sequence = stop.stop_sequence
+        message = message.model_copy(update={"content": content, **_stop(turn).model_dump(exclude_unset=True)})
         return message.model_dump(exclude_unset=True)
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> AnthropicEvents:
@@ -229,16 +222,12 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
     # Both forms of the field as blocks, without the one that changes from version to version of Claude Code.
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     blocks = [
-        block
-        for block in fields.records(blocks, "system", fields.MAX_MESSAGES)
-        if not str(block.get("text", "")).startswith(BILLING)
+        block for _, block in fields.records(blocks, "system") if not str(block.get("text", "")).startswith(BILLING)
     ]
     messages: list[Message] = [{"role": "system", "content": fields.text_of(blocks, "system", TEXT)}]
-    entries = fields.records(body.get("messages"), "messages", fields.MAX_MESSAGES)
-    if not entries:
-        raise BadRequest("messages must be a list of at least one message", "messages")
-    for index, message in enumerate(entries):
-        path = f"messages[{index}]"
+    entries = fields.records(body.get("messages"), "messages")
+    fields.expect(bool(entries), "messages", "a list of at least one message", entries)
+    for path, message in entries:
         role = message.get("role")
         if role == "assistant":
             fields.append_assistant(messages, _assistant(message.get("content"), f"{path}.content"))
@@ -248,7 +237,7 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
             messages.append({"role": "system", "content": fields.text_of(message.get("content"), path, TEXT)})
         else:
             raise BadRequest(f"{path}.role {fields.shorten(role)} is neither user nor assistant", path)
-    if entries[-1]["role"] == "assistant":
+    if role == "assistant":
         # In this dialect, such a request asks to continue the text of the last message.
         raise BadRequest("the last message is the assistant's: a text that was begun cannot be continued", "messages")
     return messages
@@ -259,12 +248,12 @@ def _assistant(content: Json, path: str) -> Message:
         return fields.assistant(content=content)
     texts: dict[str, str] = {"thinking": "", "text": ""}
     calls = []
-    for index, block in enumerate(fields.records(content, path, fields.MAX_MESSAGES)):
+    for place, block in fields.records(content, path):
         kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
             texts[kind] += fields.text_of([block], path, {kind: kind})
         elif kind == "tool_use":
-            arguments = fields.arguments_of(block.get("input"), f"{path}[{index}].input")
+            arguments = fields.arguments_of(block.get("input"), f"{place}.input")
             calls.append(Call(fields.string(block, "id", path), fields.string(block, "name", path), arguments))
         # A thought that was made unreadable is of another model.
         elif kind != "redacted_thinking":
@@ -278,18 +267,18 @@ def _add_user(messages: list[Message], content: Json, path: str) -> None:
         messages.append({"role": "user", "content": content})
         return
     texts: list[Json] = []
-    for index, block in enumerate(fields.records(content, path, fields.MAX_MESSAGES)):
+    for place, block in fields.records(content, path):
         if block.get("type") != "tool_result":
             texts.append(block)
             continue
         if texts:
             messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
             texts = []
-        text = fields.text_of(block.get("content"), f"{path}[{index}].content", TEXT)
+        text = fields.text_of(block.get("content"), f"{place}.content", TEXT)
         # A word marks an error, unless the text has one at its beginning.
         if block.get("is_error") and "error" not in text[:80].lower():
             text = f"error: {text}"
-        call_id = fields.string(block, "tool_use_id", f"{path}[{index}]")
+        call_id = fields.string(block, "tool_use_id", place)
         messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
     if texts:
         messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
@@ -311,20 +300,10 @@ def _choice(choice: Mapping[str, Json]) -> str:
     return CHOICES[kind]
 
 
-def _schema(output_format: Json) -> Mapping[str, Json] | None:
-    options = fields.record(output_format, "output_config.format")
-    if not options:
-        return None
-    if options.get("type") != "json_schema":
-        kind = fields.shorten(options.get("type"))
-        raise BadRequest(f"output_config.format of type {kind} is not supported", "output_config")
-    return fields.json_schema(options.get("schema"), "output_config.format.schema")
-
-
 def _check_edits(management: Json) -> None:
     """Raise BadRequest if the server is to edit the context. To keep all thoughts changes nothing."""
-    edits = fields.records(fields.record(management, "context_management").get("edits"), "context_management.edits", 16)
-    for edit in edits:
+    edits = fields.record(management, "context_management").get("edits")
+    for _, edit in fields.records(edits, "context_management.edits"):
         if edit.get("keep") != "all":
             kind = fields.shorten(edit.get("type"))
             raise BadRequest(f"context_management: the edit {kind} is not supported", "context_management")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.completion_choice import Logprobs
 
-from ..messages import BadRequest, Delta, ModelRequest, ModelTurn
+from ..messages import MAX_SAMPLES, BadRequest, Delta, ModelRequest, ModelTurn
 from . import fields
 from .chat import ChatDialect, ChatEvents
 from .fields import Json
@@ -46,7 +46,7 @@ class CompletionsDialect(ChatDialect):
             body["model"],
             ({"role": "prompt", "content": str(prompt)},),
             prompt=prompt,
-            samples=fields.samples(body),
+            samples=fields.integer(body, "n", 1, MAX_SAMPLES) or 1,
             max_tokens=fields.integer(body, "max_tokens") or MAX_TOKENS,
             stop=fields.stop_strings(body, "stop"),
             stream=fields.boolean(body, "stream"),
