@@ -208,9 +208,9 @@ class CommandRunner:
             reasons["exited"] = "missing", reason
         elif code == -9:
             reasons["exited"] = "killed", "SIGKILL, which neither this library nor a limit of it sent"
-        out, error = (output[-TAIL:].decode(errors="replace") for output in outputs)
+        stdout, stderr = (output[-TAIL:].decode(errors="replace") for output in outputs)
         named, reason = reasons.get(status, ("exited", ""))
-        return CommandResult(named, code, out, error, header["seconds"], folder, reason)
+        return CommandResult(named, code, stdout, stderr, header["seconds"], folder, reason)
 
     async def _in_thread(self, work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:
         """Do what blocks; when cancelled, interrupt it, and wait for its end."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from anthropic import types as api
 from anthropic.types.raw_message_delta_event import Delta as StopDelta
 from pydantic import BaseModel
 
-from ..messages import BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
-from . import fields
+from ..messages import BadRequest, Call, Message, ModelRequest, ModelTurn, Schema
+from . import Dialect, ItemWriter, fields
 from .fields import Json
 
 SAMPLING = ("temperature", "top_p", "top_k", "thinking")
@@ -41,7 +40,7 @@ ERRORS = {
 }
 
 
-class AnthropicDialect:
+class AnthropicDialect(Dialect):
     """Requests to `/v1/messages` and `/v1/messages/count_tokens`, which have the same fields."""
 
     name = "anthropic"
@@ -104,13 +103,12 @@ class AnthropicDialect:
         return {"type": "error", "error": body}
 
 
-class AnthropicEvents:
-    """Writes one answer as blocks, of which at most one is open."""
+class AnthropicEvents(ItemWriter):
+    """Writes one answer as blocks."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         self._request = request
         self._id = ids[0]
-        self._open: Literal["", "thinking", "text"] = ""
         self._index = 0  # of the open block, or of the next
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -119,28 +117,11 @@ class AnthropicEvents:
         message = _start(self._request, self._id, usage)
         return _event(api.RawMessageStartEvent(type="message_start", message=message))
 
-    def delta(self, delta: Delta) -> bytes:
-        """A piece of the open block; before it, what ends another and begins this."""
-        events = b""
-        if delta.thought:
-            events += self._turn_to("thinking")
-            events += self._piece(api.ThinkingDelta(type="thinking_delta", thinking=delta.thought))
-        if delta.content:
-            events += self._turn_to("text")
-            events += self._piece(api.TextDelta(type="text_delta", text=delta.content))
-        if delta.call is not None:
-            events += self._close()
-            block = api.ToolUseBlock(type="tool_use", id=delta.call.id, name=delta.call.name, input={})
-            events += self._begin_block(block)
-            events += self._piece(api.InputJSONDelta(type="input_json_delta", partial_json=delta.call.arguments))
-            events += self._end_block()
-        return events
-
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """The end of the open block, why the message ended, and usage."""
         usage = api.MessageDeltaUsage.model_validate(_usage(turns[0]).model_dump(exclude_unset=True))
         stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop(turns[0]), usage=usage)
-        return self._close() + _event(stopped) + _event(api.RawMessageStopEvent(type="message_stop"))
+        return self.close() + _event(stopped) + _event(api.RawMessageStopEvent(type="message_stop"))
 
     def ping(self) -> bytes:
         """The event that clients expect while they wait."""
@@ -150,23 +131,33 @@ class AnthropicEvents:
         """An event with the body of the error."""
         return fields.server_sent(AnthropicDialect().error(error), "error")
 
-    def _turn_to(self, kind: Literal["thinking", "text"]) -> bytes:
-        if self._open == kind:
-            return b""
-        events = self._close()
-        self._open = kind
-        if kind == "text":
-            return events + self._begin_block(api.TextBlock(type="text", text=""))
-        return events + self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
+    def begin_item(self, kind: str) -> bytes:
+        """A block without text."""
+        if kind == "content":
+            return self._begin_block(api.TextBlock(type="text", text=""))
+        return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
 
-    def _close(self) -> bytes:
-        if not self._open:
+    def piece(self, kind: str, text: str) -> bytes:
+        """The event of a piece of its text."""
+        if kind == "content":
+            return self._piece(api.TextDelta(type="text_delta", text=text))
+        return self._piece(api.ThinkingDelta(type="thinking_delta", thinking=text))
+
+    def close(self) -> bytes:
+        """The end of the block, before which a thought gets its signature."""
+        if not self.open:
             return b""
-        signature = b""
-        if self._open == "thinking":
-            signature = self._piece(api.SignatureDelta(type="signature_delta", signature=fields.opaque(self._id)))
-        self._open = ""
-        return signature + self._end_block()
+        events = b""
+        if self.open == "thought":
+            events = self._piece(api.SignatureDelta(type="signature_delta", signature=fields.opaque(self._id)))
+        self.open = ""
+        return events + self._end_block()
+
+    def call(self, call: Call) -> bytes:
+        """A block of a call, whose arguments come in one piece."""
+        begun = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
+        arguments = self._piece(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
+        return begun + arguments + self._end_block()
 
     def _begin_block(self, block: api.TextBlock | api.ThinkingBlock | api.ToolUseBlock) -> bytes:
         return _event(api.RawContentBlockStartEvent(type="content_block_start", index=self._index, content_block=block))
@@ -175,9 +166,8 @@ class AnthropicEvents:
         return _event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
 
     def _end_block(self) -> bytes:
-        event = api.RawContentBlockStopEvent(type="content_block_stop", index=self._index)
         self._index += 1
-        return _event(event)
+        return _event(api.RawContentBlockStopEvent(type="content_block_stop", index=self._index - 1))
 
 
 def _event(event: BaseModel) -> bytes:

@@ -18,7 +18,7 @@ from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_usage import PromptTokensDetails
 
 from ..messages import MAX_SAMPLES, BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
-from . import fields
+from . import Dialect, EventWriter, fields
 from .fields import Json
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity")
@@ -45,12 +45,11 @@ NEUTRAL: Mapping[str, Sequence[Json]] = {
 PARTS = {"text": "text", "refusal": "refusal"}
 
 
-class ChatDialect:
+class ChatDialect(Dialect):
     """Requests to `/v1/chat/completions`."""
 
     name = "chat"
     id_prefix = "chatcmpl-"
-    call_prefix = "call_"
 
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
@@ -100,12 +99,8 @@ class ChatDialect:
         """The writer of a streamed answer."""
         return ChatEvents(request, ids)
 
-    def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """The body of an error."""
-        return fields.openai_error(error)
 
-
-class ChatEvents:
+class ChatEvents(EventWriter):
     """Writes the answers to one request as chunks, which all have the first answer's id."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
@@ -149,14 +144,6 @@ class ChatEvents:
         if self._request.stream_usage:
             chunks += self._write([], _usage(turns))
         return chunks + b"data: [DONE]\n\n"
-
-    def ping(self) -> bytes:
-        """A comment."""
-        return b": ping\n\n"
-
-    def failure(self, error: BadRequest) -> bytes:
-        """An event with the body of the error."""
-        return fields.server_sent(fields.openai_error(error))
 
     def _chunk(self, sample: int, delta: ChoiceDelta) -> bytes:
         return self._write([ChunkChoice(index=sample, delta=delta, finish_reason=None)])

@@ -157,7 +157,8 @@ def openai_choice(choice: Json, tools: Sequence[Schema]) -> str:
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = record(choice.get("function", choice), "tool_choice.function")
         name = string(function, "name", "tool_choice")
-        choice = f"function:{'.'.join(filter(None, (function.get('namespace'), name)))}"
+        namespace = f"{function['namespace']}." if function.get("namespace") else ""
+        choice = f"function:{namespace}{name}"
     elif choice not in (None, "auto", "none", "required"):
         raise BadRequest(f"tool_choice = {shorten(choice)} is not supported", "tool_choice")
     return check_choice(choice or "auto", tools)

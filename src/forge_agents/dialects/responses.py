@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..messages import BadRequest, Call, Message, ModelRequest, ModelTurn, Schema
-from . import fields, responses_events
+from . import Dialect, fields
 from .fields import Json
-from .responses_events import SEPARATOR, ResponsesEvents, output_items, response
+from .responses_events import ID_PREFIX, SEPARATOR, ResponsesEvents, output_items, response
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning")
 KNOWN = {
@@ -45,12 +45,11 @@ PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 SUMMARY = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
 
 
-class ResponsesDialect:
+class ResponsesDialect(Dialect):
     """Requests to `/v1/responses`."""
 
     name = "responses"
-    id_prefix = responses_events.ID_PREFIX
-    call_prefix = responses_events.CALL_PREFIX
+    id_prefix = ID_PREFIX
 
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
@@ -83,10 +82,6 @@ class ResponsesDialect:
     def events(self, request: ModelRequest, ids: Sequence[str]) -> ResponsesEvents:
         """The writer of a streamed answer."""
         return ResponsesEvents(request, ids)
-
-    def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """The body of an error."""
-        return fields.openai_error(error)
 
 
 def _messages(body: Mapping[str, Json]) -> list[Message]:
