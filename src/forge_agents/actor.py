@@ -30,14 +30,13 @@ class PolicySettings:
     service: Service
     model: str
     episode: EpisodeConfig
-    trains: bool = True
     sampling: Mapping[str, Any] = field(default_factory=dict)
     whole_turns: bool = False
 
     def build(self) -> Policy:
         """The policy, with its tokenizer."""
         dialogue = self.episode.dialogue(self.model)
-        return Policy(self.service, dialogue, self.trains, self.sampling, self.whole_turns)
+        return Policy(self.service, dialogue, self.sampling, self.whole_turns)
 
 
 class GatewayActor(ForgeActor):

@@ -17,7 +17,7 @@ from forge.runtime.controller import ForgeError, ServiceStopped
 from forge.types import NO_TURN, Episode, Sample
 from forge_envs.environment import InfrastructureError
 
-from .certificate import EXCLUSIONS, Certificate, total
+from .certificate import EXCLUSIONS, Certificate
 from .record import Auxiliary, SessionRecord
 from .settings import Access, SessionSettings
 from .several import Learner
@@ -87,7 +87,6 @@ class AgentEnv(GroupEnv):
         # For checkpoints, see `forge.recipes.components.start_rl`.
         self.trainers = {key: part for learner in self.learners.values() for key, part in learner.trainers().items()}
         self._room = asyncio.Semaphore(concurrency)
-        self._has_warned = False  # of episodes without a turn, of which there may be many
 
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
@@ -130,34 +129,24 @@ class AgentEnv(GroupEnv):
                     break
                 for seat, account in lost.items():
                     account.update(record.unlearned(seat, self.auxiliary))
-        info = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
+        info: dict[str, Any] = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
         episodes = []
-        for seat in self.seats:
-            account = lost[seat]
-            episode = _unscored(info, account) if is_lost else self._episode(record, seat, outcome, info, account)
+        for seat, account in lost.items():
+            reward, own = outcome.reward_of(seat), dict(info)
+            episode = None if is_lost else record.episode(seat, reward, auxiliary=self.auxiliary, info=own)
+            if episode is not None:
+                account.update(episode.info["certificate"])
+                episode.info["certificate"] = dict(account)
+            else:
+                if not is_lost:
+                    account.update(record.unlearned(seat, self.auxiliary))
+                    own |= {"stop": NO_TURN} if len(lost) > 1 and not record.runs.get(seat) else {}
+                episode = _unscored(own, account)
             # Without a second seat an episode needs no name.
-            episode.policy = seat if len(self.seats) > 1 else ""
+            episode.policy = seat if len(lost) > 1 else ""
             episodes.append(episode)
         return episodes
-
-    def _episode(
-        self, record: SessionRecord, seat: str, outcome: Outcome, info: Mapping[str, Any], lost: Certificate
-    ) -> Episode:
-        """The episode of one seat. `lost` is the account of its sessions before."""
-        episode = record.episode(seat, outcome.reward_of(seat), auxiliary=self.auxiliary, info=info)
-        if episode is None:
-            if len(self.seats) == 1 and not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "an episode is unscored: its agent ended (%s) without an answer of the policy", outcome.stop
-                )
-            no_turn = {} if record.runs.get(seat) or len(self.seats) == 1 else {"stop": NO_TURN}
-            return _unscored({**info, **no_turn}, total([record.unlearned(seat, self.auxiliary), lost]))
-        certificate = Certificate(episode.info["certificate"])
-        certificate.update(lost)
-        episode.info["certificate"] = dict(certificate)
-        return episode
 
     async def _attempt(
         self, settings: SessionSettings, sample: Sample, evaluation: bool

@@ -23,7 +23,6 @@ class Policy:
 
     service: of `forge.actors.Generator`.
     dialogue: converts its messages and tokens.
-    trains: whether its turns become episodes.
     sampling: the run's settings, which a client cannot change.
     chat_error: why the tokenizer's template cannot render messages; "": it can.
     whole_turns: sample a turn in one request even where the client streams: for what streams lack, such as experts.
@@ -31,7 +30,6 @@ class Policy:
 
     service: Any
     dialogue: Dialogue
-    trains: bool = True
     sampling: Mapping[str, Any] = field(default_factory=dict)
     whole_turns: bool = False
     chat_error: str = ""

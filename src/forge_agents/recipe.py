@@ -7,6 +7,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from httpx import TransportError
@@ -52,9 +53,13 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     policies = {POLICY: policy, **{name: learner.policy for name, learner in learners.items()}}
     settings = await policy_settings(cfg, job, policies)
     gateway = await GatewayActor.options(num_replicas=1).as_service(settings)
-    player = CommandRunner(allow_unsafe=agent.allow_unsafe) if agent.collection is None else WorkerPlay(agent)
-    holder = asyncio.create_task(hold(player))
-    play = await agent_play(agent, player)
+    runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
+    player: CommandRunner | WorkerPlay = runner if agent.collection is None else WorkerPlay(agent)
+    play: Play
+    if isinstance(player, WorkerPlay):
+        play = player
+    else:
+        play = function_play(agent) if agent.command is None else await command_play(agent, runner)
     limits = {
         "max_turns": cfg.episode.max_turns,
         "max_tokens": cfg.episode.max_tokens,
@@ -69,7 +74,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
         retries=cfg.episode.retries,
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
-        resources=holder,
+        resources=asyncio.create_task(hold(player)),
         seats=seats(cfg.models),
         learners=learners,
     )
@@ -77,29 +82,20 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
 
 async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> dict[str, PolicySettings]:
     """All models that the gateway samples from, by the names that agents use; starts the frozen ones."""
-    frozen = [name for name, further in cfg.models.items() if further.is_frozen]
-    generators = await asyncio.gather(*(frozen_generator(cfg, job, name) for name in frozen))
     settings = {}
     for seat, policy in seats(cfg.models).items():
         model = job.model if policy == POLICY else cfg.models[policy].model or job.model
         sampling = {"temperature": cfg.grpo.temperature}
-        whole_turns = cfg.generator.router_replay
-        settings[seat] = PolicySettings(
-            policies[policy], model, cfg.episode, sampling=sampling, whole_turns=whole_turns
-        )
-    for name, service in zip(frozen, generators, strict=True):
-        further = cfg.models[name]
-        own = {"template": further.template, "syntax": further.syntax, "chat_options": None}
-        episode = cfg.episode.model_copy(update=own)
-        sampling = {"temperature": further.temperature}
-        settings[name] = PolicySettings(service, further.model or job.model, episode, trains=False, sampling=sampling)
+        settings[seat] = PolicySettings(policies[policy], model, cfg.episode, sampling, cfg.generator.router_replay)
+    for name, further in cfg.models.items():
+        if further.is_frozen:
+            model = further.model or job.model
+            options = place_part(further, name, "generator")
+            service = await Generator.options(**options).as_service(model, **cfg.generator)
+            own = {"template": further.template, "syntax": further.syntax, "chat_options": None}
+            episode = cfg.episode.model_copy(update=own)
+            settings[name] = PolicySettings(service, model, episode, {"temperature": further.temperature})
     return settings
-
-
-async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
-    """Start the generators of a frozen model."""
-    options = place_part(cfg.models[name], name, "generator")
-    return await Generator.options(**options).as_service(cfg.models[name].model or job.model, **cfg.generator)
 
 
 def check_agent(values: Any) -> None:
@@ -123,13 +119,6 @@ def check_program(agent: AgentConfig) -> None:
         return
     remedy = agent.install or "a program that is not of the system must be in the `bin` of a folder of `readable`"
     raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {remedy}")
-
-
-async def agent_play(agent: AgentConfig, player: CommandRunner | WorkerPlay) -> Play:
-    """How the configured agent plays a task."""
-    if isinstance(player, WorkerPlay):
-        return player
-    return await command_play(agent, player) if agent.command is not None else function_play(agent)
 
 
 async def hold(player: CommandRunner | WorkerPlay) -> None:
@@ -161,7 +150,8 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             if agent.test is None:
                 return Outcome(None, stop, info=info)
             words = {"{task}": task, "{target}": sample.target}
-            test = command_of(agent, [_filled(word, words) for word in agent.test.command])
+            line = [_filled(word, words) for word in agent.test.command]
+            test = replace(command, command=line, timeout=agent.test.timeout, files=None)
             files = {path: _filled(text, words) for path, text in agent.test.files.items()}
             verdict = await runner.run(test, files=files, folder=result.folder)
             info |= {"test": (verdict.stdout + verdict.stderr)[-500:]}
@@ -175,13 +165,6 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             result.remove()
 
     return play
-
-
-def command_of(agent: AgentConfig, words: list[str]) -> Any:
-    """The test as a command, with the agent's limits."""
-    assert agent.test is not None
-    settings = agent.model_copy(update={"command": words, "timeout": agent.test.timeout, "files": None})
-    return settings.agent_command()
 
 
 def function_play(agent: AgentConfig) -> Play:

@@ -121,14 +121,14 @@ def text_of(content: Json, path: str, kinds: Mapping[str, str], joint: str = "\n
     """
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    texts: list[str] = []
     for _, part in records(content, path):
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in kinds:
             raise BadRequest(f"{path}: a part of type {shorten(kind)} is not supported: this model reads text", path)
         text = part.get(kinds[kind])
         expect(isinstance(text, str), f"{path}: the {kinds[kind]} of a part", "a text", text)
-        texts.append(text)
+        texts.append(str(text))
     return joint.join(texts)
 
 
