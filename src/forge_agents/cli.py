@@ -71,10 +71,9 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
         name = (values.get(section) or {}).get("path")
         if not isinstance(name, str) or not name.endswith(".jsonl"):
             raise ConfigError(f"{config}: {section}.path must name the .jsonl file to write, got {name!r}")
-        path = Path(name)
-        if path.exists() and not overwrite:
-            raise ConfigError(f"{path} exists: choose another {section}.path, or replace it by --overwrite")
-        paths[split] = path
+        paths[split] = Path(name)
+        if paths[split].exists() and not overwrite:
+            raise ConfigError(f"{name} exists: choose another {section}.path, or replace it by --overwrite")
     splits = asyncio.run(read_rows(agent, limit))
     if not splits["eval"]:
         splits["train"], splits["eval"] = hold_out(splits["train"], share)

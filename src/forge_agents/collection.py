@@ -105,19 +105,10 @@ def hold_out(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
     """Rows for training and held-out ones, decided by the question itself, so that equal questions stay together.
 
     Args:
-        share: of the held-out ones, 0 to 1; with more than 0 at least one question is held out.
+        share: of the held-out ones, 0 to 1.
     """
-    questions = {row["question"] for row in rows}
-    held_out = {question for question in questions if _place(question) < share}
-    if share > 0 and not held_out and questions:
-        held_out = {min(questions, key=_place)}
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
-        parts[row["question"] in held_out].append(row)
+        digest = hashlib.blake2b(row["question"].encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        parts[int.from_bytes(digest, "big") < share * 2**64].append(row)
     return parts
-
-
-def _place(question: str) -> float:
-    """A number from 0 to 1 that depends on the question alone."""
-    digest = hashlib.blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2.0**64

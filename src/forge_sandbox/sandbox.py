@@ -143,7 +143,6 @@ class Sandbox:
             self._idle.put(None)
         self._lock = Lock()
         self._started = self._closed = False
-        self._process = 0  # the process that started it
         self._workers: set[Worker] = set()
 
     async def __aenter__(self) -> Sandbox:
@@ -167,7 +166,7 @@ class Sandbox:
         Raises:
             ValueError: too long, not encodable as UTF-8, or an invalid time limit.
             SandboxError: the sandbox failed, also on a retry with a new process.
-            RuntimeError: closed, or started before a fork of this process.
+            RuntimeError: closed.
         """
         bodies = _encode(time_limit, program, stdin)
         self._check_usable()
@@ -182,8 +181,6 @@ class Sandbox:
 
     async def close(self) -> None:
         """Kill all programs and close for good; idempotent."""
-        if self._process not in (0, os.getpid()):
-            return  # the workers belong to the parent process
         with self._lock:
             self._closed = True
             workers = list(self._workers)
@@ -196,9 +193,6 @@ class Sandbox:
     def _check_usable(self) -> None:
         if self._closed:
             raise RuntimeError("the sandbox is closed")
-        self._process = self._process or os.getpid()
-        if self._process != os.getpid():
-            raise RuntimeError("the sandbox was started in the process that this one was forked from: create one here")
 
     def _start(self) -> None:
         with self._lock:

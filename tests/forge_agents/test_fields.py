@@ -76,7 +76,7 @@ REJECTED = [
     ("responses", {"n": 2}, "unknown field 'n'"),
     ("responses", {"background": True}, "background = True is not supported"),
     ("responses", {"conversation": "conv_1"}, "conversation = 'conv_1' is not supported"),
-    ("responses", {"include": ["file_search_call.results"]}, "include of 'file_search_call.results' is not supported"),
+    ("responses", {"include": ["file_search_call.results"]}, "include = ['file_search_call.results'] is not supported"),
     ("responses", {"tools": [{"type": "custom", "name": "patch"}]}, "tools[0]: a tool of type 'custom' is not"),
     ("responses", {"tools": [{**FLAT_TOOL, "name": "a.b"}]}, "tools[0].name 'a.b' has other characters than"),
     (
@@ -203,7 +203,7 @@ BODIES = {
         "tools": [FLAT_TOOL, {"type": "namespace", "name": "a", "tools": [FLAT_TOOL]}],
         "tool_choice": {"type": "function", "name": "read"},
         "text": {"format": {"type": "json_schema", "schema": SCHEMA}, "verbosity": "low"},
-        "include": ["message.output_text.logprobs"],
+        "include": ["reasoning.encrypted_content"],
         "previous_response_id": "a",
     },
     "anthropic": {

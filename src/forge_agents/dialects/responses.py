@@ -20,7 +20,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning")
 KNOWN = {
     *SAMPLING,
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "previous_response_id"),
-    *("max_output_tokens", "text", "include", "stream", "stream_options", "top_logprobs"),
+    *("max_output_tokens", "text", "stream", "stream_options"),
 }
 # A context is never truncated here, and only tools of the server count against `max_tool_calls`.
 IGNORED = {
@@ -29,13 +29,13 @@ IGNORED = {
 }
 NEUTRAL: Mapping[str, Sequence[Json]] = {
     "background": (False,),
+    "include": ([], ["reasoning.encrypted_content"]),
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
 }
-INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
 SERVER_TOOLS = {
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
     *("tool_search", "local_shell"),
@@ -70,7 +70,6 @@ class ResponsesDialect(Dialect):
             stream=fields.boolean(body, "stream"),
             stream_usage=True,
             previous=previous or "",
-            logprobs=_logprobs(body),
             overridden={**fields.overridden(body, SAMPLING), **fields.overridden(text, ["verbosity"])},
         )
 
@@ -155,13 +154,3 @@ def _tools(tools: Json, place: str, namespace: str = "") -> Iterator[Schema]:
         else:
             name = f"{namespace}{SEPARATOR}{name}" if namespace else name
             yield fields.tool_schema(name, tool.get("description"), tool.get("parameters"), path)
-
-
-def _logprobs(body: Mapping[str, Json]) -> int | None:
-    include = body.get("include") or []
-    is_right = isinstance(include, list) and all(isinstance(name, str) for name in include)
-    fields.expect(is_right, "include", "a list of names", include)
-    if unsupported := sorted(set(include) - INCLUDES):
-        raise BadRequest(f"include of {fields.shorten(unsupported[0])} is not supported", "include")
-    top = fields.integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
-    return top or 0 if top or "message.output_text.logprobs" in include else None

@@ -12,11 +12,10 @@ from typing import Literal, get_args
 
 from openai.types import responses as api
 from openai.types.responses.response import IncompleteDetails
-from openai.types.responses.response_output_text import Logprob
 from openai.types.responses.response_reasoning_item import Summary
 from pydantic import BaseModel
 
-from ..messages import BadRequest, Call, ModelRequest, ModelTurn, TokenLogprob
+from ..messages import BadRequest, Call, ModelRequest, ModelTurn
 from . import ItemWriter
 from .fields import Json, opaque, server_sent
 
@@ -35,7 +34,7 @@ def output_items(turn: ModelTurn) -> list[Item]:
         items.append(reasoning_item(turn.id, turn.thought))
     if turn.content:
         status: Status = "incomplete" if turn.finish == "length" and not turn.calls else "completed"
-        items.append(message_item(turn.id, turn.content, status, turn.logprobs))
+        items.append(message_item(turn.id, turn.content, status))
     return [*items, *(call_item(call) for call in turn.calls)]
 
 
@@ -50,34 +49,20 @@ def reasoning_item(identity: str, thought: str) -> api.ResponseReasoningItem:
     )
 
 
-def message_item(
-    identity: str, text: str, status: Status, logprobs: Sequence[TokenLogprob] = ()
-) -> api.ResponseOutputMessage:
+def message_item(identity: str, text: str, status: Status) -> api.ResponseOutputMessage:
     """A text; without a part while it is empty."""
     return api.ResponseOutputMessage(
         id=f"msg_{identity.removeprefix(ID_PREFIX)}",
         type="message",
         role="assistant",
         status=status,
-        content=[text_part(text, logprobs)] if text else [],
+        content=[text_part(text)] if text else [],
     )
 
 
-def text_part(text: str, logprobs: Sequence[TokenLogprob] = ()) -> api.ResponseOutputText:
-    """The text of a message, with the log-probabilities of its tokens."""
-    values = [
-        {
-            "token": token.text,
-            "bytes": list(token.text.encode()),
-            "logprob": token.logprob,
-            "top_logprobs": [
-                {"token": top, "bytes": list(top.encode()), "logprob": logprob} for top, logprob in token.top
-            ],
-        }
-        for token in logprobs
-    ]
-    parsed = [Logprob.model_validate(value) for value in values]
-    return api.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=parsed)
+def text_part(text: str) -> api.ResponseOutputText:
+    """The text of a message."""
+    return api.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
 def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionToolCall:
@@ -159,7 +144,7 @@ class ResponsesEvents(ItemWriter):
         # The limit of tokens also cuts what the item would have said.
         turn = turns[0]
         truncated = turn.finish == "length"
-        closing = self.close("incomplete" if truncated else "completed", turn.logprobs)
+        closing = self.close("incomplete" if truncated else "completed")
         finished = response(self._request, self._id, self._items, self._created, turn)
         last = api.ResponseIncompleteEvent if truncated else api.ResponseCompletedEvent
         return closing + self._event(last, response=finished)
@@ -203,7 +188,7 @@ class ResponsesEvents(ItemWriter):
             return self._part(api.ResponseReasoningSummaryTextDeltaEvent, delta=text)
         return self._part(api.ResponseTextDeltaEvent, delta=text, logprobs=[])
 
-    def close(self, status: Status = "completed", logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+    def close(self, status: Status = "completed") -> bytes:
         """The whole text, the whole part and the whole item."""
         if not self.open:
             return b""
@@ -214,11 +199,9 @@ class ResponsesEvents(ItemWriter):
             events += self._part(api.ResponseReasoningSummaryPartDoneEvent, part=part)
             item = reasoning_item(self._id, self._text)
         else:
-            part = text_part(self._text, logprobs)
-            values = [value.model_dump(include={"token", "logprob", "top_logprobs"}) for value in part.logprobs]
-            events = self._part(api.ResponseTextDoneEvent, text=self._text, logprobs=values)
-            events += self._part(api.ResponseContentPartDoneEvent, part=part)
-            item = message_item(self._id, self._text, status, logprobs)
+            events = self._part(api.ResponseTextDoneEvent, text=self._text, logprobs=[])
+            events += self._part(api.ResponseContentPartDoneEvent, part=text_part(self._text))
+            item = message_item(self._id, self._text, status)
         self.open = ""
         return events + self._finish(item)
 
