@@ -216,7 +216,7 @@ def _as_request_error(raised: BaseException) -> BadRequest:
         raised = raised.exceptions[0]
     if isinstance(raised, BadRequest):
         return raised
-    if isinstance(raised, ValueError):
+    if isinstance(raised, ValueError | RecursionError):  # the latter of lists in lists, a thousand deep
         return BadRequest(str(raised))
     if isinstance(raised, RuntimeError | StreamLost | CallTimeout):
         log.warning("a request waits for its retry: %s", raised)
