@@ -116,14 +116,12 @@ class SessionRecord:
     def _numbers(self, tree: TokenTree) -> dict[str, Any]:
         calls = sum(len(run.added[-1].get("calls", ())) for run in tree.runs)
         roots = [run for run in tree.runs if run.reason]
-        differences = [run.difference for run in roots if run.difference]
         return {
             "turns": len(tree.runs),
             "calls": calls,
             "unread_calls": 0,
             "messages": tree.conversation(tree.runs[-1]) if tree.runs else [],
             "roots": dict(Counter(run.reason for run in roots)),
-            "differences": differences[:4],
             "requests": dict(self.counts),
         }
 

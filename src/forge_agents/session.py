@@ -132,7 +132,7 @@ class Session:
         if request.prompt:
             encode = policy.dialogue.tokenizer
             ids = encode(request.prompt)["input_ids"] if isinstance(request.prompt, str) else list(request.prompt)
-            return Place(None, request.messages, "start", ""), ids, tuple(ids)
+            return Place(None, request.messages, "start"), ids, tuple(ids)
         if policy.chat_error:
             raise BadRequest(f"{policy.chat_error}; /v1/completions takes a text", "messages")
         try:
@@ -155,7 +155,7 @@ class Session:
             except ValueError as error:
                 raise BadRequest(str(error), "messages") from None
             request = replace(request, messages=tuple(conversation), previous="")
-            place = Place(None, request.messages, "thoughts_dropped", "", "")
+            place = Place(None, request.messages, "thoughts_dropped")
         try:
             ids = dialogue.initial(prompt(dialogue, place.messages), request.tools)
         except ValueError as error:
@@ -165,7 +165,7 @@ class Session:
         if parent is None:
             return place, ids, tuple(ids)
         context = tuple(ids[len(tree.tokens(parent)) :])
-        return place._replace(parent=parent, rule="tokens"), ids, context
+        return place._replace(parent=parent, by_tokens=True), ids, context
 
     async def _generate(self, generation: Generation, dialect: Dialect) -> None:
         request = generation.request
@@ -261,10 +261,8 @@ class Session:
         added = (*place.messages, text.message(call_ids))
         parent = place.parent
         tools = request.tools if parent is None else parent.tools
-        start = tools_key(tools) if parent is None else parent.key
         # A parent that was found by its tokens has other messages than the client: the key is of the client's.
-        if place.rule == "tokens":
-            start = tools_key(request.tools)
+        start = tools_key(request.tools) if parent is None or place.by_tokens else parent.key
         return TokenRun(
             number=0,
             parent=None if parent is None else parent.number,
@@ -275,8 +273,7 @@ class Session:
             key=conversation_keys(start, added)[-1],
             id=generation.ids[sample],
             reason=place.reason,
-            rule=place.rule,
-            difference=place.difference,
+            by_tokens=place.by_tokens,
             is_constrained=bool(request.schema is not None or request.tool_choice not in ("auto", "none")),
         )
 

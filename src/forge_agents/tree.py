@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from forge.types import Completion
@@ -18,9 +17,6 @@ from .messages import Message, ModelRequest, Schema
 
 # Why a root begins: a new conversation, one that the client sent before with other words, or without its thoughts.
 Reason = Literal["", "start", "edited", "thoughts_dropped"]
-Rule = Literal["", "id", "history", "tokens"]  # how a turn's parent was recognised
-
-SHOWN = 160  # characters of a differing message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +31,7 @@ class TokenRun:
     tools: those that its request offered.
     key: of the conversation up to and with this turn.
     reason: why its history is none that was sampled; "" where it continues its parent's.
-    rule: how the parent was recognised.
-    difference: with a reason, the first message that differs from an earlier conversation.
+    by_tokens: the parent was found by its tokens: `added` is the whole conversation, as the client has sent it.
     is_constrained: drawn under a grammar, so from another distribution than the policy's.
     id: of the answer, and of each sibling's.
     """
@@ -50,8 +45,7 @@ class TokenRun:
     key: bytes
     id: str
     reason: Reason = ""
-    rule: Rule = ""
-    difference: str = ""
+    by_tokens: bool = False
     is_constrained: bool = False
 
 
@@ -64,9 +58,8 @@ class Place(NamedTuple):
 
     parent: TokenRun | None
     messages: tuple[Message, ...]
-    reason: Reason
-    rule: Rule
-    difference: str = ""
+    reason: Reason = ""
+    by_tokens: bool = False
 
 
 class TokenTree:
@@ -82,8 +75,6 @@ class TokenTree:
         self._by_key: dict[bytes, list[TokenRun]] = {}
         self._by_id: dict[str, TokenRun] = {}
         self._parents: set[int] = set()
-        # Made once a turn: a new conversation is compared with all that came before it.
-        self._added_keys: list[tuple[bytes, ...]] = []
 
     def add(self, run: TokenRun) -> None:
         """Append a run, which is complete."""
@@ -94,7 +85,6 @@ class TokenTree:
             self._by_id[call.id] = run
         if run.parent is not None:
             self._parents.add(run.parent)
-        self._added_keys.append(tuple(message_key(message) for message in run.added))
 
     def is_continued(self, run: TokenRun) -> bool:
         """Whether a later turn follows this one: its client has received it."""
@@ -119,7 +109,7 @@ class TokenTree:
         messages: list[Message] = []
         for step in self.path(run):
             # A turn that was found by its tokens has been sent other messages for them.
-            messages = [*([] if step.rule == "tokens" else messages), *step.added]
+            messages = [*([] if step.by_tokens else messages), *step.added]
         return messages
 
     def place(self, request: ModelRequest) -> Place:
@@ -130,22 +120,18 @@ class TokenTree:
         """
         messages = request.messages
         if request.previous:
-            named = self._by_id[request.previous]
-            return Place(named, messages, "", "id")
+            return Place(self._by_id[request.previous], messages)
         keys = conversation_keys(tools_key(request.tools), messages)
-        # The longest history first. After the last message of the assistant there is only what is new.
-        for end in range(len(messages) - 1, 0, -1):
-            if messages[end - 1]["role"] != "assistant":
-                continue
+        turns = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        # After the last turn of the history there is only what is new.
+        if turns and turns[-1] < len(messages):
+            end = turns[-1]
             same = self._by_key.get(keys[end - 1], ())
-            candidates = [run for run in same if self._keeps_thoughts(run, messages[:end])]
-            if candidates and not any(message["role"] == "assistant" for message in messages[end:]):
-                parent, rule = self._choose(candidates, messages[:end])
-                return Place(parent, messages[end:], "", rule)
-        reason, difference = self._difference(request)
+            if candidates := [run for run in same if self._keeps_thoughts(run, messages[:end])]:
+                return Place(self._choose(candidates, messages[:end]), messages[end:])
         if self._restores_thoughts:
             messages = tuple(self._with_thought(message) for message in messages)
-        return Place(None, messages, reason, "", difference)
+        return Place(None, messages, "edited" if turns and self.runs else "start")
 
     def by_tokens(self, tokens: Sequence[int]) -> TokenRun | None:
         """The longest turn whose tokens a prompt begins with; None: there is none, or nothing follows it."""
@@ -158,42 +144,20 @@ class TokenTree:
                 size = len(prefix)
         return best
 
-    def _message_keys(self, run: TokenRun) -> list[bytes]:
-        """The keys of the messages of `conversation`."""
-        keys: list[bytes] = []
-        for step in self.path(run):
-            keys = [*([] if step.rule == "tokens" else keys), *self._added_keys[step.number]]
-        return keys
-
-    def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> tuple[TokenRun, Rule]:
+    def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
         """The parent among turns that say the same: the one whose call ids the client sends back, else the latest."""
         ids = {call.id for call in history[-1].get("calls", ())}
-        for run in reversed(candidates):
-            if ids & {call.id for call in run.added[-1].get("calls", ())}:
-                return run, "id"
-        return candidates[-1], "history"
+        named = [run for run in candidates if ids & {call.id for call in run.added[-1].get("calls", ())}]
+        return (named or candidates)[-1]
 
     def _with_thought(self, message: Message) -> Message:
         """A turn that a client repeats, with the thought that was sampled."""
-        if not _is_turn(message) or message.get("thought"):
+        if message["role"] != "assistant" or message.get("thought"):
             return message
         key = message_key(message)
         turns = (run.added[-1] for run in reversed(self.runs))
         thought = next((turn["thought"] for turn in turns if turn.get("thought") and message_key(turn) == key), None)
         return message if thought is None else {**message, "thought": thought}
-
-    def _difference(self, request: ModelRequest) -> tuple[Reason, str]:
-        """Why a request continues no turn, and the first message that differs from the nearest conversation."""
-        messages = request.messages
-        leaves = [run for run in self.runs if not self.is_continued(run)]
-        if not leaves or not any(_is_turn(message) for message in messages):
-            return "start", ""
-        keys = [message_key(message) for message in messages]
-        counts = [_common(self._message_keys(run), keys) for run in leaves]
-        shared, leaf = max(zip(counts, leaves, strict=True), key=lambda pair: (pair[0], pair[1].number))
-        if tools_key(leaf.tools) != tools_key(request.tools):
-            return "edited", "other tools"
-        return "edited", _shown(messages, self.conversation(leaf), shared)
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
         """Whether the thoughts that a client sends are those that were sampled; it may omit them."""
@@ -202,25 +166,3 @@ class TokenTree:
             if thought and loose(thought) != loose(sampled.get("thought", "")):
                 return False
         return True
-
-
-def _is_turn(message: Message) -> bool:
-    return bool(message["role"] == "assistant")
-
-
-def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """The number of equal messages that two conversations begin with."""
-    return sum(takewhile(bool, (one == other for one, other in zip(first, second, strict=False))))
-
-
-def _shown(messages: Sequence[Message], nearest: Sequence[Message], index: int) -> str:
-    """The message at which a conversation leaves the nearest one, and what stood there before."""
-    new = _line(messages[index]) if index < len(messages) else "(nothing)"
-    earlier = _line(nearest[index]) if index < len(nearest) else "(nothing)"
-    return f"message {index + 1}: {new}, before: {earlier}"
-
-
-def _line(message: Message) -> str:
-    calls = " ".join(f"{call.name}({call.arguments})" for call in message.get("calls", ()))
-    text = loose(f"{message['content']} {calls}")
-    return f"{message['role']} {text[:SHOWN]!r}"

@@ -79,7 +79,7 @@ def test_calls_come_back_re_ordered_and_without_thoughts(served, forced_policy):
         assert answer.choices[0].message.content == "Done."
         assert answer.usage.prompt_tokens_details.cached_tokens > 0
     record = closed(served, access)
-    assert [(run.parent, run.rule) for run in record.runs["policy"]] == [(None, ""), (0, "id")]
+    assert [run.parent for run in record.runs["policy"]] == [None, 0]
     assert record.episode("policy", 1.0).info["roots"] == {"start": 1}
 
 
@@ -106,7 +106,6 @@ def test_a_history_that_differs_begins_a_branch_with_its_reason(served, forced_p
     assert (run.parent, run.reason) == (None, reason)
     episode = record.episode("policy", 0.0)
     assert len(episode.branches) == 1
-    assert reason == "start" or episode.info["differences"]
     assert sum(map(sum, (episode.mask, episode.branches[0].mask))) == forced_policy.sampled
 
 
