@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from forge.data.spelling import UNFINISHED
 from forge.data.turns import thought_of
@@ -15,24 +14,6 @@ from .messages import Call, Message, Schema
 OPENING, CLOSING = "<think>", "</think>"
 # What begins a call, in the syntaxes that have text before it. Others show a turn once it is complete.
 _MARKS = {"hermes": "<tool_call>", "glm": "<tool_call>", "qwen_xml": "<tool_call>"}
-
-
-@dataclass(frozen=True, slots=True)
-class TurnText:
-    """The text of a turn, its calls as (name, JSON text of the arguments)."""
-
-    content: str
-    thought: str = ""
-    calls: tuple[tuple[str, str], ...] = ()
-
-    def message(self, call_ids: Sequence[str]) -> Message:
-        """The turn as the message that its client gets."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.thought:
-            message["thought"] = self.thought
-        if self.calls:
-            message["calls"] = [Call(name, *call) for name, call in zip(call_ids, self.calls, strict=True)]
-        return message
 
 
 class TurnReader:
@@ -69,16 +50,23 @@ class TurnReader:
         self._text = ""
         self._pieces = (0, 0)
 
-    def read(self, tokens: Sequence[int], *, truncated: bool = False) -> TurnText:
-        """The complete turn."""
+    def read(self, tokens: Sequence[int], make_id: Callable[[], str], *, truncated: bool = False) -> Message:
+        """The complete turn, as the message that its client gets; `make_id` names its calls."""
         if self.is_plain:
-            return TurnText(self._before_stop(self.dialogue.text(tokens, truncated=truncated)))
+            text = self.dialogue.text(tokens, truncated=truncated)
+            return {"role": "assistant", "content": self._before_stop(text)}
         action = self.dialogue.read(tokens, self.tools, truncated=truncated)
         # A turn without one readable call says what it says, so that its reader sees the malformed one.
         text = action.content if action.calls or self.dialogue.syntax == "harmony" else action.text
         thought, content = self._split(text)
-        calls = tuple((call.name, json.dumps(dict(call.arguments), ensure_ascii=False)) for call in action.calls)
-        return TurnText(self._before_stop(content).strip(), thought.strip(), calls)
+        message: Message = {"role": "assistant", "content": self._before_stop(content).strip()}
+        if thought.strip():
+            message["thought"] = thought.strip()
+        if action.calls:
+            arguments = [json.dumps(dict(call.arguments), ensure_ascii=False) for call in action.calls]
+            calls = zip(action.calls, arguments, strict=True)
+            message["calls"] = [Call(make_id(), call.name, text) for call, text in calls]
+        return message
 
     def grow(self, tokens: Sequence[int]) -> int | None:
         """Take in the turn so far; returns the number of tokens that complete a stop string, None without one."""

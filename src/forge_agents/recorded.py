@@ -49,7 +49,7 @@ def recorded_rows(path: str, kind: Literal["prompts", "supervised", "preferences
     rows: list[Row] = []
     for runs, received in _sessions(folder):
         winners = _winners(runs, received)
-        # What another answer was preferred to is no more trained than what nobody received.
+        # What another answer was preferred to is no more trained than what no client received.
         record = SessionRecord({MODEL: runs}, frozenset(received - {runs[loser].id for loser in winners}))
         if kind == "preferences":
             rows += _pairs(record, winners)

@@ -256,9 +256,9 @@ class Session:
         reader: TurnReader,
     ) -> TokenRun:
         request = generation.request
-        text = reader.read(turn.token_ids, truncated=turn.finish == "length")
-        call_ids = [dialect.call_prefix + make_token() for _ in text.calls]
-        added = (*place.messages, text.message(call_ids))
+        is_cut = turn.finish == "length"
+        message = reader.read(turn.token_ids, lambda: dialect.call_prefix + make_token(), truncated=is_cut)
+        added = (*place.messages, message)
         parent = place.parent
         tools = request.tools if parent is None else parent.tools
         # A parent that was found by its tokens has other messages than the client: the key is of the client's.

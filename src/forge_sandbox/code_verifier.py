@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from forge.config.plugin import construct
 from forge.data.thoughts import after_thoughts
@@ -22,6 +22,7 @@ from .sandbox import Sandbox
 Json = Any  # plain data of a report
 
 
+@runtime_checkable
 class Runner(Protocol):
     """Runs untrusted programs, as `forge_sandbox.Sandbox`. Exceptions are failures of the runner, not the program."""
 

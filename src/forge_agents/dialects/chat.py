@@ -91,7 +91,7 @@ class ChatDialect(Dialect):
             created=int(time.time()),
             model=request.model,
             choices=choices,
-            usage=_usage(turns),
+            usage=usage_of(turns),
         )
         return completion.model_dump(exclude_unset=True)
 
@@ -142,7 +142,7 @@ class ChatEvents(EventWriter):
             choice = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
             chunks += self._write([choice])
         if self._request.stream_usage:
-            chunks += self._write([], _usage(turns))
+            chunks += self._write([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
 
     def _chunk(self, sample: int, delta: ChoiceDelta) -> bytes:
@@ -239,7 +239,8 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
     ]
 
 
-def _usage(turns: Sequence[ModelTurn]) -> CompletionUsage:
+def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
+    """The tokens of the answers to one request."""
     # All samples have the same prompt, which counts once.
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)

@@ -153,7 +153,7 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
 
 
 def openai_choice(choice: Json, tools: Sequence[Schema]) -> str:
-    """Return the tool choice of OpenAI's dialects, of which one has the name in an object of its own."""
+    """Return the tool choice of OpenAI's dialects, of which one has the name in a separate object."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = record(choice.get("function", choice), "tool_choice.function")
         name = string(function, "name", "tool_choice")
