@@ -6,7 +6,6 @@ sampled = trained + orphan + auxiliary + constrained + surplus + unscored
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 
 # Why the tokens of a turn are not trained. The last is known only once the episode has ended.
 EXCLUSIONS = ("orphan", "auxiliary", "constrained", "surplus", "unscored")
@@ -27,12 +26,3 @@ class Certificate(Counter[str]):
         moved = Certificate(self)
         moved[reason] += moved.pop("trained", 0)
         return moved
-
-
-def total(certificates: Iterable[Mapping[str, int]]) -> Certificate:
-    """The sum of several accounts, checked."""
-    summed = Certificate()
-    for certificate in certificates:
-        summed.update(certificate)
-    summed.check()
-    return summed

@@ -20,21 +20,14 @@ def add_to(commands: Any) -> None:
         epilog="example: forge agents rows agent.yaml",
     )
     steps = agents.add_subparsers(dest="step", required=True, metavar="STEP")
+    about = "write the tasks of episode.agent.collection to dataset.path and, of held-out ones, eval.path"
     rows = steps.add_parser(
-        "rows",
-        help="write the tasks of episode.agent.collection to dataset.path and eval.path",
-        description="Write the tasks of episode.agent.collection to the files that the configuration reads: "
-        "dataset.path, and of held-out ones eval.path.",
-        epilog="example: forge agents rows agent.yaml --held-out .1",
+        "rows", help=about, description=about, epilog="example: forge agents rows agent.yaml --held-out .1"
     )
     rows.add_argument("config", help="the run's YAML file")
     rows.add_argument("--limit", type=int, default=-1, help="read so many tasks; default all")
-    rows.add_argument(
-        "--held-out",
-        type=float,
-        default=0.1,
-        help="share that is held out if the collection has no split; default .1",
-    )
+    held_out = "share that is held out if the collection has no split; default .1"
+    rows.add_argument("--held-out", type=float, default=0.1, help=held_out)
     rows.add_argument("--overwrite", action="store_true", help="replace files that exist")
     rows.set_defaults(run=_rows)
 
@@ -78,10 +71,9 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
         name = (values.get(section) or {}).get("path")
         if not isinstance(name, str) or not name.endswith(".jsonl"):
             raise ConfigError(f"{config}: {section}.path must name the .jsonl file to write, got {name!r}")
-        path = Path(name)
-        if path.exists() and not overwrite:
-            raise ConfigError(f"{path} exists: choose another {section}.path, or replace it by --overwrite")
-        paths[split] = path
+        paths[split] = Path(name)
+        if paths[split].exists() and not overwrite:
+            raise ConfigError(f"{name} exists: choose another {section}.path, or replace it by --overwrite")
     splits = asyncio.run(read_rows(agent, limit))
     if not splits["eval"]:
         splits["train"], splits["eval"] = hold_out(splits["train"], share)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from forge.recipes.components import POLICY
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
 
-from . import workers
-from .collection_config import WORKERS
 from .config import AgentConfig
 from .environment import Outcome
 from .settings import Access
@@ -26,6 +24,7 @@ from .worker import Worker
 
 log = logging.getLogger(f"forge.{__name__}")
 
+SCRIPT = Path(__file__).parent / "workers/verifiers_worker.py"
 READING = 3600.0  # seconds until all rows are read, which may be downloaded first
 
 Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
@@ -34,9 +33,8 @@ Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
 def worker_of(agent: AgentConfig) -> Worker:
     """A worker of an agent's collection."""
     assert agent.collection is not None
-    script = Path(workers.__file__).parent / WORKERS[agent.collection.kind]
     opening = {"environment": agent.collection.environment, "args": agent.collection.args}
-    return Worker([agent.collection.python, str(script)], opening, env=agent.env)
+    return Worker([agent.collection.python, str(SCRIPT)], opening, env=agent.env)
 
 
 class WorkerPlay:
@@ -46,14 +44,10 @@ class WorkerPlay:
         assert agent.collection is not None
         self.timeout = agent.timeout + agent.collection.scoring_timeout
         self.worker = worker_of(agent)
-        self.holder = asyncio.create_task(self._hold())
 
-    async def _hold(self) -> None:
-        """Hold the worker until the run's event loop ends."""
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await self.worker.close()
+    async def close(self) -> None:
+        """End the worker."""
+        await self.worker.close()
 
     async def __call__(self, access: Access, sample: Sample, evaluation: bool = False) -> Outcome:
         """Play one episode; it is lost if the environment or its worker fails. ConfigError: a setting is invalid."""
@@ -83,19 +77,12 @@ def task_of(sample: Sample) -> Any:
 
 def check_collection(agent: AgentConfig) -> None:
     """ConfigError: the collection's package or environment is not there, or a setting of it is invalid."""
-    assert agent.collection is not None
-
-    async def check(worker: Worker) -> None:
-        try:
-            await worker.request("rows", READING, limit=0)
-        except InfrastructureError as error:
-            raise ConfigError(f"episode.agent.collection: {error}") from None
-        finally:
-            await worker.close()
-
     # In a thread: the caller may have a running loop.
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: asyncio.run(check(worker_of(agent)))).result()
+        try:
+            pool.submit(lambda: asyncio.run(read_rows(agent, 0))).result()
+        except InfrastructureError as error:
+            raise ConfigError(f"episode.agent.collection: {error}") from None
 
 
 async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]:
@@ -104,30 +91,24 @@ async def read_rows(agent: AgentConfig, limit: int = -1) -> dict[str, list[Row]]
     Args:
         limit: the most that are read; -1: all.
     """
-    assert agent.collection is not None
     splits: dict[str, list[Row]] = {"train": [], "eval": []}
     worker = worker_of(agent)
     try:
-        await worker.request("rows", READING, limit=limit, on_row=lambda split, row: splits[split].append(row))
+        for split, row in (await worker.request("rows", READING, limit=limit))["rows"]:
+            splits[split].append(row)
     finally:
         await worker.close()
     return splits
 
 
-def hold_out(rows: Iterable[Row], share: float) -> tuple[list[Row], list[Row]]:
+def hold_out(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
     """Rows for training and held-out ones, decided by the question itself, so that equal questions stay together.
 
     Args:
-        share: of the held-out ones, 0 to 1; with more than 0 at least one question is held out.
+        share: of the held-out ones, 0 to 1.
     """
-    places = {row["question"]: _place(row["question"]) for row in rows}
-    # The first question, where chance holds none out.
-    bound = max(share, min(places.values(), default=0.0) + 1e-12) if share > 0 else 0.0
-    held_out = [row for row in rows if places[row["question"]] < bound]
-    return [row for row in rows if places[row["question"]] >= bound], held_out
-
-
-def _place(question: str) -> float:
-    """A number from 0 to 1 that depends on the question alone."""
-    digest = hashlib.blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2.0**64
+    parts: tuple[list[Row], list[Row]] = ([], [])
+    for row in rows:
+        digest = hashlib.blake2b(row["question"].encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        parts[int.from_bytes(digest, "big") < share * 2**64].append(row)
+    return parts

@@ -6,24 +6,23 @@ docs/agent_commands.md says what a program can do, and what is not covered.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
 import socket
 import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from forge.system.scratch import Scratch
 from forge_envs.environment import InfrastructureError
+from forge_sandbox.worker import SandboxError, Settings, Worker
 
-from .agent import AgentCommand, CommandResult, Network, environment
+from .agent import AgentCommand, CommandResult, Network, Status, environment
 from .forward import Forwarder
 from .task_folder import fill, remove, unlock
 
@@ -31,12 +30,13 @@ __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
 
 log = logging.getLogger(f"forge.{__name__}")
 
+T = TypeVar("T")
 Level = Literal["namespaces", "none"]
-Settings = dict[str, Any]  # of the keeper, see `forge_agents.keeper`
 INNER_FOLDER = "/task"  # the task folder, as a confined program sees it
-MAX_TEXT = 120_000  # bytes of one word of a command or environment: Linux takes 128 KiB
-KEEPER_TIMEOUT = 30.0  # seconds that a keeper may take beside the time of its program
-PROBE = ("/bin/sh", "-c", 'test ! -e "$1" && test "$(id -u)" != 0 && echo confined', "sh")
+MAX_RUNS = 1024  # at once: each has a thread that waits for it
+TAIL = 1 << 16  # bytes of each output that are returned
+LIMITS = {"NOFILE": 4096, "FSIZE": 1 << 30, "CORE": 0, "MEMLOCK": 1 << 20, "MSGQUEUE": 0}  # of a process
+PROBE = ("/bin/sh", "-c", 'test "$(id -u)" = 65534 && test -z "$(ls /task)" && echo confined')
 # What programs need of the system, where it exists; of /etc nothing with a secret.
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/dev/random", "/dev/full"),
@@ -45,16 +45,6 @@ SYSTEM = (
     *(f"/etc/{name}" for name in ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "protocols", "services", "terminfo")),
 )
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# The keeper starts without this library's packages: their folders are enough to import single modules of them.
-_BOOT = """
-import runpy, sys, types
-sources, sys.argv = sys.argv[1], sys.argv[1:]
-for name in ("forge_sandbox", "forge_sandbox.inside", "forge_agents"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [sources + "/" + name.replace(".", "/")]
-from forge_agents.keeper import main
-main(*map(int, sys.argv[1:]))
-"""
 
 
 class CommandRunner:
@@ -62,7 +52,7 @@ class CommandRunner:
 
     Args:
         allow_unsafe: where namespaces are not permitted, run programs with all rights of this user, instead of an
-            error at `start`. Limits, the environment and the end of all processes remain.
+            error at `start`. The environment, the end of all processes and limits but that of `processes` remain.
         folder: where task folders are created; by default that for temporary files.
         python: the interpreter of the processes that watch programs; by default the running one.
     """
@@ -75,6 +65,7 @@ class CommandRunner:
         self._parent = folder
         self._python = python or sys.executable
         self._scratch: Scratch | None = None
+        self._threads = ThreadPoolExecutor(MAX_RUNS, "forge-agents")
         self._runs: set[asyncio.Task[CommandResult]] = set()
         self._number = 0
 
@@ -87,14 +78,12 @@ class CommandRunner:
         if self._scratch is not None:
             return
         self._scratch = Scratch("forge-agents-", self._parent)
-        marker = self._scratch.path / "marker"
-        marker.touch()
         try:
-            result = await self.run(AgentCommand([*PROBE, str(marker)], timeout=10))
+            result = await self.run(AgentCommand(PROBE, timeout=10))
             result.remove()
-            if result.status == "exited" and result.stdout == "confined\n":
+            if result.stdout == "confined\n":
                 return
-            reason = result.reason or f"a program was not confined: {result.stderr.strip() or 'it saw this machine'}"
+            reason = result.reason or f"a program was not confined: {result.stderr.strip() or 'it is root'}"
         except OSError as error:
             reason = str(error)
         if not self._allow_unsafe:
@@ -141,17 +130,22 @@ class CommandRunner:
         words["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
         if outer is not None:
             words["url"] = f"http://127.0.0.1:{outer[1]}{urlsplit(words['url']).path}"
-        settings = self._settings(command, words, folder)
-        settings["port"] = None if outer is None else outer[1]
+        settings, request = self._settings(command, words, folder)
         # A program without a gateway has no network.
         settings["network"] = "gateway" if url is None else command.network
+        settings["port"] = None if outer is None else outer[1]
         owned = self.level == "namespaces" and os.geteuid() == 0
         filling = partial(fill, folder, command.files if new else None, files or {}, new=new, owned=owned)
         # `close` ends the run by this task, and waits for it.
-        run = asyncio.ensure_future(self._play(filling, settings, folder, new, outer))
+        run = asyncio.ensure_future(self._play(filling, settings, request, folder, outer))
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
-        return await run
+        try:
+            return await run
+        except BaseException:
+            if new:
+                await self._in_thread(partial(remove, folder.parent))
+            raise
 
     async def close(self) -> None:
         """End all runs, and remove all task folders."""
@@ -159,9 +153,10 @@ class CommandRunner:
             run.cancel()
         await asyncio.gather(*self._runs, return_exceptions=True)
         if self._scratch is not None:
-            await asyncio.to_thread(unlock, self._scratch.path)
-            await asyncio.to_thread(self._scratch.close)
+            await self._in_thread(partial(unlock, self._scratch.path))
+            await self._in_thread(self._scratch.close)
             self._scratch = None
+            self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> CommandRunner:
         await self.start()
@@ -171,26 +166,68 @@ class CommandRunner:
         await self.close()
 
     async def _play(
-        self, filling: Callable[[], None], settings: Settings, folder: Path, new: bool, outer: tuple[str, int] | None
+        self,
+        filling: Callable[[], None],
+        settings: Settings,
+        request: dict[str, Any],
+        folder: Path,
+        outer: tuple[str, int] | None,
     ) -> CommandResult:
-        """Fill the folder and run; a run that is not finished leaves no new folder."""
-        filled = asyncio.ensure_future(asyncio.to_thread(filling))
+        """Fill the folder, run the program in it, and wait until all its processes have ended."""
+        await self._in_thread(filling)
+        forwarder = None if outer is None else Forwarder(*outer)
+        workers: list[Worker] = []
+        seconds: float = request["time_limit"]
         try:
-            await asyncio.shield(filled)
-            return await self._run(settings, folder, outer)
-        except BaseException:
-            await asyncio.wait([filled])
-            if new:
-                await asyncio.to_thread(remove, folder.parent)
+            await self._in_thread(lambda: workers.append(Worker(settings, self._python, None)))
+            (worker,) = workers
+            if forwarder is not None:
+                await forwarder.serve(socket.socket(fileno=worker.descriptors[0]))
+            asking = partial(worker.request, request, b"", b"", limit=seconds)
+            header, outputs = await self._in_thread(asking, worker.interrupt)
+        except SandboxError as error:
+            return CommandResult("failed", -1, "", "", 0.0, folder, str(error))
+        finally:
+            if forwarder is not None:
+                await forwarder.close()
+            for worker in workers:
+                await self._in_thread(worker.kill)
+        status, code = header["status"], header["exit_code"]
+        reasons: dict[str, tuple[Status, str]] = {
+            "timeout": ("timeout", f"it ran for {seconds:g} s"),
+            "memory": ("memory", f"its processes used over {settings['memory_mb']} MB"),
+            "output": ("killed", f"its output exceeded output_kb ({settings['output_kb']})"),
+        }
+        if header["missing"]:
+            reason = (
+                f"{request['command'][0]} cannot be executed ({header['missing']}): a program that is not of the "
+                "system must be in a folder of `readable`, or in its `bin`"
+            )
+            reasons["exited"] = "missing", reason
+        elif code == -9:
+            reasons["exited"] = "killed", "SIGKILL, which neither this library nor a limit of it sent"
+        stdout, stderr = (output[-TAIL:].decode(errors="replace") for output in outputs)
+        named, reason = reasons.get(status, ("exited", ""))
+        return CommandResult(named, code, stdout, stderr, header["seconds"], folder, reason)
+
+    async def _in_thread(self, work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:
+        """Do what blocks; when cancelled, interrupt it, and wait for its end."""
+        working = asyncio.wrap_future(self._threads.submit(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            interrupt()
+            await asyncio.wait([working])
             raise
 
-    def _settings(self, command: AgentCommand, words: Mapping[str, str], folder: Path) -> Settings:
-        """The keeper's settings, with all placeholders replaced. ValueError: a text that no program can be given, or a
-        readable folder that holds those of all runs."""
+    def _settings(
+        self, command: AgentCommand, words: Mapping[str, str], folder: Path
+    ) -> tuple[Settings, dict[str, Any]]:
+        """The settings of the sandbox's process, and its request, with all placeholders replaced. ValueError: a
+        readable folder holds those of all runs."""
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
                 raise ValueError(f"readable has {path}, which holds the folders of all runs: name what is needed in it")
-        readable = _readable(command)
         pattern = re.compile("|".join(rf"\{{{name}\}}" for name in words))
 
         def filled(text: str) -> str:
@@ -200,81 +237,18 @@ class CommandRunner:
         env = environment(words, program_path(command))
         env |= {name: filled(text) for name, text in command.env.items()}
         line = [filled(word) for word in command.command]
-        for text in (*line, *env.values()):
-            if "\0" in text or len(text.encode(errors="surrogateescape")) > MAX_TEXT:
-                raise ValueError(
-                    f"the command or a variable of it has a text of {len(text)} characters, or one with a zero byte: "
-                    f"Linux takes {MAX_TEXT} bytes; write a long task into a file"
-                )
-        return {
+        settings = {
             "level": self.level,
-            "command": line,
-            "env": env,
-            "folder": str(folder),
-            "inner_folder": words["folder"],
-            "scratch": str(folder.parent / "tmp"),
-            "readable": [*filter(os.path.exists, SYSTEM), *readable],
-            "timeout": command.timeout,
+            "folder": words["folder"],
+            "writable": {INNER_FOLDER: str(folder), "/tmp": str(folder.parent / "tmp")},
+            "readable": [*filter(os.path.exists, SYSTEM), *_readable(command)],
+            "limits": LIMITS,
             "memory_mb": command.memory_mb,
+            "cpu_seconds": float("inf"),
             "processes": command.processes,
             "output_kb": command.output_kb,
-            "parent": os.getpid(),
         }
-
-    async def _run(self, settings: Settings, folder: Path, outer: tuple[str, int] | None) -> CommandResult:
-        forwarder = None if outer is None else Forwarder(*outer)
-        control, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        control.setblocking(False)
-        settings_file = _memory_file(json.dumps(settings).encode())
-        result_file = _memory_file(b"")
-        errors = _memory_file(b"")
-        process: Process | None = None
-        try:
-            descriptors = (settings_file, result_file, keeper_end.fileno())
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(self._python, "-I", "-S", "-c", _BOOT, str(Path(__file__).parents[1])),
-                    *map(str, descriptors),
-                    stdin=DEVNULL,
-                    stdout=DEVNULL,
-                    stderr=errors,
-                    env={},
-                    start_new_session=True,
-                    pass_fds=descriptors,
-                )
-            except OSError as error:
-                return _failed(folder, f"the keeper could not be started: {error}")
-            finally:
-                keeper_end.close()
-            if forwarder is not None and (listener := await _receive_listener(control)):
-                await forwarder.serve(listener)
-            try:
-                await asyncio.wait_for(process.wait(), settings["timeout"] + KEEPER_TIMEOUT)
-            except TimeoutError:
-                return _failed(folder, f"the keeper did not end within {KEEPER_TIMEOUT:g} s of the program's time")
-            text = _content(result_file)
-            if not text:
-                said = " ".join(_content(errors).decode(errors="replace").split())[-500:]
-                return _failed(folder, f"the keeper ended with exit code {process.returncode}: {said or 'no word'}")
-            result = json.loads(text)
-            if result["status"] == "failed":
-                return _failed(folder, result["reason"])
-            if result["status"] == "missing":
-                result["reason"] = (
-                    f"{settings['command'][0]} cannot be executed ({result['reason']}): a program that is not of the "
-                    "system must be in a folder of `readable`, or in its `bin`"
-                )
-            names = ("status", "exit_code", "stdout", "stderr", "seconds", "reason")
-            return CommandResult(folder=folder, **{name: result[name] for name in names})
-        finally:
-            # The keeper ends the program as this closes.
-            control.close()
-            if forwarder is not None:
-                await forwarder.close()
-            if process is not None and process.returncode is None:
-                await _end(process)
-            for descriptor in (settings_file, result_file, errors):
-                os.close(descriptor)
+        return settings, {"command": line, "env": env, "time_limit": command.timeout}
 
 
 def _readable(command: AgentCommand) -> list[str]:
@@ -297,46 +271,3 @@ def _address(url: str | None, network: Network, level: Level) -> tuple[str, int]
     if parts.scheme != "http" or not parts.hostname or url.endswith("/v1"):
         raise ValueError(f"url must be http://HOST:PORT of the gateway without /v1, got {url!r}")
     return (parts.hostname, parts.port or 80) if network == "gateway" and level == "namespaces" else None
-
-
-async def _receive_listener(control: socket.socket) -> socket.socket | None:
-    """The socket that the keeper made in the program's network; None if it ended before."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(control, ready.cancel)
-    try:
-        await asyncio.wait([ready], timeout=KEEPER_TIMEOUT)
-    finally:
-        loop.remove_reader(control)
-    if not ready.done():
-        return None
-    _, descriptors, _, _ = socket.recv_fds(control, 64, 1)
-    return socket.socket(fileno=descriptors[0]) if descriptors else None
-
-
-async def _end(process: Process) -> None:
-    """Wait for a keeper whose socket is closed; kill it if it hangs, with which its program ends, too."""
-    waiting = asyncio.ensure_future(process.wait())
-    with suppress(TimeoutError, asyncio.CancelledError):
-        await asyncio.wait_for(asyncio.shield(waiting), 2 * KEEPER_TIMEOUT)
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await waiting
-
-
-def _failed(folder: Path, reason: str) -> CommandResult:
-    return CommandResult("failed", -1, "", "", 0.0, folder, reason)
-
-
-def _memory_file(content: bytes) -> int:
-    descriptor = os.memfd_create("forge-agent")
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
-
-
-def _content(descriptor: int) -> bytes:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)

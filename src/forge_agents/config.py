@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -10,9 +11,7 @@ from forge.config import ConfigError
 from forge.config.plugin import resolve
 from forge.config.sections import Section
 
-from .address import AddressConfig
 from .agent import AgentCommand
-from .collection_config import CollectionConfig
 
 
 class TestCommand(Section):
@@ -26,6 +25,29 @@ class TestCommand(Section):
     """Texts that are written into the folder before it runs, by path, with the same replacements."""
     timeout: PositiveFloat = 60.0
     """Seconds."""
+
+
+class CollectionConfig(Section):
+    """An environment of a collection, which plays and scores the episodes."""
+
+    kind: Literal["verifiers"]
+    """`verifiers` 0.4, in a Python environment of its package."""
+    environment: str
+    """The id of a taskset."""
+    python: str
+    """The Python that has the package: `ENVIRONMENT/bin/python`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the environment, in the package's words."""
+    scoring_timeout: PositiveFloat = 120.0
+    """Seconds that an episode may take beyond `episode.agent.timeout`, for its scores."""
+
+    def _check(self) -> None:
+        # A name is looked up as a shell does; a path must be one of a program.
+        if shutil.which(self.python) is None:
+            raise ConfigError(
+                f"episode.agent.collection.python {self.python} is not a program: make the environment "
+                "(docs/collections.md), and name its bin/python"
+            )
 
 
 class AgentConfig(Section):
@@ -66,8 +88,6 @@ class AgentConfig(Section):
     """Calls beside the task, such as for titles and summaries."""
     concurrency: PositiveInt = 64
     """Agents at once."""
-    address: AddressConfig | None = None
-    """Where agents reach the gateway from other machines: of a `function`, whose parameter `address` is the URL."""
 
     def _check(self) -> None:
         players = [name for name in ("command", "function", "collection") if getattr(self, name) is not None]
@@ -75,8 +95,6 @@ class AgentConfig(Section):
             raise ConfigError(
                 f"episode.agent needs one of command, function and collection, got {', '.join(players) or 'none'}"
             )
-        if self.address is not None and self.function is None:
-            raise ConfigError("episode.agent.address is of a function: commands and collections run on this machine")
         if self.command is not None:
             self.agent_command()
             if (self.test is None) == (self.reward is None):

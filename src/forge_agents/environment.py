@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from forge.runtime.controller import ForgeError, ServiceStopped
 from forge.types import NO_TURN, Episode, Sample
 from forge_envs.environment import InfrastructureError
 
-from .certificate import EXCLUSIONS, Certificate, total
+from .certificate import EXCLUSIONS, Certificate
 from .record import Auxiliary, SessionRecord
 from .settings import Access, SessionSettings
 from .several import Learner
@@ -88,7 +87,6 @@ class AgentEnv(GroupEnv):
         # For checkpoints, see `forge.recipes.components.start_rl`.
         self.trainers = {key: part for learner in self.learners.values() for key, part in learner.trainers().items()}
         self._room = asyncio.Semaphore(concurrency)
-        self._has_warned = False  # of episodes without a turn, of which there may be many
 
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
@@ -131,40 +129,29 @@ class AgentEnv(GroupEnv):
                     break
                 for seat, account in lost.items():
                     account.update(record.unlearned(seat, self.auxiliary))
-        info = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
+        info: dict[str, Any] = {"stop": outcome.stop, "attempts": attempt + 1, "environment": dict(outcome.info)}
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
         episodes = []
-        for seat in self.seats:
-            account = lost[seat]
-            episode = _unscored(info, account) if is_lost else self._episode(record, seat, outcome, info, account)
+        for seat, account in lost.items():
+            reward, own = outcome.reward_of(seat), dict(info)
+            episode = None if is_lost else record.episode(seat, reward, auxiliary=self.auxiliary, info=own)
+            if episode is not None:
+                account.update(episode.info["certificate"])
+                episode.info["certificate"] = dict(account)
+            else:
+                if not is_lost:
+                    account.update(record.unlearned(seat, self.auxiliary))
+                    own |= {"stop": NO_TURN} if len(lost) > 1 and not record.runs.get(seat) else {}
+                episode = _unscored(own, account)
             # Without a second seat an episode needs no name.
-            episode.policy = seat if len(self.seats) > 1 else ""
+            episode.policy = seat if len(lost) > 1 else ""
             episodes.append(episode)
         return episodes
-
-    def _episode(
-        self, record: SessionRecord, seat: str, outcome: Outcome, info: Mapping[str, Any], lost: Certificate
-    ) -> Episode:
-        """The episode of one seat. `lost` is the account of its sessions before."""
-        episode = record.episode(seat, outcome.reward_of(seat), auxiliary=self.auxiliary, info=info)
-        if episode is None:
-            if len(self.seats) == 1 and not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "an episode is unscored: its agent ended (%s) without an answer of the policy", outcome.stop
-                )
-            no_turn = {} if record.runs.get(seat) or len(self.seats) == 1 else {"stop": NO_TURN}
-            return _unscored({**info, **no_turn}, total([record.unlearned(seat, self.auxiliary), lost]))
-        certificate = Certificate(episode.info["certificate"])
-        certificate.update(lost)
-        episode.info["certificate"] = dict(certificate)
-        return episode
 
     async def _attempt(
         self, settings: SessionSettings, sample: Sample, evaluation: bool
     ) -> tuple[Outcome, SessionRecord]:
-        key = secrets.token_hex(16)
-        access = await self.gateway.open.route(settings, key)
+        access = await self.gateway.open.route(settings)
         try:
             outcome = await self.play_agent(access, sample, evaluation)
             if isinstance(outcome.reward, Mapping) and outcome.reward.keys() != self.seats.keys():
@@ -173,12 +160,9 @@ class AgentEnv(GroupEnv):
                     f"the agent gives rewards to {rewarded or 'none of the models'}; the trained models are {seats}"
                 )
         finally:
-            record: SessionRecord = await self.gateway.close.route(key)
-            with suppress(ForgeError):  # its journal is removed with the run's folder
-                await self.gateway.forget.route(key)
+            record: SessionRecord = await self.gateway.close.route(access.key)
         # A program that asked for nothing and failed says more of the machine than of the policy.
-        asked = record.counts.get("requests") or any(name.startswith("forwarded/") for name in record.counts)
-        if outcome.stop == "crashed" and not asked:
+        if outcome.stop == "crashed" and not record.counts.get("requests"):
             return Outcome(None, "infrastructure", True, outcome.info), record
         if self.score is not None and not outcome.is_lost and record.runs.get(POLICY):
             answer = record.runs[POLICY][-1].added[-1]["content"]

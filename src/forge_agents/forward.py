@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 
 CHUNK = 1 << 16  # bytes that are read at once
 
@@ -35,16 +35,11 @@ class Forwarder:
         assert task is not None
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        try:
-            # The program sees its connection closed, as it would see one rejected.
-            with suppress(OSError):
-                outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
-                try:
-                    await asyncio.gather(_copy(reader, outer_writer), _copy(outer_reader, writer))
-                finally:
-                    outer_writer.close()
-        finally:
-            writer.close()
+        # The program sees its connection closed, as it would see one rejected.
+        with closing(writer), suppress(OSError):
+            outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
+            with closing(outer_writer):
+                await asyncio.gather(_copy(reader, outer_writer), _copy(outer_reader, writer))
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,15 +1,14 @@
 """Grammars that bound what is generated, by llguidance: tokens that a grammar excludes are not drawn.
 
-The grammars made here are in Lark, which both engines take. What a grammar accepts is defined over text, so that it
-holds for every tokenizer: an added token that stands for text, such as Qwen's `<tool_call>`, is text like any other.
+The grammars made here are in Lark, which both engines take. Added tokens of a tokenizer are no text in them: a grammar
+names the ones that it has.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,10 +124,14 @@ def json_grammar(schema: Schema) -> str:
     Raises:
         ValueError: it is not a schema of an object, or has a keyword that llguidance cannot keep to.
     """
-    return _checked(f"start: %json {_guided(schema, COMPACT)}")
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"a JSON Schema must be an object, got {schema!r}"[:200])
+    return _checked(f"start: %json {json.dumps({**schema, 'x-guidance': COMPACT})}")
 
 
-def calls_grammar(syntax: str, tools: Sequence[Schema], choice: str = "required", parallel: bool = True) -> str:
+def calls_grammar(
+    syntax: str, tools: Sequence[Schema], choice: str = "required", parallel: bool = True, added: Container[str] = ()
+) -> str:
     """The grammar of an answer that is a call of a tool or, with `parallel`, several, as `forge_envs.calls` reads them.
 
     Args:
@@ -136,40 +139,30 @@ def calls_grammar(syntax: str, tools: Sequence[Schema], choice: str = "required"
         tools: schemas in OpenAI's format; a tool takes no argument that its parameters do not have, unless they have
             `additionalProperties`.
         choice: "required", or the name of the one tool that is to be called.
+        added: the added tokens of the tokenizer, such as `<tool_call>`, as which a call's tags are then written.
 
     Raises:
         ValueError: another syntax, no such tool, or parameters that llguidance cannot keep to.
     """
     if syntax not in ("hermes", "llama3"):
         raise ValueError(f"tool_choice required is not supported with the {syntax} syntax")
-    functions = [tool["function"] for tool in tools]
-    names = [function["name"] for function in functions]
-    if choice != "required":
-        functions = [function for function in functions if function["name"] == choice]
+    functions = [tool["function"] for tool in tools if choice in ("required", tool["function"]["name"])]
     if not functions:
-        raise ValueError(f"tool_choice {choice} needs one of the tools, which are: {', '.join(names) or 'none'}")
-    begin, end, separator, key = ("", "", "; ", "parameters")
+        raise ValueError(f"tool_choice {choice} needs one of the tools")
+    tags, separator, key = ("", ""), "; ", "parameters"
     if syntax == "hermes":
-        begin, end, separator, key = ("<tool_call>\n", "\n</tool_call>", "\n", "arguments")
+        open_tag, close_tag = (mark if mark in added else json.dumps(mark) for mark in ("<tool_call>", "</tool_call>"))
+        tags, separator, key = (f'{open_tag} "\\n"', f'"\\n" {close_tag}'), "\n", "arguments"
     # One rule a tool, so that arguments are those of the name before them.
     rules = []
     for number, function in enumerate(functions):
-        schema = function.get("parameters") or {"type": "object"}
-        schema = {"properties": {}, "additionalProperties": False, **schema}
-        opening = f'{begin}{{"name": {json.dumps(function["name"])}, "{key}": '
-        closing = f"}}{end}"
-        rules.append(f"call_{number}: {json.dumps(opening)} arguments_{number} {json.dumps(closing)}")
-        rules.append(f"arguments_{number}: %json {_guided(schema, SPACED)}")
+        schema = {"properties": {}, "additionalProperties": False, **(function.get("parameters") or {"type": "object"})}
+        opening = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{key}": ')
+        rules.append(f'call_{number}: {tags[0]} {opening} arguments_{number} "}}" {tags[1]}')
+        rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': SPACED})}")
     more = f" ({json.dumps(separator)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
     alternatives = " | ".join(f"call_{number}" for number in range(len(functions)))
     return _checked("\n".join([f"start: call{more}", f"call: {alternatives}", *rules]))
-
-
-def _guided(schema: Schema, options: Mapping[str, object]) -> str:
-    """A schema's text with options of llguidance."""
-    if not isinstance(schema, Mapping):
-        raise ValueError(f"a JSON Schema must be an object, got {schema!r}"[:200])
-    return json.dumps({**schema, "x-guidance": options})
 
 
 def _checked(grammar: str) -> str:
@@ -189,70 +182,41 @@ def _check_installed() -> None:
 
 
 def _open(folder: Path, vocab: int) -> LLTokenizer:
-    """The tokenizer of a model's folder for llguidance, with at least `vocab` tokens.
-
-    llguidance's own reading takes every added token for a special one, which text cannot have: a grammar with the text
-    `<tool_call>` would then fail where that is an added token. Here only tokens that are declared special are.
-    """
+    """The tokenizer of a model's folder for llguidance, with at least `vocab` tokens."""
     _check_installed()
     from llguidance import LLTokenizer, TokenizerWrapper
+    from llguidance.hf import from_tokenizer
+    from tokenizers import decoders
 
     if not has_tokenizer(folder):
         raise ValueError(f"a grammar needs the tokenizer of the model, and {folder} has none")
-    tokenizer = open_tokenizer(str(folder))
+    tokenizer: Any = open_tokenizer(str(folder))
     size = max(vocab, len(tokenizer))
     try:
-        return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size)
+        if isinstance(tokenizer.backend_tokenizer.decoder, decoders.Fuse):
+            return LLTokenizer(TokenizerWrapper(_Characters(tokenizer, size)), n_vocab=size)
+        return from_tokenizer(tokenizer, n_vocab=size)
     except (AttributeError, ValueError) as error:
         raise ValueError(f"llguidance cannot read the tokenizer of {folder}: {_line(str(error))}") from error
 
 
-class _Vocabulary:
-    """The bytes of each token, and how a text is usually encoded: what llguidance asks of a tokenizer."""
+class _Characters:
+    """A tokenizer with a token for each character, which llguidance does not know: the bytes of its tokens."""
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Any, size: int) -> None:
-        from llguidance.hf import from_tokenizer
-        from tokenizers import decoders
-
-        added = tokenizer.added_tokens_decoder
-        backend = tokenizer.backend_tokenizer
-        self._encode: Callable[[str], list[int]]
-        # One token a character, which stands for itself: llguidance does not know these.
-        if isinstance(backend.decoder, decoders.Fuse):
-            names = [tokenizer.convert_ids_to_tokens(number) for number in range(len(tokenizer))]
-            self.tokens = [name.encode() for name in names] + [b""] * (size - len(names))
-            self._encode = lambda text: list(backend.encode(text, add_special_tokens=False).ids)
-        else:
-            base = from_tokenizer(tokenizer, n_vocab=size)
-            self.tokens = [base.decode_bytes([number]) for number in range(size)]
-            self._encode = base.tokenize_str
-        for number, token in added.items():
-            self.tokens[number] = token.content.encode()
-        special = [number for number, token in added.items() if token.special]
-        self.special_token_ids = [*special, *range(len(tokenizer), size)]
+        names = [tokenizer.convert_ids_to_tokens(number) for number in range(len(tokenizer))]
+        self.tokens = [name.encode() for name in names] + [b""] * (size - len(names))
+        special = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+        self.special_token_ids = [*special, *range(len(names), size)]
         # Engines end a text by the request's stop tokens, so that any special token will do.
-        eos = tokenizer.eos_token_id
-        self.eos_token_id = self.special_token_ids[0] if eos is None else eos
-        self._added = {token.content: None if token.special else number for number, token in added.items()}
-        texts = sorted(map(re.escape, self._added), key=len, reverse=True)
-        self._pattern = re.compile("|".join(texts) or "(?!)")
+        self.eos_token_id = special[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """The usual tokens of a text; the name of a special token is text."""
-        ids: list[int] = []
-        start = 0
-        for match in self._pattern.finditer(text):
-            ids += self._encode(text[start : match.start()])
-            number = self._added[match.group()]
-            # In two parts, of which neither is the special token's name.
-            if number is None:
-                ids += self._encode(match.group()[:1]) + self._encode(match.group()[1:])
-            else:
-                ids.append(number)
-            start = match.end()
-        return ids + self._encode(text[start:])
+        """The usual tokens of a text."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _line(message: str) -> str:

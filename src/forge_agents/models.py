@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from pydantic import PositiveFloat
 
@@ -19,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class FurtherModel(Section):
-    """A model that agents ask by its name: frozen, trained as well, another seat of a trained one, or one that is
-    served elsewhere."""
+    """A model that agents ask by its name: frozen, trained as well, or another seat of a trained one."""
 
     model: str | None = None
     """Its folder or hub id; null: that of the run, as it is at the start."""
@@ -28,12 +25,6 @@ class FurtherModel(Section):
     """Train it too, in recipes for several policies such as `apps.selfplay.main`."""
     seat_of: str | None = None
     """It is this trained model under another name, so that each side of a game has an episode and a reward."""
-    url: str | None = None
-    """A provider's base URL without `/v1`, to which requests are passed on as they are."""
-    key: str | None = None
-    """The environment variable with the provider's key."""
-    name: str | None = None
-    """What the provider calls the model; null: the same."""
     temperature: PositiveFloat = 1.0
     """Of a frozen one; one that trains samples as the policy does."""
     template: bool | str = True
@@ -53,7 +44,7 @@ class FurtherModel(Section):
     @property
     def is_frozen(self) -> bool:
         """Whether this run samples from it and does not train it."""
-        return not self.trains and self.seat_of is None and self.url is None
+        return not self.trains and self.seat_of is None
 
     @property
     def parts(self) -> list[str]:
@@ -61,26 +52,6 @@ class FurtherModel(Section):
         if self.trains:
             return ["generator", "trainer"]
         return ["generator"] if self.is_frozen else []
-
-    def check(self, path: str) -> None:
-        """Raise ConfigError for settings that contradict each other. `path` is of the section."""
-        kinds = {"trains": self.trains, "seat_of": self.seat_of is not None, "url": self.url is not None}
-        named_kinds = [name for name, is_set in kinds.items() if is_set]
-        if len(named_kinds) > 1:
-            raise ConfigError(
-                f"{path}.{named_kinds[0]} and {path}.{named_kinds[1]} contradict each other: set one of them"
-            )
-        if self.url is not None:
-            self._check_provider(path, self.url)
-
-    def _check_provider(self, path: str, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"{path}.url must be like https://api.openai.com, got {url!r}")
-        if url.rstrip("/").endswith("/v1"):
-            raise ConfigError(f"{path}.url must end before /v1: agents' paths follow it")
-        if self.key is not None and not os.environ.get(self.key):
-            raise ConfigError(f"{path}.key: the environment variable {self.key} is not set")
 
 
 def place_part(further: FurtherModel, name: str, part: str) -> dict[str, Any]:
@@ -122,7 +93,8 @@ def check_models(cfg: RLConfig) -> dict[str, FurtherModel]:
         if name == POLICY or not name.replace("-", "_").isidentifier():
             reason = "is the run's model" if name == POLICY else "must be of letters, digits, - and _"
             raise ConfigError(f"{path}: {name!r} {reason}")
-        further.check(path)
+        if further.trains and further.seat_of is not None:
+            raise ConfigError(f"{path}.trains and {path}.seat_of contradict each other: set one of them")
         if further.seat_of is not None and further.seat_of not in trained_models(models):
             names = ", ".join(trained_models(models))
             raise ConfigError(f"{path}.seat_of: {further.seat_of!r} is not trained here: name one of {names}")

@@ -3,163 +3,137 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from forge.data.special_tokens import UNFINISHED
 from forge.data.turns import thought_of
 from forge_envs.dialogue import Dialogue
 
-from .messages import Message, Schema
+from .messages import Call, Message, Schema
 
-OPENING = "<think>"
+OPENING, CLOSING = "<think>", "</think>"
 # What begins a call, in the syntaxes that have text before it. Others show a turn once it is complete.
 _MARKS = {"hermes": "<tool_call>", "glm": "<tool_call>", "qwen_xml": "<tool_call>"}
 
 
-@dataclass(frozen=True, slots=True)
-class TurnText:
-    """The text of a turn, its calls as (name, JSON text of the arguments)."""
-
-    content: str
-    thought: str = ""
-    calls: tuple[tuple[str, str], ...] = ()
-
-
 class TurnReader:
-    """Reads the tokens of one turn.
+    """Reads the tokens of one turn, which grow.
 
     Args:
         dialogue: of the policy.
         tools: what the turn may call; without tools nothing is a call.
         is_thinking: whether its prompt has opened the thought.
         stop: strings before which the content ends.
+        is_plain: whether it is a completion, which has neither thoughts nor calls, and keeps its white space.
+
+    Attributes:
+        stopped: the stop string that has ended the content.
     """
 
     def __init__(
-        self, dialogue: Dialogue, tools: Sequence[Schema] = (), *, is_thinking: bool = False, stop: Sequence[str] = ()
+        self,
+        dialogue: Dialogue,
+        tools: Sequence[Schema] = (),
+        *,
+        is_thinking: bool = False,
+        stop: Sequence[str] = (),
+        is_plain: bool = False,
     ) -> None:
-        self.dialogue, self.tools, self.is_thinking, self.stop = dialogue, tools, is_thinking, stop
+        self.dialogue, self.tools, self.is_thinking, self.stop = dialogue, tools, is_thinking, tuple(stop)
+        self.is_plain = is_plain
+        self.stopped: str | None = None
+        self._marks = (*self.stop, *([_MARKS[dialogue.syntax]] if tools and dialogue.syntax in _MARKS else []))
+        hides = dialogue.syntax in ("harmony", "mistral", "deepseek") or (tools and dialogue.syntax not in _MARKS)
+        self._shows = is_plain or not hides
         self._shown = {"thought": 0, "content": 0}
+        # The text of the first tokens, and where the last two of its pieces begin: later tokens are decoded with these.
+        self._text = ""
+        self._pieces = (0, 0)
 
-    def read(self, tokens: Sequence[int], *, truncated: bool = False) -> TurnText:
-        """The complete turn."""
+    def read(self, tokens: Sequence[int], make_id: Callable[[], str], *, truncated: bool = False) -> Message:
+        """The complete turn, as the message that its client gets; `make_id` names its calls."""
+        if self.is_plain:
+            text = self.dialogue.text(tokens, truncated=truncated)
+            return {"role": "assistant", "content": self._before_stop(text)}
         action = self.dialogue.read(tokens, self.tools, truncated=truncated)
         # A turn without one readable call says what it says, so that its reader sees the malformed one.
-        text = action.content if action.calls else action.text
-        if self.dialogue.syntax == "harmony":
-            text = action.content
+        text = action.content if action.calls or self.dialogue.syntax == "harmony" else action.text
         thought, content = self._split(text)
-        calls = tuple((call.name, json.dumps(dict(call.arguments), ensure_ascii=False)) for call in action.calls)
-        return TurnText(self._before_stop(content).strip(), thought.strip(), calls)
+        message: Message = {"role": "assistant", "content": self._before_stop(content).strip()}
+        if thought.strip():
+            message["thought"] = thought.strip()
+        if action.calls:
+            arguments = [json.dumps(dict(call.arguments), ensure_ascii=False) for call in action.calls]
+            calls = zip(action.calls, arguments, strict=True)
+            message["calls"] = [Call(make_id(), call.name, text) for call, text in calls]
+        return message
 
-    def stop_in(self, tokens: Sequence[int]) -> tuple[str, int] | None:
-        """The stop string that ends the content, and the number of tokens until it is complete; None: there is none."""
-        if not self.stop:
+    def grow(self, tokens: Sequence[int]) -> int | None:
+        """Take in the turn so far; returns the number of tokens that complete a stop string, None without one."""
+        known = self._pieces[1]
+        before, now = (self.dialogue.text(tokens[self._pieces[0] : end]) for end in (known, len(tokens)))
+        # A character of several tokens is taken in once it is complete.
+        if len(now) > len(before) and not now.endswith(UNFINISHED):
+            self._text += now[len(before) :]
+            self._pieces = (known, len(tokens))
+        if not self.stop or self._first_stop(self._content(self._text)) is None:
             return None
-        name = self._first_stop(self._content(tokens))
-        if name is None:
-            return None
-        count = next(n for n in range(1, len(tokens) + 1) if self._first_stop(self._content(tokens[:n])) is not None)
-        return name, count
+        for count in range(known + 1, len(tokens) + 1):
+            self.stopped = self._first_stop(self._content(self.dialogue.text(tokens[:count])))
+            if self.stopped is not None:
+                return count
+        return None
 
-    def news(self, tokens: Sequence[int]) -> Iterator[tuple[str, str]]:
+    def news(self) -> Iterator[tuple[str, str]]:
         """What of the turn is certain by now and was not returned before: ("thought" or "content", text)."""
-        if self.tools and self.dialogue.syntax not in _MARKS:
-            return
-        if self.dialogue.syntax in ("harmony", "mistral", "deepseek"):
-            return
-        text = self.dialogue.text(tokens)
-        while text.endswith(UNFINISHED):
-            text = text[:-1]
-        thought, content = self._split(text, complete=False)
-        content = self._certain(content)
-        yield from self._new("thought", thought.lstrip())
-        yield from self._new("content", content.lstrip())
+        if self._shows:
+            thought, content = self._split(self._text, complete=False)
+            yield from self._new("thought", thought)
+            yield from self._new("content", _certain(content, self._marks))
 
-    def rest(self, text: TurnText) -> Iterator[tuple[str, str]]:
+    def rest(self, message: Message) -> Iterator[tuple[str, str]]:
         """What of the complete turn `news` has not returned."""
-        yield from self._new("thought", text.thought)
-        yield from self._new("content", text.content)
+        yield from self._new("thought", message.get("thought", ""))
+        yield from self._new("content", message["content"])
 
     def _new(self, kind: str, text: str) -> Iterator[tuple[str, str]]:
         # White space at the end is shown once something follows it: a complete turn has none.
-        text = text.rstrip()
+        text = text if self.is_plain else text.strip()
         if len(text) > self._shown[kind]:
             yield kind, text[self._shown[kind] :]
             self._shown[kind] = len(text)
 
-    def _content(self, tokens: Sequence[int]) -> str:
-        return self._split(self.dialogue.text(tokens), complete=False)[1]
+    def _content(self, text: str) -> str:
+        return self._split(text, complete=False)[1]
 
     def _first_stop(self, content: str) -> str | None:
-        places = {stop: content.find(stop) for stop in self.stop}
-        present = {stop: place for stop, place in places.items() if place >= 0}
-        return min(present, key=present.__getitem__) if present else None
+        return min((stop for stop in self.stop if stop in content), key=content.find, default=None)
 
     def _before_stop(self, content: str) -> str:
         stop = self._first_stop(content)
         return content if stop is None else content[: content.find(stop)]
 
-    def _certain(self, content: str) -> str:
-        """The content up to the first possible call or stop string."""
-        content = self._before_stop(content)
-        marks = [*self.stop, *([_MARKS[self.dialogue.syntax]] if self.tools else [])]
-        end = len(content)
-        for mark in marks:
-            place = content.find(mark)
-            end = min(end, place) if place >= 0 else end
-            # The text may end within a mark.
-            partial = next((n for n in range(min(len(mark), len(content)), 0, -1) if content.endswith(mark[:n])), 0)
-            end = min(end, len(content) - partial)
-        return content[:end]
-
     def _split(self, text: str, complete: bool = True) -> tuple[str, str]:
         """The thought and the content of a text."""
-        if "</think>" in text:
+        if self.is_plain:
+            return "", text
+        if CLOSING in text:
             return thought_of({"content": text})
-        opened = text.lstrip().startswith(OPENING)
-        if self.is_thinking or opened:
+        if self.is_thinking or text.lstrip().startswith(OPENING):
             thought = text.lstrip().removeprefix(OPENING)
-            return (thought, "") if complete else (_without_partial(thought, "</think>"), "")
+            return thought if complete else _certain(thought, (CLOSING,)), ""
         if not complete and OPENING.startswith(text.strip()):
             return "", ""
         return "", text
 
 
-class TextReader(TurnReader):
-    """Reads the tokens of a completion, whose text has neither thoughts nor calls, and keeps its white space."""
-
-    def read(self, tokens: Sequence[int], *, truncated: bool = False) -> TurnText:
-        """The complete text."""
-        return TurnText(self._before_stop(self.dialogue.text(tokens, truncated=truncated)))
-
-    def news(self, tokens: Sequence[int]) -> Iterator[tuple[str, str]]:
-        """What of the text is certain by now and was not returned before."""
-        yield from self._new("content", self._certain(self.dialogue.text(tokens).rstrip(UNFINISHED)))
-
-    def _new(self, kind: str, text: str) -> Iterator[tuple[str, str]]:
-        if len(text) > self._shown[kind]:
-            yield kind, text[self._shown[kind] :]
-            self._shown[kind] = len(text)
-
-    def _split(self, text: str, complete: bool = True) -> tuple[str, str]:
-        return "", text
-
-
-def turn_message(text: TurnText, call_ids: Sequence[str]) -> Message:
-    """A turn as the message that its client gets."""
-    from .messages import Call
-
-    message: Message = {"role": "assistant", "content": text.content}
-    if text.thought:
-        message["thought"] = text.thought
-    if text.calls:
-        message["calls"] = [Call(name_id, *call) for name_id, call in zip(call_ids, text.calls, strict=True)]
-    return message
-
-
-def _without_partial(text: str, mark: str) -> str:
-    """The text without a beginning of the mark at its end."""
-    size = next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-    return text[: len(text) - size]
+def _certain(text: str, marks: Sequence[str]) -> str:
+    """A text up to the first mark, or to what may become one at its end."""
+    end = len(text)
+    for mark in marks:
+        place = text.find(mark)
+        if place < 0:
+            sizes = (size for size in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:size]))
+            place = len(text) - next(sizes, 0)
+        end = min(end, place)
+    return text[:end]

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from httpx import TransportError
@@ -18,16 +19,13 @@ from forge.config.sections import build
 from forge.recipes.components import POLICY
 from forge.types import Sample
 from forge_envs.environment import InfrastructureError
-from forge_http.web import bind
 
 from .actor import GatewayActor, PolicySettings
 from .collection import WorkerPlay, check_collection
 from .command import CommandRunner, program_path
 from .config import AgentConfig
 from .environment import AgentEnv, Outcome, Play, Score
-from .listener import SharedListener
 from .models import place_part, seats
-from .provider import Provider
 from .settings import Access
 from .several import start_learners
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller.handle import Handle
 
-RETRIES = 5  # of a coroutine's client, within which a gateway that died is back
+RETRIES = 5  # of a coroutine's client, within which a generator that died is back
 
 
 def agent_config(values: Any) -> AgentConfig:
@@ -53,27 +51,15 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
     agent = agent_config(cfg.episode.agent)
     learners = await start_learners(cfg, job, cfg.load_algorithm())
     policies = {POLICY: policy, **{name: learner.policy for name, learner in learners.items()}}
-    listener = SharedListener()
     settings = await policy_settings(cfg, job, policies)
-    providers = {
-        name: Provider(further.url, further.key, further.name)
-        for name, further in cfg.models.items()
-        if further.url is not None
-    }
-    # Held by this process, so that clients on other machines wait as well while the gateway is replaced.
-    listeners = [listener]
-    remote = None
-    if agent.address is not None:
-        host, port = agent.address.endpoint()
-        listeners.append(SharedListener(host, port or 0))
-        remote = agent.address, listeners[-1].path
-    gateway = await GatewayActor.options(num_replicas=1).as_service(
-        settings, listener.path, job.record.folder / "gateway", providers, remote
-    )
-    await gateway.listen.route()
+    gateway = await GatewayActor.options(num_replicas=1).as_service(settings)
     runner = CommandRunner(allow_unsafe=agent.allow_unsafe)
-    holder = asyncio.create_task(hold(listeners, runner))
-    play = await agent_play(agent, runner)
+    player: CommandRunner | WorkerPlay = runner if agent.collection is None else WorkerPlay(agent)
+    play: Play
+    if isinstance(player, WorkerPlay):
+        play = player
+    else:
+        play = function_play(agent) if agent.command is None else await command_play(agent, runner)
     limits = {
         "max_turns": cfg.episode.max_turns,
         "max_tokens": cfg.episode.max_tokens,
@@ -88,7 +74,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
         retries=cfg.episode.retries,
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
-        resources=holder,
+        resources=asyncio.create_task(hold(player)),
         seats=seats(cfg.models),
         learners=learners,
     )
@@ -96,29 +82,20 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
 
 async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> dict[str, PolicySettings]:
     """All models that the gateway samples from, by the names that agents use; starts the frozen ones."""
-    frozen = [name for name, further in cfg.models.items() if further.is_frozen]
-    generators = await asyncio.gather(*(frozen_generator(cfg, job, name) for name in frozen))
     settings = {}
     for seat, policy in seats(cfg.models).items():
         model = job.model if policy == POLICY else cfg.models[policy].model or job.model
         sampling = {"temperature": cfg.grpo.temperature}
-        whole_turns = cfg.generator.router_replay
-        settings[seat] = PolicySettings(
-            policies[policy], model, cfg.episode, sampling=sampling, whole_turns=whole_turns
-        )
-    for name, service in zip(frozen, generators, strict=True):
-        further = cfg.models[name]
-        own = {"template": further.template, "syntax": further.syntax, "chat_options": None}
-        episode = cfg.episode.model_copy(update=own)
-        sampling = {"temperature": further.temperature}
-        settings[name] = PolicySettings(service, further.model or job.model, episode, trains=False, sampling=sampling)
+        settings[seat] = PolicySettings(policies[policy], model, cfg.episode, sampling, cfg.generator.router_replay)
+    for name, further in cfg.models.items():
+        if further.is_frozen:
+            model = further.model or job.model
+            options = place_part(further, name, "generator")
+            service = await Generator.options(**options).as_service(model, **cfg.generator)
+            own = {"template": further.template, "syntax": further.syntax, "chat_options": None}
+            episode = cfg.episode.model_copy(update=own)
+            settings[name] = PolicySettings(service, model, episode, {"temperature": further.temperature})
     return settings
-
-
-async def frozen_generator(cfg: RLConfig, job: Job, name: str) -> Any:
-    """Start the generators of a frozen model."""
-    options = place_part(cfg.models[name], name, "generator")
-    return await Generator.options(**options).as_service(cfg.models[name].model or job.model, **cfg.generator)
 
 
 def check_agent(values: Any) -> None:
@@ -126,12 +103,8 @@ def check_agent(values: Any) -> None:
 
     Raises:
         ConfigError: the program of the section is missing, or its collection or environment is missing or invalid.
-        OSError: its address is in use.
     """
     agent = agent_config(values)
-    if agent.address is not None:
-        host, port = agent.address.endpoint()
-        bind(host, port or 0, "port 0 in episode.agent.address.listen").close()
     if agent.collection is not None:
         check_collection(agent)
     elif agent.command is not None:
@@ -148,21 +121,12 @@ def check_program(agent: AgentConfig) -> None:
     raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {remedy}")
 
 
-async def agent_play(agent: AgentConfig, runner: CommandRunner) -> Play:
-    """How the configured agent plays a task."""
-    if agent.collection is not None:
-        return WorkerPlay(agent)
-    return await command_play(agent, runner) if agent.command is not None else function_play(agent)
-
-
-async def hold(listeners: Sequence[SharedListener], runner: CommandRunner) -> None:
-    """Hold what the episodes need until the run's event loop ends."""
+async def hold(player: CommandRunner | WorkerPlay) -> None:
+    """Hold what plays the episodes until the run's event loop ends."""
     try:
         await asyncio.Event().wait()
     finally:
-        await runner.close()
-        for listener in listeners:
-            listener.close()
+        await player.close()
 
 
 async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
@@ -186,7 +150,8 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             if agent.test is None:
                 return Outcome(None, stop, info=info)
             words = {"{task}": task, "{target}": sample.target}
-            test = command_of(agent, [_filled(word, words) for word in agent.test.command])
+            line = [_filled(word, words) for word in agent.test.command]
+            test = replace(command, command=line, timeout=agent.test.timeout, files=None)
             files = {path: _filled(text, words) for path, text in agent.test.files.items()}
             verdict = await runner.run(test, files=files, folder=result.folder)
             info |= {"test": (verdict.stdout + verdict.stderr)[-500:]}
@@ -202,21 +167,13 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     return play
 
 
-def command_of(agent: AgentConfig, words: list[str]) -> Any:
-    """The test as a command, with the agent's limits."""
-    assert agent.test is not None
-    settings = agent.model_copy(update={"command": words, "timeout": agent.test.timeout, "files": None})
-    return settings.agent_command()
-
-
 def function_play(agent: AgentConfig) -> Play:
     """How a coroutine plays a task: it gets a client of the session, and may return the reward."""
     function = agent.load_function()
     names = inspect.signature(function).parameters
-    address = {"address": agent.address and agent.address.reached_at} if "address" in names else {}
 
     async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
-        options = {**address, **({"evaluation": evaluation} if "evaluation" in names else {})}
+        options = {"evaluation": evaluation} if "evaluation" in names else {}
         # Plain http on loopback: no proxy, and no certificates, whose loading takes 20 ms for each client.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=RETRIES, http_client=http)

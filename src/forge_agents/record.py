@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,16 +22,12 @@ Auxiliary = Literal["drop", "train"]
 class SessionRecord:
     """A closed session: the runs of each policy, the ids of delivered turns, and counts.
 
-    counts: "requests", "retries", "cancelled", "limited" and so on.
-    surplus: tokens that were sampled after a stop string.
-    limit: the first limit that an answer met; "" if none did.
+    counts: "requests", "cancelled", "limited", and by policy "surplus/...", tokens after a stop string.
     """
 
     runs: Mapping[str, Sequence[TokenRun]]
     delivered: frozenset[str]
     counts: Mapping[str, int] = field(default_factory=dict)
-    limit: str = ""
-    overridden: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def tree(self, policy: str) -> TokenTree:
         """The tree of one policy's turns."""
@@ -60,15 +57,16 @@ class SessionRecord:
         covered: set[int] = set()
         branches: list[Episode] = []
         trained = 0
+        # Turns below which another one is trained are no leaves: what is below a leaf is excluded.
+        inner = {step.number for run in tree.runs if run.number not in reasons for step in tree.path(run)[:-1]}
         for run in tree.runs:
-            # The leaves of what is trained: below them are excluded turns alone.
-            path = tree.path(run)
-            if run.number in reasons or self._has_trained_child(tree, run, reasons):
+            if run.number in reasons or run.number in inner:
                 continue
-            new = [step for step in path if step.number not in reasons and step.number not in covered]
-            covered |= {step.number for step in new}
-            trained += sum(len(step.completion.token_ids) for step in new)
-            branches.append(_branch(path, {step.number for step in new}, reward))
+            path = tree.path(run)
+            new = {step.number for step in path} - reasons.keys() - covered
+            covered |= new
+            trained += sum(len(step.completion.token_ids) for step in path if step.number in new)
+            branches.append(_branch(path, new, reward))
         certificate = self._account(policy, reasons, trained)
         certificate.check()
         if not branches:
@@ -103,13 +101,6 @@ class SessionRecord:
                 reasons.setdefault(run.number, "auxiliary")
         return reasons
 
-    def _has_trained_child(self, tree: TokenTree, run: TokenRun, reasons: Mapping[int, str]) -> bool:
-        return any(
-            run.number in {step.number for step in tree.path(other)[:-1]}
-            for other in tree.runs[run.number + 1 :]
-            if other.number not in reasons
-        )
-
     def _account(self, policy: str, reasons: Mapping[int, str], trained: int) -> Certificate:
         account = Certificate(trained=trained)
         for run in self.runs.get(policy, ()):
@@ -125,17 +116,12 @@ class SessionRecord:
     def _numbers(self, tree: TokenTree) -> dict[str, Any]:
         calls = sum(len(run.added[-1].get("calls", ())) for run in tree.runs)
         roots = [run for run in tree.runs if run.reason]
-        reasons: dict[str, int] = {}
-        for run in roots:
-            reasons[run.reason] = reasons.get(run.reason, 0) + 1
-        differences = [run.difference for run in roots if run.reason != "start" and run.difference]
         return {
             "turns": len(tree.runs),
             "calls": calls,
             "unread_calls": 0,
             "messages": tree.conversation(tree.runs[-1]) if tree.runs else [],
-            "roots": reasons,
-            "differences": differences[:4],
+            "roots": dict(Counter(run.reason for run in roots)),
             "requests": dict(self.counts),
         }
 
@@ -180,19 +166,13 @@ def _branch(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Ep
         turn = run.completion
         ids = turn.token_ids
         tokens += [*run.context, *ids]
-        mask += [False] * len(run.context)
-        logprobs += [0.0] * len(run.context)
-        versions += [-1] * len(run.context)
-        if run.number in new:
-            turns.append(Turn(len(mask), len(mask) + len(ids), turn.version, turn.finish))
-            mask += [True] * len(ids)
-            logprobs += turn.logprobs
-            versions += turn.versions
+        is_new = run.number in new
+        mask += [False] * len(run.context) + [is_new] * len(ids)
+        logprobs += [0.0] * len(run.context) + (turn.logprobs if is_new else [0.0] * len(ids))
+        versions += [-1] * len(run.context) + (turn.versions if is_new else [-1] * len(ids))
+        if is_new:
+            turns.append(Turn(len(mask) - len(ids), len(mask), turn.version, turn.finish))
             origins |= {Origin(v, turn.identities.get(v, ""), turn.sampled_by) for v in {*turn.versions}}
-        else:
-            mask += [False] * len(ids)
-            logprobs += [0.0] * len(ids)
-            versions += [-1] * len(ids)
         if turn.experts is not None:
             recorded = turn.experts.copy()
             if experts is not None:  # all but the last token's, which is known only now

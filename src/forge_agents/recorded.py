@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from forge.data.files import Row
+from forge.types import Completion
+
+from .record import SessionRecord
+from .tree import TokenRun
 
 RECORDING = "recording.json"
 TRAFFIC = "traffic-*.jsonl"
-Place = tuple[int | None, tuple[int, ...]]  # the turn before an answer, and the tokens between
-CHOSEN = "chosen.txt"  # ids of preferred answers, one a line; a person or a judge writes them
-
-
-@dataclass
-class RecordedTurn:
-    """One answer: the tokens that the model read after its parent's, and those that it sampled."""
-
-    id: str
-    parent: int | None
-    context: list[int]
-    sampled: list[int]
-    is_delivered: bool = False
-    children: list[int] = field(default_factory=list)  # the turns that continue it
-
-    @property
-    def place(self) -> Place:
-        """The context of the answer, which is equal for answers to one request."""
-        return self.parent, tuple(self.context)
+MODEL = "model"  # whose turns a session has
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
@@ -48,8 +33,7 @@ def recorded_rows(path: str, kind: Literal["prompts", "supervised", "preferences
 
     A conversation has `token_ids`, and in `trained` whether each was sampled: each answer is trained in one row. Left
     out are answers that no client received, and those that another one was preferred to. A pair has `prompt_ids`,
-    `chosen_ids` and `rejected_ids`: two answers to the same tokens, of which one alone was continued, or is listed in
-    `chosen.txt`.
+    `chosen_ids` and `rejected_ids`: two answers to the same tokens, of which one alone was continued.
 
     Raises:
         ValueError: other tokens, a damaged line, or nothing of this kind.
@@ -62,102 +46,71 @@ def recorded_rows(path: str, kind: Literal["prompts", "supervised", "preferences
         raise ValueError(
             f"{path} was recorded from {written['model']}, whose tokenizer is another one: train that model"
         )
-    marks = folder / CHOSEN
-    chosen_ids = set(marks.read_text().split()) if marks.exists() else set()
     rows: list[Row] = []
-    for turns in _sessions(folder):
-        winners = _winners(turns, chosen_ids)
-        rows += _pairs(turns, winners) if kind == "preferences" else _conversations(turns, winners)
+    for runs, received in _sessions(folder):
+        winners = _winners(runs, received)
+        # What another answer was preferred to is no more trained than what no client received.
+        record = SessionRecord({MODEL: runs}, frozenset(received - {runs[loser].id for loser in winners}))
+        if kind == "preferences":
+            rows += _pairs(record, winners)
+        elif (episode := record.episode(MODEL, None)) is not None:
+            branches = (*episode.branches, episode)
+            rows += [{"token_ids": branch.tokens, "trained": branch.mask} for branch in branches]
     if not rows:
         wanted = "a request that was answered twice, and one answer continued" if kind == "preferences" else "an answer"
         raise ValueError(f"{path} has no {kind} rows: it needs {wanted}")
     return rows
 
 
-def _sessions(folder: Path) -> Iterator[list[RecordedTurn]]:
-    """The turns of each session."""
+def _sessions(folder: Path) -> Iterator[tuple[list[TokenRun], set[str]]]:
+    """The turns of each session, and the ids of those that a client has received."""
     for file in sorted(folder.glob(TRAFFIC)):
-        sessions: dict[str, list[RecordedTurn]] = {}
+        sessions: dict[str, list[TokenRun]] = {}
         received: set[str] = set()
         # What follows the last line break was cut by a death, or is being written.
         for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
             try:
                 event = json.loads(line)
                 if event["kind"] == "turn":
-                    _add(sessions.setdefault(event["session"], []), event)
+                    runs = sessions.setdefault(event["session"], [])
+                    runs.append(_run(event, len(runs)))
                 elif event["kind"] == "delivered":
                     received.update(event["ids"])
-            except (ValueError, KeyError, IndexError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{file}, line {number} is damaged: {type(error).__name__}: {error}") from None
-        for turns in sessions.values():
-            for turn in turns:
-                # A client that continues an answer has received it.
-                turn.is_delivered = turn.id in received or bool(turn.children)
-            yield turns
+        for runs in sessions.values():
+            # A client that continues an answer has received it.
+            yield runs, received | {runs[run.parent].id for run in runs if run.parent is not None}
 
 
-def _add(turns: list[RecordedTurn], event: Mapping[str, Any]) -> None:
-    run = event["run"]
-    if run["number"] != len(turns):
-        raise ValueError(f"turn {len(turns)} of its session is missing")
-    if run["parent"] is not None:
-        turns[run["parent"]].children.append(len(turns))
-    turns.append(RecordedTurn(run["id"], run["parent"], run["context"], event["completion"]["token_ids"]))
+def _run(event: Row, number: int) -> TokenRun:
+    if event["number"] != number:
+        raise ValueError(f"turn {number} of its session is missing")
+    size = len(event["sampled"])
+    turn = Completion("", event["sampled"], [0.0] * size, versions=[0] * size)
+    added = ({"role": "assistant", "content": ""},)
+    return TokenRun(number, event["parent"], tuple(event["context"]), turn, added, (), b"", event["id"])
 
 
-def _winners(turns: Sequence[RecordedTurn], chosen_ids: set[str]) -> dict[Place, int]:
-    """The preferred answer to each context, by parent and tokens: the one that is marked, else the one continued."""
-    answers: dict[Place, list[int]] = {}
-    for number, turn in enumerate(turns):
-        if turn.is_delivered:
-            answers.setdefault(turn.place, []).append(number)
-    winners = {}
-    for place, numbers in answers.items():
-        marked = [number for number in numbers if turns[number].id in chosen_ids]
-        preferred = marked or [number for number in numbers if turns[number].children]
-        if len(preferred) == 1:
-            winners[place] = preferred[0]
+def _winners(runs: list[TokenRun], received: set[str]) -> dict[int, int]:
+    """By each received answer the one that was preferred to it: another to the same context, alone continued."""
+    parents = {run.parent for run in runs if run.parent is not None}
+    answers: dict[tuple[int | None, tuple[int, ...]], list[int]] = {}
+    for run in runs:
+        if run.id in received:
+            answers.setdefault((run.parent, run.context), []).append(run.number)
+    winners: dict[int, int] = {}
+    for numbers in answers.values():
+        continued = parents.intersection(numbers)
+        if len(continued) == 1:
+            winners |= {number: min(continued) for number in numbers if number not in continued}
     return winners
 
 
-def _pairs(turns: Sequence[RecordedTurn], winners: Mapping[Place, int]) -> Iterator[Row]:
-    for number, turn in enumerate(turns):
-        winner = winners.get(turn.place, number)
-        if turn.is_delivered and winner != number:
-            earlier = [turns[step] for step in _path(turns, number)[:-1]]
-            prompt = [token for step in earlier for token in [*step.context, *step.sampled]]
-            yield {
-                "prompt_ids": [*prompt, *turn.context],
-                "chosen_ids": turns[winner].sampled,
-                "rejected_ids": turn.sampled,
-            }
-
-
-def _conversations(turns: Sequence[RecordedTurn], winners: Mapping[Place, int]) -> Iterator[Row]:
-    trained = {
-        number
-        for number, turn in enumerate(turns)
-        if turn.is_delivered and winners.get(turn.place, number) == number and turn.sampled
-    }
-    covered: set[int] = set()
-    for number in sorted(trained):
-        if any(child in trained for child in turns[number].children):
-            continue
-        token_ids: list[int] = []
-        mask: list[bool] = []
-        for step in _path(turns, number):
-            turn = turns[step]
-            token_ids += [*turn.context, *turn.sampled]
-            # An answer that several conversations go through is trained in the first of them.
-            is_new = step in trained and step not in covered
-            mask += [False] * len(turn.context) + [is_new] * len(turn.sampled)
-            covered.add(step)
-        yield {"token_ids": token_ids, "trained": mask}
-
-
-def _path(turns: Sequence[RecordedTurn], number: int) -> list[int]:
-    """The turns from a conversation's first to this one."""
-    numbers = [number]
-    while (parent := turns[numbers[-1]].parent) is not None:
-        numbers.append(parent)
-    return numbers[::-1]
+def _pairs(record: SessionRecord, winners: dict[int, int]) -> Iterator[Row]:
+    tree = record.tree(MODEL)
+    for loser, winner in winners.items():
+        run = tree.runs[loser]
+        prompt = [*([] if run.parent is None else tree.tokens(tree.runs[run.parent])), *run.context]
+        chosen = tree.runs[winner].completion.token_ids
+        yield {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": run.completion.token_ids}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from forge_envs.dialogue import Dialogue
 
-from .messages import Call, Message, Schema
+from .messages import Call, Message
 
 
 def prompt(dialogue: Dialogue, messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -22,13 +22,6 @@ def prompt(dialogue: Dialogue, messages: Iterable[Message]) -> list[dict[str, An
         else:
             rendered.append(converted)
     return rendered
-
-
-def extension(
-    dialogue: Dialogue, tokens: Sequence[int], messages: Iterable[Message], tools: Sequence[Schema]
-) -> list[int]:
-    """The tokens of new messages after a turn. ValueError: as of `Dialogue.extend`."""
-    return dialogue.extend(tokens, prompt(dialogue, messages), tools)
 
 
 def _converted(message: Message, dialogue: Dialogue) -> dict[str, Any]:

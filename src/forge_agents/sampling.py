@@ -6,34 +6,29 @@ from typing import Any
 
 from forge.data.special_tokens import spelled
 from forge.types import Completion, Sampling
+from forge_envs.dialogue import Dialogue
 
 from .messages import BadRequest, ModelRequest, TokenLogprob
 
-NAMES = {"temperature": "temperature", "top_p": "top_p", "topP": "top_p", "top_k": "top_k", "topK": "top_k"}
+NUMBERS = ("temperature", "top_p", "top_k", "seed")
 
 
 def client_sampling(request: ModelRequest) -> dict[str, Any]:
     """The fields of `Sampling` that a request has, in any dialect. BadRequest: an invalid value."""
-    values: dict[str, Any] = {}
-    for name, value in request.overridden.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in NAMES and not is_number:
+    values = {name: value for name, value in request.overridden.items() if name in NUMBERS}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadRequest(f"{name} must be a number", name)
-        if name == "seed" and (type(value) is not int or not -(2**63) <= value < 2**63):
-            raise BadRequest("seed must be a whole number of at most 64 bits", name)
-        if name in NAMES or name == "seed":
-            values[NAMES.get(name, name)] = value
-    # Off is -1 for some clients; whole numbers come as floats in Google's.
-    if "top_k" in values:
-        values["top_k"] = max(int(values["top_k"]), 0)
     try:
+        # Off is -1 for some clients.
+        values |= {"top_k": max(int(values["top_k"]), 0)} if "top_k" in values else {}
         Sampling(**values)
     except (ValueError, OverflowError) as error:
         raise BadRequest(str(error)) from None
     return values
 
 
-def choose_grammar(request: ModelRequest, syntax: str) -> str:
+def choose_grammar(request: ModelRequest, dialogue: Dialogue) -> str:
     """The grammar of the turn; "" for any text. BadRequest: there is none for what the client asks."""
     if request.schema is None and request.tool_choice in ("auto", "none"):
         return ""
@@ -44,7 +39,8 @@ def choose_grammar(request: ModelRequest, syntax: str) -> str:
         if request.schema is not None:
             return json_grammar(request.schema)
         choice = request.tool_choice.removeprefix("function:")
-        return calls_grammar(syntax, request.tools, choice, request.parallel_calls)
+        added = dialogue.tokenizer.get_added_vocab()
+        return calls_grammar(dialogue.syntax, request.tools, choice, request.parallel_calls, added)
     except ValueError as error:
         raise BadRequest(str(error), field) from None
 

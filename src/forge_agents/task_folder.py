@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 HOME = ".home"  # in the task folder
@@ -14,68 +13,47 @@ NOBODY = 65534  # the user of confined programs
 
 
 def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, new: bool, owned: bool) -> None:
-    """Fill a task folder.
+    """Fill a task folder. What an agent left in the way of a text, a link, a folder or a locked one, is replaced by it.
 
     Args:
         source: a folder that is copied, for a new one.
         files: texts by their paths in the folder.
-        new: create it first. In a used one, whatever is in the way of a text is replaced by it.
+        new: create it first.
         owned: make all of it the property of the user that confined programs run as.
 
     Raises:
         ValueError: a path that leads out of it.
     """
+    paths = {PurePosixPath(name): text for name, text in files.items()}
+    for path in paths:
+        if path.is_absolute() or not path.parts or ".." in path.parts:
+            raise ValueError(f"files must be named by paths within the task folder, got {str(path)!r}")
+    places = (folder, folder.parent / "tmp")
     if new:
+        folder.parent.mkdir(parents=True)
         if source is None:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         else:
-            folder.parent.mkdir(parents=True)
             shutil.copytree(source, folder, symlinks=True)
         (folder / HOME).mkdir(exist_ok=True)
-        (folder.parent / "tmp").mkdir()
-    else:
-        reopen(folder)
-    for name, text in files.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or not path.parts or ".." in path.parts:
-            raise ValueError(f"files must be named by paths within the task folder, got {name!r}")
+        places[1].mkdir()
+    for place in places:
+        place.chmod(0o755)
+    for path, text in paths.items():
+        for parent in [*reversed(path.parents)][1:]:
+            inner = folder / parent
+            if inner.is_symlink() or not inner.is_dir():
+                inner.unlink(missing_ok=True)
+                inner.mkdir()
+            inner.chmod(0o755)
         target = folder / path
-        if not new:
-            make_way(folder, path)
-        elif leads_outside(target.parent, folder):
-            raise ValueError(f"the task folder has a link to outside in the path of {name!r}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            target.unlink()
+        if target.is_dir() and not target.is_symlink():
+            remove(target)
+        target.unlink(missing_ok=True)
         target.write_text(text)
     if owned:
-        for place in (folder, folder.parent / "tmp"):
+        for place in places:
             give(place)
-
-
-def reopen(folder: Path) -> None:
-    """Give a used task folder the rights back that its next program needs: an agent may have locked it."""
-    for place in (folder, folder.parent / "tmp"):
-        place.chmod(0o755)
-
-
-def make_way(folder: Path, path: PurePosixPath) -> None:
-    """Remove what an agent left in the way of a file: a folder of its name; files and links to outside on its path."""
-    for parent in [*reversed(path.parents)][1:]:
-        parent_folder = folder / parent
-        if not parent_folder.is_dir() or leads_outside(parent_folder, folder):
-            parent_folder.unlink(missing_ok=True)
-            parent_folder.mkdir()
-        parent_folder.chmod(0o755)
-    target = folder / path
-    if target.is_dir() and not target.is_symlink():
-        target.chmod(0o700)
-        remove(target)
-
-
-def leads_outside(place: Path, folder: Path) -> bool:
-    """Whether links take a path out of a folder."""
-    return not f"{os.path.realpath(place)}/".startswith(f"{os.path.realpath(folder)}/")
 
 
 def give(folder: Path) -> None:
@@ -98,5 +76,6 @@ def unlock(folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a folder if it exists, whatever rights its parts have."""
     if folder.exists():
+        folder.chmod(0o700)
         unlock(folder)
         shutil.rmtree(folder)

@@ -6,7 +6,7 @@ continues no turn begins a root. Two that continue the same turn are siblings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,12 +15,8 @@ from forge.types import Completion
 from .keys import conversation_keys, loose, message_key, tools_key
 from .messages import Message, ModelRequest, Schema
 
-# Why a root begins: a new conversation, or what differs from the one that the client sent before.
-Reason = Literal["", "start", "thoughts_dropped", "compacted", "edited", "other_system", "other_tools"]
-Rule = Literal["", "id", "history", "tokens"]  # how a turn's parent was recognised
-
-SUMMARY = 40  # characters of a sampled text that mark a message as its summary: shorter ones recur by chance
-SHOWN = 160  # characters of a differing message
+# Why a root begins: a new conversation, one that the client sent before with other words, or without its thoughts.
+Reason = Literal["", "start", "edited", "thoughts_dropped"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +31,7 @@ class TokenRun:
     tools: those that its request offered.
     key: of the conversation up to and with this turn.
     reason: why its history is none that was sampled; "" where it continues its parent's.
-    rule: how the parent was recognised.
-    difference: with a reason, the first message that differs from an earlier conversation.
+    by_tokens: the parent was found by its tokens: `added` is the whole conversation, as the client has sent it.
     is_constrained: drawn under a grammar, so from another distribution than the policy's.
     id: of the answer, and of each sibling's.
     """
@@ -50,8 +45,7 @@ class TokenRun:
     key: bytes
     id: str
     reason: Reason = ""
-    rule: Rule = ""
-    difference: str = ""
+    by_tokens: bool = False
     is_constrained: bool = False
 
 
@@ -64,9 +58,8 @@ class Place(NamedTuple):
 
     parent: TokenRun | None
     messages: tuple[Message, ...]
-    reason: Reason
-    rule: Rule
-    difference: str = ""
+    reason: Reason = ""
+    by_tokens: bool = False
 
 
 class TokenTree:
@@ -82,10 +75,6 @@ class TokenTree:
         self._by_key: dict[bytes, list[TokenRun]] = {}
         self._by_id: dict[str, TokenRun] = {}
         self._parents: set[int] = set()
-        # Made once a turn: a new conversation is compared with all that came before it.
-        self._added_keys: list[tuple[bytes, ...]] = []
-        self._sampled_keys: set[bytes] = set()
-        self._summaries: list[str] = []
 
     def add(self, run: TokenRun) -> None:
         """Append a run, which is complete."""
@@ -96,12 +85,6 @@ class TokenTree:
             self._by_id[call.id] = run
         if run.parent is not None:
             self._parents.add(run.parent)
-        keys = tuple(message_key(message) for message in run.added)
-        self._added_keys.append(keys)
-        self._sampled_keys.add(keys[-1])
-        summary = loose(run.added[-1]["content"])
-        if len(summary) >= SUMMARY:
-            self._summaries.append(summary)
 
     def is_continued(self, run: TokenRun) -> bool:
         """Whether a later turn follows this one: its client has received it."""
@@ -126,12 +109,8 @@ class TokenTree:
         messages: list[Message] = []
         for step in self.path(run):
             # A turn that was found by its tokens has been sent other messages for them.
-            messages = [*([] if step.rule == "tokens" else messages), *step.added]
+            messages = [*([] if step.by_tokens else messages), *step.added]
         return messages
-
-    def by_id(self, name: str) -> TokenRun | None:
-        """The turn with this id, or with a call of this id."""
-        return self._by_id.get(name)
 
     def place(self, request: ModelRequest) -> Place:
         """Find the turn that a request continues: by its id, else by the history.
@@ -141,22 +120,18 @@ class TokenTree:
         """
         messages = request.messages
         if request.previous:
-            named = self._by_id[request.previous]
-            return Place(named, messages, "", "id")
+            return Place(self._by_id[request.previous], messages)
         keys = conversation_keys(tools_key(request.tools), messages)
-        # The longest history first. After the last message of the assistant there is only what is new.
-        for end in range(len(messages) - 1, 0, -1):
-            if messages[end - 1]["role"] != "assistant":
-                continue
+        turns = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        # After the last turn of the history there is only what is new.
+        if turns and turns[-1] < len(messages):
+            end = turns[-1]
             same = self._by_key.get(keys[end - 1], ())
-            candidates = [run for run in same if self._keeps_thoughts(run, messages[:end])]
-            if candidates and not any(message["role"] == "assistant" for message in messages[end:]):
-                parent, rule = self._choose(candidates, messages[:end])
-                return Place(parent, messages[end:], "", rule)
-        reason, difference = self._difference(request)
+            if candidates := [run for run in same if self._keeps_thoughts(run, messages[:end])]:
+                return Place(self._choose(candidates, messages[:end]), messages[end:])
         if self._restores_thoughts:
             messages = tuple(self._with_thought(message) for message in messages)
-        return Place(None, messages, reason, "", difference)
+        return Place(None, messages, "edited" if turns and self.runs else "start")
 
     def by_tokens(self, tokens: Sequence[int]) -> TokenRun | None:
         """The longest turn whose tokens a prompt begins with; None: there is none, or nothing follows it."""
@@ -169,69 +144,20 @@ class TokenTree:
                 size = len(prefix)
         return best
 
-    def _message_keys(self, run: TokenRun) -> list[bytes]:
-        """The keys of the messages of `conversation`."""
-        keys: list[bytes] = []
-        for step in self.path(run):
-            keys = [*([] if step.rule == "tokens" else keys), *self._added_keys[step.number]]
-        return keys
-
-    def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> tuple[TokenRun, Rule]:
+    def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
         """The parent among turns that say the same: the one whose call ids the client sends back, else the latest."""
         ids = {call.id for call in history[-1].get("calls", ())}
-        for run in reversed(candidates):
-            if ids & {call.id for call in run.added[-1].get("calls", ())}:
-                return run, "id"
-        return candidates[-1], "history"
+        named = [run for run in candidates if ids & {call.id for call in run.added[-1].get("calls", ())}]
+        return (named or candidates)[-1]
 
     def _with_thought(self, message: Message) -> Message:
         """A turn that a client repeats, with the thought that was sampled."""
-        if not _is_turn(message) or message.get("thought"):
+        if message["role"] != "assistant" or message.get("thought"):
             return message
         key = message_key(message)
         turns = (run.added[-1] for run in reversed(self.runs))
         thought = next((turn["thought"] for turn in turns if turn.get("thought") and message_key(turn) == key), None)
         return message if thought is None else {**message, "thought": thought}
-
-    def _difference(self, request: ModelRequest) -> tuple[Reason, str]:
-        """Why a request continues no turn, and the first message that differs."""
-        messages = request.messages
-        keys = [message_key(message) for message in messages]
-        leaf: TokenRun | None = None
-        shared = -1
-        for run in self._leaves():
-            count = _common(self._message_keys(run), keys)
-            if count >= shared:
-                leaf, shared = run, count
-        if leaf is None:
-            return "start", ""
-        nearest = self.conversation(leaf)
-        same_tools = tools_key(leaf.tools) == tools_key(request.tools)
-        text = _shown(messages, nearest, shared)
-        sampled = self._sampled_keys
-        repeats = any(key in sampled for message, key in zip(messages, keys, strict=True) if _is_turn(message))
-        # An earlier conversation up to its first turn, and there another turn than the one that was sampled.
-        first_turn = next((index for index, message in enumerate(messages) if _is_turn(message)), None)
-        if not repeats and first_turn is not None and shared >= first_turn:
-            return "edited", text
-        if not repeats:
-            # A new conversation, unless it holds what the policy wrote before as text.
-            return ("compacted", text) if self._holds_summary(messages) else ("start", "")
-        if shared == len(nearest) or shared == len(messages):
-            return ("edited" if same_tools else "other_tools"), text
-        if not same_tools and shared > 1:
-            return "other_tools", text
-        if shared == 0 and messages[0]["role"] == nearest[0]["role"] == "system":
-            return "other_system", text
-        # Messages before a turn that was sampled are gone.
-        returns = any(key in sampled and _is_turn(m) for m, key in zip(messages[shared:], keys[shared:], strict=True))
-        if returns and not _is_turn(messages[shared]) and len(messages) < len(nearest):
-            return "compacted", text
-        return "edited", text
-
-    def _holds_summary(self, messages: Sequence[Message]) -> bool:
-        texts = [loose(message["content"]) for message in messages if not _is_turn(message)]
-        return any(summary in text for summary in self._summaries for text in texts)
 
     def _keeps_thoughts(self, run: TokenRun, history: Sequence[Message]) -> bool:
         """Whether the thoughts that a client sends are those that were sampled; it may omit them."""
@@ -240,33 +166,3 @@ class TokenTree:
             if thought and loose(thought) != loose(sampled.get("thought", "")):
                 return False
         return True
-
-    def _leaves(self) -> Iterator[TokenRun]:
-        return (run for run in self.runs if not self.is_continued(run))
-
-
-def _is_turn(message: Message) -> bool:
-    return bool(message["role"] == "assistant")
-
-
-def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """The number of equal messages that two conversations begin with."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
-
-
-def _shown(messages: Sequence[Message], nearest: Sequence[Message], index: int) -> str:
-    """The message at which a conversation leaves the nearest one, and what stood there before."""
-    new = _line(messages[index]) if index < len(messages) else "(nothing)"
-    earlier = _line(nearest[index]) if index < len(nearest) else "(nothing)"
-    return f"message {index + 1}: {new}, before: {earlier}"
-
-
-def _line(message: Message) -> str:
-    calls = " ".join(f"{call.name}({call.arguments})" for call in message.get("calls", ()))
-    text = loose(f"{message['content']} {calls}")
-    return f"{message['role']} {text[:SHOWN]!r}"

@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,11 +21,9 @@ from .workers.protocol import MAX_LINE
 log = logging.getLogger(f"forge.{__name__}")
 
 OPENING = 300.0  # seconds until an environment is open: imports alone take 30 on a cold disk
-GRACE = 10.0  # seconds until a worker acknowledges a cancelled request, and until it has ended
-WORDS = 30  # lines of a worker's standard error that an error may quote
+GRACE = 10.0  # seconds beyond a request's timeout until its answer, and until an ended worker has gone
 
 Values = dict[str, Any]  # plain JSON
-Rows = Callable[[str, Values], None]  # gets a row with its split
 
 
 class Worker:
@@ -38,7 +35,7 @@ class Worker:
         command: the words that start it.
         opening: the fields of its request "open".
         env: variables beside those of this process.
-        grace: seconds until it acknowledges that a request is cancelled; beyond them it is killed.
+        grace: seconds beyond a request's timeout after which it is taken to hang, and killed.
     """
 
     def __init__(
@@ -51,182 +48,118 @@ class Worker:
     ) -> None:
         self.command, self.opening, self.env, self.grace = list(command), dict(opening), dict(env or {}), grace
         self.starts = 0
-        self._connection: _Connection | None = None
+        self._process: Process | None = None
+        self._reading: list[asyncio.Task[None]] = []
+        self._answers: dict[int, asyncio.Future[Values]] = {}
+        self._numbers = itertools.count(1)
+        self._last_word = "no word"
         self._lock = asyncio.Lock()
 
-    async def request(self, op: str, timeout: float, *, on_row: Rows | None = None, **fields: Any) -> Values:
+    async def request(self, op: str, timeout: float, **fields: Any) -> Values:
         """The result of a request.
 
         Args:
             op: "rows" or "play".
             timeout: seconds.
-            on_row: gets the rows of "rows".
             fields: those of the request.
 
         Raises:
             ConfigError: a setting is invalid, which no further attempt would change.
             InfrastructureError: the request failed, the worker died, or there was no result in time.
         """
-        connection = await self._connected()
-        return await connection.request(op, timeout, on_row, fields)
-
-    async def _connected(self) -> _Connection:
         async with self._lock:
-            if self._connection is None or self._connection.problem is not None:
-                if self._connection is not None:
-                    log.warning("a worker is started again: %s", self._connection.problem)
-                    await self._connection.close()
-                self._connection = await _Connection.start(self.command, self.env, self.grace)
-                self.starts += 1
+            if self._process is None or self._process.returncode is not None:
+                await self.close()
+                self._process = await self._start()
                 try:
-                    await self._connection.request("open", OPENING, None, self.opening)
+                    await self._ask(self._process, "open", OPENING, self.opening)
                 except BaseException:
-                    await self._connection.close()
-                    self._connection = None
+                    await self.close()
                     raise
-            return self._connection
+            process = self._process
+        return await self._ask(process, op, timeout, fields)
 
     async def close(self) -> None:
-        """End the process, and all requests."""
-        if self._connection is not None:
-            await self._connection.close()
-            self._connection = None
+        """End the process: it is asked to by the end of its input, and killed if it takes too long."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), self.grace)
+        _kill(process)
+        await asyncio.wait(self._reading)
 
-
-class _Connection:
-    """One process, until it ends. `problem` says in a line why it takes no further requests."""
-
-    def __init__(self, process: Process, grace: float) -> None:
-        self.process, self.grace = process, grace
-        self.problem: str | None = None
-        self.words: deque[str] = deque(maxlen=WORDS)
-        self.answers: dict[int, asyncio.Future[Values]] = {}
-        self.rows: dict[int, Rows] = {}
-        self.numbers = itertools.count(1)
-        self.tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._read_words())]
-
-    @classmethod
-    async def start(cls, command: Sequence[str], env: dict[str, str], grace: float) -> _Connection:
+    async def _start(self) -> Process:
         """Start the process. ConfigError: its program cannot be executed."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *self.command,
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
-                env=variables(command[0]) | env,
+                env=variables(self.command[0]) | self.env,
                 limit=MAX_LINE,
                 start_new_session=True,
             )
         except OSError as error:
             raise ConfigError(
-                f"episode.agent.collection.python {command[0]} cannot be executed ({error.strerror}): name the python "
-                "of the environment that has the collection (docs/collections.md)"
+                f"episode.agent.collection.python {self.command[0]} cannot be executed ({error.strerror}): name the "
+                "python of the environment that has the collection (docs/collections.md)"
             ) from None
-        return cls(process, grace)
+        self.starts += 1
+        self._reading = [asyncio.create_task(read(process)) for read in (self._read_words, self._read_answers)]
+        return process
 
-    async def request(self, op: str, timeout: float, on_row: Rows | None, fields: Mapping[str, Any]) -> Values:
-        number = next(self.numbers)
-        answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
-        self.answers[number] = answer
-        if on_row is not None:
-            self.rows[number] = on_row
+    async def _ask(self, process: Process, op: str, timeout: float, fields: Mapping[str, Any]) -> Values:
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        assert process.stdin is not None
         try:
-            await self._send({"id": number, "op": op, **fields})
-            message = await asyncio.wait_for(asyncio.shield(answer), timeout)
+            process.stdin.write(json.dumps({"id": number, "op": op, "timeout": timeout, **fields}).encode() + b"\n")
+            message = await asyncio.wait_for(answer, timeout + self.grace)
         except TimeoutError:
-            await self._cancel(number, answer)
-            raise InfrastructureError(f"the worker gave no result of {op!r} within {timeout:g} s") from None
-        except asyncio.CancelledError:
-            with suppress(InfrastructureError):
-                await self._send({"id": number, "op": "cancel"})
-            raise
+            # It ends its requests in time itself, unless its loop hangs, which would hold all others.
+            _kill(process)
+            raise InfrastructureError(f"the worker hung: it gave no result of {op!r} within {timeout:g} s") from None
         finally:
-            self.answers.pop(number, None)
-            self.rows.pop(number, None)
+            del self._answers[number]
         if "error" not in message:
-            result: Values = message["result"]
-            return result
+            return dict(message["result"])
         if message["setting"]:
             raise ConfigError(f"episode.agent.collection: {message['error']}")
         raise InfrastructureError(str(message["error"]))
 
-    async def _send(self, message: Values) -> None:
-        if self.problem is not None:
-            raise InfrastructureError(self.problem)
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
-        with suppress(ConnectionError):  # `_listen` sees that it ended, and why
-            await self.process.stdin.drain()
-
-    async def _cancel(self, number: int, answer: asyncio.Future[Values]) -> None:
-        """End a request. A worker whose loop hangs would hold all others, so it is killed."""
-        try:
-            await self._send({"id": number, "op": "cancel"})
-            await asyncio.wait_for(answer, self.grace)
-        except TimeoutError:
-            self._fail(f"the worker hung: it did not acknowledge a cancelled request within {self.grace:g} s")
-        except InfrastructureError:
-            log.debug("a worker died while a request of it was cancelled")
-
-    async def _listen(self) -> None:
-        """Take the worker's messages until it ends."""
-        assert self.process.stdout is not None
-        try:
-            while line := await self.process.stdout.readline():
-                self._take(line)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # A line of another form, or longer than any message: what follows cannot be trusted.
-            self._fail(f"the worker wrote a line that is not a message: {error}")
-            return
-        code = await self.process.wait()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.tasks[1]), 1.0)
-        last = next((line for line in reversed(self.words) if line.strip()), "no word")
-        self._fail(f"the worker ended with exit code {code}: {last.strip()[-500:]}")
-
-    def _take(self, line: bytes) -> None:
-        message = json.loads(line)
-        number = message["id"]
-        if "row" in message:
-            if number in self.rows:
-                self.rows[number](message["split"], message["row"])
-        elif number in self.answers and not self.answers[number].done():
-            # An answer has a result, or an error with its kind.
-            if not isinstance(message.get("result"), dict) and "setting" not in message:
-                raise ValueError(f"{line[:200]!r} has neither a result nor an error")
-            self.answers[number].set_result(message)
-
-    async def _read_words(self) -> None:
-        """Keep the last lines of its standard error."""
-        assert self.process.stderr is not None
-        while part := await self.process.stderr.read(1 << 16):
-            for line in part.decode(errors="replace").splitlines():
-                log.debug("worker: %s", line)
-                self.words.append(line)
-
-    def _fail(self, problem: str) -> None:
-        """End the process; all its requests fail with this problem."""
-        if self.problem is not None:
-            return
-        self.problem = problem
-        # Its group: processes that it left would go on asking for turns.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for answer in self.answers.values():
+    async def _read_answers(self, process: Process) -> None:
+        """Take the worker's messages until it ends; what is unanswered then fails."""
+        assert process.stdout is not None
+        async for line in process.stdout:
+            message = json.loads(line)
+            answer = self._answers.get(message["id"])
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        code = await process.wait()
+        await asyncio.wait(self._reading[:1], timeout=1.0)
+        problem = f"the worker ended with exit code {code}: {self._last_word[-500:]}"
+        log.warning(problem)
+        for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(InfrastructureError(self.problem))
-                answer.exception()  # its caller may be gone
+                answer.set_exception(InfrastructureError(problem))
 
-    async def close(self) -> None:
-        """End the process: it is asked to by the end of its input, and killed if it takes too long."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), self.grace)
-        self._fail("the worker was closed")
-        await self.process.wait()
-        await asyncio.wait(self.tasks)
+    async def _read_words(self, process: Process) -> None:
+        """Keep the last line of its standard error."""
+        assert process.stderr is not None
+        async for line in process.stderr:
+            text = line.decode(errors="replace").strip()
+            log.debug("worker: %s", text)
+            self._last_word = text or self._last_word
+
+
+def _kill(process: Process) -> None:
+    # Its group: processes that it left would go on asking for turns.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def variables(python: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .cases import Case, forgeable, read_cases
 from .code_verifier import CodeVerifier
-from .sandbox import Result, Sandbox, Session
+from .sandbox import Result, Sandbox
 from .worker import SandboxError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ __all__ = [
     "Sandbox",
     "SandboxError",
     "SandboxedPythonCoder",
-    "Session",
     "forgeable",
     "read_cases",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .literals import Value, literal
+from .literals import Value, constant, parse_constant
 
 # What a comparison is called in the harness, which compares plain values whatever the program's objects say.
 _COMPARE = "__compare__"
@@ -116,7 +116,7 @@ def checks_of(number: int, case: Case) -> list[Check]:
     """Return the checks of a case that is not one of input and output."""
     if case.call is not None:
         expected = (case.value or "").strip()
-        value_of = literal(expected)
+        value_of = parse_constant(expected)
         if value_of is not None:
             return [Check(number, case.call, "value", lambda value: bool(value == value_of[0]), expected)]
         return [Check(number, case.call, "text", lambda value: bool(value == expected), expected)]
@@ -151,10 +151,10 @@ def _assert_checks(number: int, test: ast.expr) -> list[Check]:
         # The constant is compared outside the sandbox, where the program cannot see or replace it.
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             compare = _OPERATORS[type(op)]
-            right_value = literal(right)
+            right_value = constant(right)
             if right_value is not None:
                 return [_compare(number, left, lambda value: bool(compare(value, right_value[0])), ast.unparse(right))]
-            left_value = literal(left)
+            left_value = constant(left)
             if left_value is not None:
                 return [_compare(number, right, lambda value: bool(compare(left_value[0], value)), ast.unparse(left))]
     return [_truth(number, test, True)]
@@ -175,8 +175,8 @@ def _compare(number: int, node: ast.expr, right: Callable[[Value], bool], expect
     """Return a check of a value; for `abs(value - constant)` the constant stays out of the sandbox, too."""
     match node:
         case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=first, op=ast.Sub(), right=second)], keywords=[]):
-            for node_of_program, constant in ((first, second), (second, first)):
-                centre = literal(constant)
+            for node_of_program, other in ((first, second), (second, first)):
+                centre = constant(other)
                 if centre is not None:
                     distance = partial(lambda centre, value: right(abs(value - centre)), centre[0])
                     return Check(number, ast.unparse(node_of_program), "value", distance, expected)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import re
 from typing import NamedTuple
 
@@ -36,36 +34,7 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def python_block(text: str) -> str | None:
-    """The code of the last block in Python, else of the last without a language; None if there is neither.
-
-    A later block without a language is the program if it is one by itself; an output or an example of use is not.
-    """
-    program: CodeBlock | None = None
-    for block in code_blocks(text):
-        if block.language in PYTHON or (not block.language and (program is None or _replaces(block, program))):
-            program = block
-    return None if program is None else program.code
-
-
-def _replaces(block: CodeBlock, program: CodeBlock) -> bool:
-    return not program.language or _stands_alone(block.code)
-
-
-def _stands_alone(code: str) -> bool:
-    """Whether code defines or prints something, with names that it defines or that are built in."""
-    try:
-        nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    definitions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
-    names = [n for n in nodes if isinstance(n, ast.Name)]
-    # Names that the code binds: definitions, imports, assignments, parameters, exceptions.
-    defined = set(dir(builtins)) | {definition.name for definition in definitions}
-    defined |= {(alias.asname or alias.name).partition(".")[0] for statement in imports for alias in statement.names}
-    defined |= {name.id for name in names if not isinstance(name.ctx, ast.Load)}
-    defined |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-    defined |= {n.name for n in nodes if isinstance(n, ast.ExceptHandler) and n.name}
-    # A star import may define any name.
-    prints = any(name.id == "print" for name in names)
-    return bool(definitions or imports or prints) and ("*" in defined or all(name.id in defined for name in names))
+    """The code of the last block in Python, else of the last without a language; None if there is neither."""
+    blocks = code_blocks(text)
+    programs = [block for block in blocks if block.language in PYTHON] or [b for b in blocks if not b.language]
+    return programs[-1].code if programs else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -23,24 +22,12 @@ from .sandbox import Sandbox
 Json = Any  # plain data of a report
 
 
-class Outcome(Protocol):
-    """The attributes of `forge_sandbox.Result` that the verifier uses."""
-
-    @property
-    def status(self) -> str:
-        """How the program ended, as in `forge_sandbox.Result`."""
-
-    @property
-    def stdout(self) -> str:
-        """Its standard output."""
-
-
 @runtime_checkable
 class Runner(Protocol):
     """Runs untrusted programs, as `forge_sandbox.Sandbox`. Exceptions are failures of the runner, not the program."""
 
-    async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Outcome:
-        """Run a program; `time_limit` is in seconds."""
+    async def run(self, program: str, *, stdin: str = "", time_limit: float) -> Any:
+        """Run a program for so many seconds: what has the `status` and `stdout` of `forge_sandbox.Result`."""
 
 
 def code_block(response: str) -> str | None:
@@ -89,16 +76,11 @@ class CodeVerifier:
             raise ValueError(f"credit must be all or share, got {credit!r}")
         if time_limit <= 0 or concurrency < 1:
             raise ValueError(f"time_limit must be above 0, concurrency at least 1: got {time_limit}, {concurrency}")
-        if sandbox is None or isinstance(sandbox, dict):
+        runner: Runner = construct(Sandbox, sandbox or {}, "sandbox") if isinstance(sandbox, dict | None) else sandbox
+        if isinstance(sandbox, dict | None) and version is None and cases is read_cases and program is code_block:
             # The version of a result names everything that can change it: settings do, the number of workers does not.
-            settings = sandbox or {}
-            runner: Runner = construct(Sandbox, settings, "sandbox")
-            if version is None and cases is read_cases and program is code_block:
-                used = {n: p.default for n, p in inspect.signature(Sandbox).parameters.items()} | settings
-                lists = {n: list(v) if isinstance(v, tuple) else v for n, v in used.items()}
-                version = f"sandbox { {n: v for n, v in lists.items() if n not in ('workers', 'user')} }"
-        else:
-            runner = sandbox
+            used = {name: value for name, value in sorted((sandbox or {}).items()) if name not in ("workers", "user")}
+            version = f"sandbox {used}"
         self.names: tuple[str, ...] = (name,)
         self._sandbox = runner
         self._credit = credit
@@ -106,7 +88,7 @@ class CodeVerifier:
         self._program = program
         self._time_limit = time_limit
         self._concurrency = concurrency
-        self.fingerprint = None if version is None else f"code 6 {credit} {time_limit} {version}"
+        self.fingerprint = None if version is None else f"code 7 {credit} {time_limit} {version}"
         self.progress = 0
 
     def warning(self, targets: Iterable[str | None]) -> str:
@@ -183,7 +165,7 @@ class CodeVerifier:
             checks = checks[answered:]
         return passed
 
-    async def _run(self, program: str, stdin: str, slots: asyncio.Semaphore) -> Outcome:
+    async def _run(self, program: str, stdin: str, slots: asyncio.Semaphore) -> Any:
         async with slots:
             try:
                 result = await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
@@ -199,7 +181,7 @@ def _passes(check: Check, report: list[Json] | None) -> bool:
         return False
     value = report[0]
     if check.kind == "value":
-        parsed = literal(value, fold=False) if isinstance(value, str) else None
+        parsed = literal(value) if isinstance(value, str) else None
         value = NO_LITERAL if parsed is None else parsed[0]
     elif check.kind == "text" and isinstance(value, str):
         value = value.strip()
@@ -209,7 +191,7 @@ def _passes(check: Check, report: list[Json] | None) -> bool:
         return False
 
 
-def _check_limit(expected: str, result: Outcome) -> None:
+def _check_limit(expected: str, result: Any) -> None:
     """Raise Unscored if the expected output exceeds the sandbox's limit."""
     if result.status == "output" and len(expected) > len(result.stdout):
         raise Unscored(f"{len(expected)} characters are expected, the sandbox's output limit is {len(result.stdout)}")

@@ -34,10 +34,15 @@ def select_level(levels: Sequence[str], settings: Settings, python: str, user: i
     """Return the first of these levels that confines the canary. SandboxError: none does, with the reason for each."""
     reasons = []
     for level in levels:
-        reason = _try_level(settings | {"level": level}, python, user)
-        if not reason:
+        try:
+            escapes = _try_level(settings | {"level": level}, python, user)
+        except SandboxError as error:
+            reasons.append(f"{level}: {error}")
+            continue
+        # Without isolation they are as they should be.
+        if not escapes or level == "none":
             return level
-        reasons.append(f"{level}: {reason}")
+        reasons.append(f"{level}: a program was not prevented from: {escapes}")
     raise SandboxError(
         f"programs cannot be isolated here. {'; '.join(reasons)}. Allow user namespaces (docs/sandbox.md, Containers), "
         "or run programs with all your rights by level='none' and allow_unsafe=True"
@@ -45,31 +50,21 @@ def select_level(levels: Sequence[str], settings: Settings, python: str, user: i
 
 
 def _try_level(settings: Settings, python: str, user: int | None) -> str:
-    """Run the canary; return the reason why the level does not work, "" if it does."""
-    level = settings["level"]
-    # The canary tries what a program must not do: read this file, write beside it, use memory, see its parent.
-    with tempfile.NamedTemporaryFile() as file:
-        os.chmod(file.name, 0o644)
+    """Run the canary, which tries what a program must not do: read this file, write beside it, use memory, see its
+    parent. Return what it could, in words. SandboxError: it could not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        file = os.path.join(folder, "file")
+        with open(file, "w"):
+            os.chmod(file, 0o644)
         # Far beyond its limit; it is not written to, so that the level "none" does not fill the machine.
         memory = (settings["memory_mb"] << 20) * 4
-        canary = _CANARY.format(parent=os.getpid(), file=file.name, memory=memory)
+        canary = _CANARY.format(parent=os.getpid(), file=file, memory=memory)
+        worker = Worker(settings, python, user)
         try:
-            worker = Worker(settings, python, user)
-            try:
-                header, bodies = worker.request({"kind": "run", "time_limit": 10.0}, canary.encode(), b"", limit=10.0)
-                worker.settle()
-            finally:
-                worker.kill()
-        except SandboxError as error:
-            return str(error)
-        written = file.name + ".new"
-        escaped = os.path.exists(written)
-        if escaped:
-            os.unlink(written)
-    out, error_text = (body.decode(errors="replace").strip() for body in bodies)
-    if header["status"] != "ok":
-        return f"a program could not run ({header['status']}: {error_text[-300:]})"
-    # Without isolation this is as it should be.
-    if (out or escaped) and level != "none":
-        return f"a program was not prevented from: {out or 'write'}"
-    return ""
+            header, (out, error) = worker.request({"time_limit": 10.0}, canary.encode(), b"", limit=10.0)
+        finally:
+            worker.kill()
+        if header["status"] != "exited" or header["exit_code"]:
+            raise SandboxError(f"a program could not run ({header['status']}: {error.decode(errors='replace')[-300:]})")
+        return " ".join([*out.decode(errors="replace").split(), *(["write"] if os.path.exists(file + ".new") else [])])

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock
-from typing import TypeVar
 
 from .probe import LEVELS, select_level
 from .worker import Header, SandboxError, Settings, Worker
 
-T = TypeVar("T")
 log = logging.getLogger(f"forge.{__name__}")
 
 MAX_BYTES = 64 << 20  # of a program and its input
+_LIMITS = {"NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64}  # of a process
+_NO_MEMORY = re.compile(r"^[\w.]*MemoryError\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,7 @@ class Result:
     - "timeout": of wall or CPU time;
     - "memory": an uncaught MemoryError, or its processes together exceeded the limit;
     - "output": stdout or stderr exceeded the limit and was cut (`truncated`);
-    - "killed": by a signal, as in a crash;
-    - "ended": a cell that did not run because the session was over.
+    - "killed": by a signal, as in a crash.
 
     `exit_code` is the negative signal number for a signal. Invalid UTF-8 is replaced.
     """
@@ -79,7 +79,7 @@ class Sandbox:
     Args:
         level: "namespaces"; "none" isolates nothing and requires `allow_unsafe`; "auto" is namespaces, or none where
             they are not permitted and `allow_unsafe` is set.
-        workers: concurrent programs; each session has an additional worker.
+        workers: concurrent programs.
         memory_mb: address space of a process, and memory of a program's processes together.
         cpu_seconds: per process, and for a program's processes together.
         processes: of a program, including threads.
@@ -129,6 +129,8 @@ class Sandbox:
         self.level = level
         self._levels = ("namespaces", *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
         self._settings: Settings = limits | {
+            "limits": _LIMITS | {"AS": memory_mb << 20, "FSIZE": file_mb << 20, "CPU": cpu_seconds},
+            "folder": "/tmp",
             "imports": list(imports),
             "path": [paths[folder] for folder in path],
             "readable": [os.path.abspath(folder) for folder in (*path, *readable)],
@@ -141,7 +143,6 @@ class Sandbox:
             self._idle.put(None)
         self._lock = Lock()
         self._started = self._closed = False
-        self._process = 0  # the process that started it
         self._workers: set[Worker] = set()
 
     async def __aenter__(self) -> Sandbox:
@@ -165,7 +166,7 @@ class Sandbox:
         Raises:
             ValueError: too long, not encodable as UTF-8, or an invalid time limit.
             SandboxError: the sandbox failed, also on a retry with a new process.
-            RuntimeError: closed, or started before a fork of this process.
+            RuntimeError: closed.
         """
         bodies = _encode(time_limit, program, stdin)
         self._check_usable()
@@ -178,32 +179,8 @@ class Sandbox:
             pending.cancel()
             raise
 
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
-        """A process whose namespace persists over `run` calls, like a notebook. The limits apply to the whole session,
-        also between cells; those of time and output to each cell. Raises as `run`."""
-        await self.start()
-        thread = ThreadPoolExecutor(1, "sandbox session")
-        starting = thread.submit(self._start_worker)
-        try:
-            session = Session(thread, await asyncio.wrap_future(starting))
-            try:
-                await session.begin()
-                yield session
-            finally:
-                session.close()
-                # Shielded: cancellation must not interrupt the cleanup.
-                await asyncio.shield(asyncio.wrap_future(thread.submit(self._discard, session.worker)))
-        except asyncio.CancelledError:
-            thread.submit(lambda: self._discard(starting.result()))  # it may still have been starting
-            raise
-        finally:
-            thread.shutdown(wait=False)
-
     async def close(self) -> None:
         """Kill all programs and close for good; idempotent."""
-        if self._process not in (0, os.getpid()):
-            return  # the workers belong to the parent process
         with self._lock:
             self._closed = True
             workers = list(self._workers)
@@ -216,9 +193,6 @@ class Sandbox:
     def _check_usable(self) -> None:
         if self._closed:
             raise RuntimeError("the sandbox is closed")
-        self._process = self._process or os.getpid()
-        if self._process != os.getpid():
-            raise RuntimeError("the sandbox was started in the process that this one was forked from: create one here")
 
     def _start(self) -> None:
         with self._lock:
@@ -234,27 +208,23 @@ class Sandbox:
         worker = self._idle.get()
         try:
             # A worker that fails is replaced once: the program may have brought it down, or the machine.
-            for last in (False, True):
+            for is_last in (False, True):
+                worker = worker or self._start_worker()
+                if not pending.assign(worker):
+                    break
                 try:
-                    worker = worker or self._start_worker()
-                    if not pending.assign(worker):
-                        return Result("ended")  # cancelled
-                    reply = worker.request({"kind": "run", "time_limit": time_limit}, *bodies, limit=time_limit)
+                    reply = worker.request({"time_limit": time_limit}, *bodies, limit=time_limit)
                     worker.settle()
-                    return _result(*reply)
+                    return _result(*reply, self._settings["cpu_seconds"])
                 except SandboxError:
-                    if worker is not None:
-                        interrupted = worker.interrupted
-                        self._discard(worker)
-                        worker = None
-                        if last or interrupted:
-                            raise
-                    elif last or self._closed:
+                    if is_last or worker.interrupted:
                         raise
-            raise AssertionError
+                    self._discard(worker)
+                    worker = None
+            raise SandboxError("the program was cancelled")
         finally:
             pending.assign(None)
-            if worker is not None and worker.interrupted:  # after its reply: no longer usable
+            if worker is not None and worker.interrupted:  # no longer usable
                 self._discard(worker)
                 worker = None
             self._idle.put(worker)
@@ -273,65 +243,16 @@ class Sandbox:
         worker.kill()
 
 
-class Session:
-    """A session of cells with a shared namespace; see `Sandbox.session`."""
-
-    def __init__(self, thread: ThreadPoolExecutor, worker: Worker) -> None:
-        self.worker = worker
-        self._thread = thread
-        self._end_reason = ""
-
-    async def begin(self) -> None:
-        """Start the session's process."""
-        await self._in_thread(lambda: self.worker.request({"kind": "session"}, limit=0.0))
-
-    async def run(self, cell: str, time_limit: float = 5.0) -> Result:
-        """Run a cell; the value of a final expression is printed. A status other than "ok" and "error", or an exit,
-        ends the session, and so does a limit that is exceeded between cells; later cells have the status "ended" with
-        the reason in `stderr`.
-
-        Raises:
-            ValueError: as `Sandbox.run`.
-            SandboxError: the sandbox failed; the session is lost.
-        """
-        body = _encode(time_limit, cell)[0]
-        if self._end_reason:
-            return Result("ended", stderr=f"the session is over: {self._end_reason}", exit_code=1)
-        try:
-            header, bodies = await self._in_thread(
-                lambda: self.worker.request({"time_limit": time_limit}, body, limit=time_limit)
-            )
-        except BaseException as error:
-            self._end_reason = (
-                f"the sandbox failed ({error})" if isinstance(error, SandboxError) else "a cell was cancelled"
-            )
-            raise
-        # The session ended between two cells.
-        if "over" in header:
-            self._end_reason = header["over"]
-            return await self.run(cell, time_limit)
-        result = _result(header, bodies)
-        if header["ended"]:
-            self._end_reason = f"a cell ended it with {result.status} (exit code {result.exit_code})"
-        return result
-
-    def close(self) -> None:
-        """End the session's process."""
-        self._end_reason = self._end_reason or "it was closed"
-        self.worker.interrupt()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        try:
-            return await asyncio.wrap_future(self._thread.submit(work))
-        except asyncio.CancelledError:
-            self.worker.interrupt()
-            raise
-
-
-def _result(header: Header, bodies: list[bytes]) -> Result:
+def _result(header: Header, bodies: list[bytes], cpu_seconds: int) -> Result:
     out, error = (body.decode("utf-8", "replace") for body in bodies)
-    fields = {name: header[name] for name in ("status", "seconds", "cpu_seconds", "exit_code", "truncated")}
-    return Result(stdout=out, stderr=error, **fields)
+    status, code = header["status"], header["exit_code"]
+    if status == "exited" and code <= 0:
+        # The kernel kills at the limit of CPU time, which then looks like any other kill.
+        is_timeout = code == -signal.SIGXCPU or (code and header["cpu_seconds"] >= cpu_seconds)
+        status = "timeout" if is_timeout else "killed" if code else "ok"
+    elif status == "exited":
+        status = "memory" if _NO_MEMORY.match(error.rstrip().rpartition("\n")[2]) else "error"
+    return Result(status, out, error, header["seconds"], header["cpu_seconds"], code, status == "output")
 
 
 def _encode(time_limit: float, *texts: str) -> list[bytes]:

@@ -17,7 +17,7 @@ from .inside import wire
 START_TIMEOUT = 60.0  # seconds to start, with all imports
 GRACE = 30.0  # seconds to reply, beyond a program's time limit: the machine may be busy
 EXIT_TIMEOUT = 5.0  # seconds to exit by itself
-_MODULES = (*("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "confine", "jail", "keeper", "zygote"),)
+_MODULES = ("syscalls", "wire", "seccomp", "namespaces", "limits", "program", "confine", "jail", "keeper", "zygote")
 # The modules are sent as text: the process may not be able to read the files after a change of user or root.
 _FOLDER = Path(__file__).parent / "inside"
 _TEXTS = {name: (_FOLDER / f"{name}.py").read_text("utf-8") for name in _MODULES}
@@ -52,12 +52,18 @@ class SandboxError(InfrastructureError):
 
 
 class Worker:
-    """A process that runs one program at a time. Methods block and are called in one thread, except `kill`.
+    """A process that runs one program at a time. Methods block and are called in one thread, except `interrupt`.
 
     Args:
-        settings: those of `forge_sandbox.Sandbox`.
+        settings: "level"; "readable", "folder" (where a program begins), "limits" (of `resource`), "memory_mb",
+            "cpu_seconds", "processes" and "output_kb". Of Python's programs also "path", "imports" and "file_mb"; of a
+            command "network" ("gateway": the loopback alone; "host"), "port" (where the caller listens, or None) and
+            "writable" (folders by their paths inside).
         python: the interpreter.
         user: user id of the process; requires root.
+
+    Attributes:
+        descriptors: the listening socket of a command's `port`.
 
     Raises:
         SandboxError: the process failed to start.
@@ -66,6 +72,7 @@ class Worker:
     def __init__(self, settings: Settings, python: str, user: int | None) -> None:
         owner: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
         self.interrupted = False
+        self.descriptors: list[int] = []
         self._socket, child_socket = socket.socketpair()
         # A file, since a pipe that is not read would block verbose imports.
         self._stderr = open(os.memfd_create("stderr"), "rb")  # noqa: SIM115
@@ -93,32 +100,13 @@ class Worker:
             self.kill()
             raise
 
-    @property
-    def pid(self) -> int:
-        """Process id of the worker."""
-        return self._process.pid
-
     def request(self, header: Header, *bodies: bytes, limit: float) -> tuple[Header, list[bytes]]:
         """Send a request and return the reply. SandboxError: it failed or timed out, and the worker must be killed."""
-        self._deadline = time.monotonic() + limit + GRACE
-        try:
-            self._socket.settimeout(limit + GRACE)
-            self._socket.sendall(wire.pack(header, *bodies))
-            return self._receive()
-        except TimeoutError:
-            raise SandboxError(f"the sandbox's process gave no answer within {limit + GRACE:g} s") from None
-        except (EOFError, ConnectionError):
-            raise SandboxError(f"the sandbox's process has ended{self._stderr_tail()}") from None
-        except (OSError, ValueError) as error:  # closed concurrently
-            raise SandboxError(f"the sandbox's process was ended ({error})") from error
+        return self._reply(limit + GRACE, wire.pack(header, *bodies))
 
     def settle(self) -> None:
         """Wait until all processes of the last program have ended. SandboxError: as `request`."""
-        self._deadline = time.monotonic() + GRACE
-        try:
-            reply, _ = self._receive()
-        except (OSError, EOFError) as error:
-            raise SandboxError(f"the sandbox's process has ended ({error})") from error
+        reply, _ = self._reply(GRACE)
         if not reply.get("over"):
             raise SandboxError(f"the sandbox's process sent {reply} instead of the end of a program")
 
@@ -139,12 +127,25 @@ class Worker:
         self._socket.close()
         self._stderr.close()
 
-    def _receive(self) -> tuple[Header, list[bytes]]:
-        def read(size: int) -> bytes:
-            self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
-            return self._socket.recv(size)
+    def _reply(self, seconds: float, request: bytes = b"") -> tuple[Header, list[bytes]]:
+        deadline = time.monotonic() + seconds
 
-        header, bodies = wire.unpack(read)
+        def read(size: int) -> bytes:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data, descriptors, _, _ = socket.recv_fds(self._socket, size, 1)
+            self.descriptors += descriptors
+            return data
+
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.sendall(request)
+            header, bodies = wire.unpack(read)
+        except TimeoutError:
+            raise SandboxError(f"the sandbox's process gave no answer within {seconds:g} s") from None
+        except (EOFError, ConnectionError):
+            raise SandboxError(f"the sandbox's process has ended{self._stderr_tail()}") from None
+        except (OSError, ValueError) as error:  # closed concurrently
+            raise SandboxError(f"the sandbox's process was ended ({error})") from error
         if "failed" in header:
             raise SandboxError(f"confining a program failed: {header['failed']}")
         return header, bodies

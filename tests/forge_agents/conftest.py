@@ -23,7 +23,7 @@ def forced_policy(bpe, small_model):  # noqa: F811
 
 
 @contextmanager
-def serving(policy, tokenizer, journal=None, providers=None, **dialogue):
+def serving(policy, tokenizer, **dialogue):
     """A `Gateway` in a thread; yields it with a function that runs its coroutines there."""
     from forge_agents.gateway import Gateway
     from forge_agents.policies import Policy
@@ -34,7 +34,7 @@ def serving(policy, tokenizer, journal=None, providers=None, **dialogue):
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     dialogue = Dialogue(tokenizer, **({"template": "chatml"} | dialogue))
-    gateway = Gateway({"policy": Policy(policy, dialogue, sampling={"temperature": 1.0})}, journal, providers)
+    gateway = Gateway({"policy": Policy(policy, dialogue, sampling={"temperature": 1.0})})
 
     def run(coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(120)

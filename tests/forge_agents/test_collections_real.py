@@ -41,8 +41,7 @@ def played(served, agent, *answers):
         try:
             return await asyncio.gather(*(play_one(play, answer) for answer in answers))
         finally:
-            play.holder.cancel()
-            await asyncio.gather(play.holder, return_exceptions=True)
+            await play.close()
 
     async def play_one(play, answer):
         access = gateway.open(SessionSettings(max_tokens=1000, max_turn_tokens=100))

@@ -300,8 +300,9 @@ asyncio.run(main())
 
 
 def keepers_of(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if "forge_agents.keeper" in Path(f"/proc/{child}/cmdline").read_text()]
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    return [int(child) for child in children if "zygote.main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def test_no_process_outlives_a_controller_that_is_killed() -> None:

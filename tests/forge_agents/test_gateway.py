@@ -79,7 +79,7 @@ def test_calls_come_back_re_ordered_and_without_thoughts(served, forced_policy):
         assert answer.choices[0].message.content == "Done."
         assert answer.usage.prompt_tokens_details.cached_tokens > 0
     record = closed(served, access)
-    assert [(run.parent, run.rule) for run in record.runs["policy"]] == [(None, ""), (0, "id")]
+    assert [run.parent for run in record.runs["policy"]] == [None, 0]
     assert record.episode("policy", 1.0).info["roots"] == {"start": 1}
 
 
@@ -87,8 +87,8 @@ def test_calls_come_back_re_ordered_and_without_thoughts(served, forced_policy):
     ("change", "reason"),
     [
         (lambda m: [*m[:1], {**m[1], "content": "something else"}, *m[2:]], "edited"),
-        (lambda m: [{"role": "system", "content": "other"}, *m[1:]], "other_system"),
-        (lambda m: [m[0], {"role": "user", "content": "Summary: " + m[2]["content"]}], "compacted"),
+        (lambda m: [{"role": "system", "content": "other"}, *m[1:]], "edited"),
+        (lambda m: [m[0], {"role": "user", "content": "Summary: " + m[2]["content"]}], "start"),
         (lambda m: [{"role": "user", "content": "a new one"}], "start"),
     ],
 )
@@ -106,20 +106,13 @@ def test_a_history_that_differs_begins_a_branch_with_its_reason(served, forced_p
     assert (run.parent, run.reason) == (None, reason)
     episode = record.episode("policy", 0.0)
     assert len(episode.branches) == 1
-    assert reason == "start" or episode.info["differences"]
     assert sum(map(sum, (episode.mask, episode.branches[0].mask))) == forced_policy.sampled
 
 
-def test_an_answer_that_was_not_delivered_goes_to_the_retry_or_never_trains(served, forced_policy):
+def test_an_answer_that_was_not_delivered_never_trains(served, forced_policy):
     access = opened(served)
     body = {"model": "policy", "messages": [{"role": "user", "content": "slow"}]}
     entered, release = threading.Event(), threading.Event()
-
-    def wait(prompt):
-        entered.set()
-        release.wait(30)
-        return "The answer."
-
     forced_policy.script = None
     gateway, run = served
     original = forced_policy._generate
@@ -138,25 +131,18 @@ def test_an_answer_that_was_not_delivered_goes_to_the_retry_or_never_trains(serv
             httpx.post(f"{access.url}/v1/chat/completions", json=body, headers=headers, timeout=0.5)
         assert entered.wait(30)
         release.set()
+        # Its client asks again, and gets another answer.
         retried = httpx.post(f"{access.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         assert retried.status_code == 200
-        # A third client loses its answer, and never asks again.
-        release.clear()
-        entered.clear()
-        other = {**body, "messages": [{"role": "user", "content": "lost"}]}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{access.url}/v1/chat/completions", json=other, headers=headers, timeout=0.5)
-        release.set()
         while len(gateway.sessions[access.key].trees["policy"].runs) < 2:
             run(_turn())
     finally:
         forced_policy.generate.route = original
     record = closed(served, access)
-    assert record.counts["retries"] == 1
-    orphan = len(record.runs["policy"][1].completion.token_ids)
-    episode = record.episode("policy", 1.0)
-    assert episode.info["certificate"]["orphan"] == orphan > 0
-    assert episode.info["certificate"]["sampled"] == forced_policy.sampled
+    (orphan,) = (run for run in record.runs["policy"] if run.id not in record.delivered)
+    account = record.episode("policy", 1.0).info["certificate"]
+    assert account["orphan"] == len(orphan.completion.token_ids) > 0
+    assert account["sampled"] == forced_policy.sampled
 
 
 async def _turn():
@@ -177,8 +163,9 @@ def test_one_sentence_for_what_cannot_be(served):
         return answer.status_code, answer.json()["error"]["message"]
 
     closed(served, other)
-    assert post(body, {"Authorization": f"Bearer {other.key}"}) == (401, "the session of this API key has ended")
-    assert post(body, {"Authorization": "Bearer wrong"}) == (401, "the API key is missing or wrong")
+    for key in (other.key, "wrong"):
+        sentence = "the API key is missing or wrong, or its session has ended"
+        assert post(body, {"Authorization": f"Bearer {key}"}) == (401, sentence)
     status, sentence = post({**body, "n": 4096})
     assert status == 400
     assert "4096" in sentence
@@ -192,29 +179,6 @@ def test_one_sentence_for_what_cannot_be(served):
     # The episode has lost nothing by that.
     assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
     assert httpx.post(f"{access.url}/s/{access.key}/v1/chat/completions", json=body, timeout=60).status_code == 200
-
-
-def test_a_journal_brings_sessions_back(forced_policy, bpe, tmp_path):
-    from .conftest import serving
-
-    script(forced_policy, "One.", "Two.")
-    messages = [{"role": "user", "content": "go"}]
-    with serving(forced_policy, bpe, tmp_path) as (gateway, _):
-        access = gateway.open(SessionSettings(max_tokens=500))
-        with client_of(access) as client:
-            answer = ask(client, messages).choices[0].message.content
-    # As a death would: nothing was closed.
-    with serving(forced_policy, bpe, tmp_path) as (gateway, run):
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "next"}]
-        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=access.key, max_retries=0) as client:
-            ask(client, messages)
-        record = run(gateway.close(access.key))
-        assert [run.parent for run in record.runs["policy"]] == [None, 0]
-        assert sum(record.episode("policy", 1.0).mask) == sum(
-            len(r.completion.token_ids) for r in record.runs["policy"]
-        )
-        gateway.forget(access.key)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_stream_that_fails_midway_is_no_answer(served, forced_policy, monkeypatch):

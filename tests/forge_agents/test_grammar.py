@@ -193,10 +193,10 @@ def test_calls_are_read_whatever_the_tokenizer_has(syntax: Any, added: str, tmp_
     names = set()
     with EmbeddedEngine(tmp_path, slots=32) as engine:
         for choice, parallel in (("required", True), ("required", False), ("set_level", True)):
-            grammar = calls_grammar(syntax, TOOLS, choice, parallel)
+            grammar = calls_grammar(syntax, TOOLS, choice, parallel, tokenizer.get_added_vocab())
             sampling = Sampling(n=8, max_tokens=900, seed=0, grammar=grammar, top_k=30)
             for completion in engine.submit([5, 6], sampling).result(60):
-                text = tokenizer.decode(completion.token_ids[:-1], skip_special_tokens=True)
+                text = tokenizer.decode(completion.token_ids[:-1], skip_special_tokens=False)
                 action = read_action(text, syntax, TOOLS)
                 assert not action.errors
                 assert not action.content

@@ -86,7 +86,7 @@ class HostileClient:
         if action == "compact":
             content = messages[turns[-1]]["content"] or ""
             if len(loose(content)) > 45 and "\ufffd" not in content:
-                self.expected["compacted"] += 1
+                self.expected["start"] += 1
                 return [messages[0], {"role": "user", "content": f"So far: {content}"}]
         if action == "edit":
             messages = [dict(message) for message in messages]

@@ -56,7 +56,6 @@ def run(root, agent, **settings):
         assert row["certificate/sampled"] == row["certificate/trained"] + excluded
     assert sum(row["certificate/trained"] for row in counted) > 0
     assert metrics[-1]["step"] == 2
-    assert not list((root / "run/gateway").glob("*.jsonl"))
     return metrics
 
 
@@ -93,6 +92,8 @@ def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
             while rows(tmp_path / "run")[-1]["step"] < 3:  # it is logged while this step is played
                 await asyncio.sleep(0.01)
             raise RuntimeError("the first attempt ends here")
+        # A group that ends while a checkpoint is written is in its buffer, and in the row of the step after it.
+        await asyncio.sleep(0.2)
         return await chat(client, sample)
 
     settings = {

@@ -57,7 +57,7 @@ DOUBLE = [{"stdin": "3\n", "stdout": "6"}, {"stdin": "5", "stdout": "10"}]
 def test_input_and_output():
     programs = [
         block("print(2 * int(input()))"),
-        block("print(9)", "py") + block("print(2 * int(input()), ' ')", ""),
+        block("print(9)", "") + block("print(2 * int(input()), ' ')", ""),
         block("print(6)"),
         "print(2 * int(input()))",
         block("import sys; sys.exit(1)"),

@@ -2,46 +2,91 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from ..messages import BadRequest, Delta, ModelRequest, ModelTurn
+from ..messages import BadRequest, Call, Delta, ModelRequest, ModelTurn
+from .fields import openai_error, server_sent
 
 
-class EventWriter(Protocol):
+class EventWriter(ABC):
     """Writes one answer as server-sent events. Every method returns the bytes to send, "" if there are none."""
 
+    @abstractmethod
     def begin(self, prompt_tokens: int) -> bytes:
         """The events before the first token."""
 
+    @abstractmethod
     def delta(self, delta: Delta) -> bytes:
         """The events of a piece of the answer."""
 
+    @abstractmethod
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """The events after the last piece: how each sample ended, and usage."""
 
     def ping(self) -> bytes:
         """An event or comment without content, while the client waits."""
+        return b": ping\n\n"
 
     def failure(self, error: BadRequest) -> bytes:
         """The event of an error after the first event was sent."""
+        return server_sent(openai_error(error))
 
 
-class Dialect(Protocol):
+class ItemWriter(EventWriter):
+    """Writes one answer as items, of which at most one is open, a thought or a text: it ends when another begins."""
+
+    open = ""  # "thought", "content", or "" while none is
+
+    def delta(self, delta: Delta) -> bytes:
+        """A piece of the open item; before it, what ends another and begins this."""
+        events = b""
+        for kind, text in (("thought", delta.thought), ("content", delta.content)):
+            if text and self.open != kind:
+                events += self.close()
+                self.open = kind
+                events += self.begin_item(kind)
+            if text:
+                events += self.piece(kind, text)
+        return events if delta.call is None else events + self.close() + self.call(delta.call)
+
+    @abstractmethod
+    def begin_item(self, kind: str) -> bytes:
+        """The events before its first piece."""
+
+    @abstractmethod
+    def piece(self, kind: str, text: str) -> bytes:
+        """The event of a piece of its text."""
+
+    @abstractmethod
+    def close(self) -> bytes:
+        """The events of its end; none if no item is open."""
+
+    @abstractmethod
+    def call(self, call: Call) -> bytes:
+        """The events of a whole call."""
+
+
+class Dialect(ABC):
     """One kind of request."""
 
     name: str
     id_prefix: str  # of a turn's id
-    call_prefix: str  # of a call's id
+    call_prefix: str = "call_"  # of a call's id
 
+    @abstractmethod
     def read(self, body: Any) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
 
+    @abstractmethod
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Any]:
         """The body of an answer that is not streamed."""
 
+    @abstractmethod
     def events(self, request: ModelRequest, ids: Sequence[str]) -> EventWriter:
         """The writer of a streamed answer whose samples have these ids."""
 
     def error(self, error: BadRequest) -> Mapping[str, Any]:
         """The body of an error."""
+        return openai_error(error)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from anthropic import types as api
 from anthropic.types.raw_message_delta_event import Delta as StopDelta
 from pydantic import BaseModel
 
-from ..messages import BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
-from . import fields
+from ..messages import BadRequest, Call, Message, ModelRequest, ModelTurn, Schema
+from . import Dialect, ItemWriter, fields
 from .fields import Json
 
 SAMPLING = ("temperature", "top_p", "top_k", "thinking")
@@ -41,7 +40,7 @@ ERRORS = {
 }
 
 
-class AnthropicDialect:
+class AnthropicDialect(Dialect):
     """Requests to `/v1/messages` and `/v1/messages/count_tokens`, which have the same fields."""
 
     name = "anthropic"
@@ -56,14 +55,10 @@ class AnthropicDialect:
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
         _check_edits(body.get("context_management"))
-        tools = tuple(
-            _tool(tool, f"tools[{index}]")
-            for index, tool in enumerate(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS))
-        )
+        tools = tuple(_tool(tool, path) for path, tool in fields.records(body.get("tools"), "tools"))
         choice = fields.record(body.get("tool_choice"), "tool_choice")
         output = fields.record(body.get("output_config"), "output_config")
-        fields_of_output = {name for name, value in output.items() if value is not None}
-        if fields_of_output - {"effort", "format"}:
+        if {name for name, value in output.items() if value is not None} - {"effort", "format"}:
             raise BadRequest("output_config supports effort and format alone", "output_config")
         return ModelRequest(
             body["model"],
@@ -73,7 +68,7 @@ class AnthropicDialect:
             not fields.boolean(choice, "disable_parallel_tool_use"),
             max_tokens=fields.integer(body, "max_tokens"),
             stop=fields.stop_strings(body, "stop_sequences"),
-            schema=_schema(output.get("format") or body.get("output_format")),
+            schema=fields.answer_schema(output.get("format") or body.get("output_format"), "output_config.format"),
             stream=fields.boolean(body, "stream"),
             stream_usage=True,
             overridden={**fields.overridden(body, SAMPLING), **fields.overridden(output, ["effort"])},
@@ -92,10 +87,7 @@ class AnthropicDialect:
             arguments = json.loads(call.arguments)
             content.append(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=arguments))
         message = _start(request, turn.id, _usage(turn))
-        message.content = content
-        stop = _stop(turn)
-        message.stop_reason = stop.stop_reason
-        message.stop_sequence = stop.stop_sequence
+        message = message.model_copy(update={"content": content, **_stop(turn).model_dump(exclude_unset=True)})
         return message.model_dump(exclude_unset=True)
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> AnthropicEvents:
@@ -111,13 +103,12 @@ class AnthropicDialect:
         return {"type": "error", "error": body}
 
 
-class AnthropicEvents:
-    """Writes one answer as blocks, of which at most one is open."""
+class AnthropicEvents(ItemWriter):
+    """Writes one answer as blocks."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         self._request = request
         self._id = ids[0]
-        self._open: Literal["", "thinking", "text"] = ""
         self._index = 0  # of the open block, or of the next
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -126,28 +117,11 @@ class AnthropicEvents:
         message = _start(self._request, self._id, usage)
         return _event(api.RawMessageStartEvent(type="message_start", message=message))
 
-    def delta(self, delta: Delta) -> bytes:
-        """A piece of the open block; before it, what ends another and begins this."""
-        events = b""
-        if delta.thought:
-            events += self._turn_to("thinking")
-            events += self._piece(api.ThinkingDelta(type="thinking_delta", thinking=delta.thought))
-        if delta.content:
-            events += self._turn_to("text")
-            events += self._piece(api.TextDelta(type="text_delta", text=delta.content))
-        if delta.call is not None:
-            events += self._close()
-            block = api.ToolUseBlock(type="tool_use", id=delta.call.id, name=delta.call.name, input={})
-            events += self._begin_block(block)
-            events += self._piece(api.InputJSONDelta(type="input_json_delta", partial_json=delta.call.arguments))
-            events += self._end_block()
-        return events
-
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """The end of the open block, why the message ended, and usage."""
         usage = api.MessageDeltaUsage.model_validate(_usage(turns[0]).model_dump(exclude_unset=True))
         stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop(turns[0]), usage=usage)
-        return self._close() + _event(stopped) + _event(api.RawMessageStopEvent(type="message_stop"))
+        return self.close() + _event(stopped) + _event(api.RawMessageStopEvent(type="message_stop"))
 
     def ping(self) -> bytes:
         """The event that clients expect while they wait."""
@@ -157,23 +131,33 @@ class AnthropicEvents:
         """An event with the body of the error."""
         return fields.server_sent(AnthropicDialect().error(error), "error")
 
-    def _turn_to(self, kind: Literal["thinking", "text"]) -> bytes:
-        if self._open == kind:
-            return b""
-        events = self._close()
-        self._open = kind
-        if kind == "text":
-            return events + self._begin_block(api.TextBlock(type="text", text=""))
-        return events + self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
+    def begin_item(self, kind: str) -> bytes:
+        """A block without text."""
+        if kind == "content":
+            return self._begin_block(api.TextBlock(type="text", text=""))
+        return self._begin_block(api.ThinkingBlock(type="thinking", thinking="", signature=""))
 
-    def _close(self) -> bytes:
-        if not self._open:
+    def piece(self, kind: str, text: str) -> bytes:
+        """The event of a piece of its text."""
+        if kind == "content":
+            return self._piece(api.TextDelta(type="text_delta", text=text))
+        return self._piece(api.ThinkingDelta(type="thinking_delta", thinking=text))
+
+    def close(self) -> bytes:
+        """The end of the block, before which a thought gets its signature."""
+        if not self.open:
             return b""
-        signature = b""
-        if self._open == "thinking":
-            signature = self._piece(api.SignatureDelta(type="signature_delta", signature=fields.opaque(self._id)))
-        self._open = ""
-        return signature + self._end_block()
+        events = b""
+        if self.open == "thought":
+            events = self._piece(api.SignatureDelta(type="signature_delta", signature=fields.opaque(self._id)))
+        self.open = ""
+        return events + self._end_block()
+
+    def call(self, call: Call) -> bytes:
+        """A block of a call, whose arguments come in one piece."""
+        begun = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
+        arguments = self._piece(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
+        return begun + arguments + self._end_block()
 
     def _begin_block(self, block: api.TextBlock | api.ThinkingBlock | api.ToolUseBlock) -> bytes:
         return _event(api.RawContentBlockStartEvent(type="content_block_start", index=self._index, content_block=block))
@@ -182,9 +166,8 @@ class AnthropicEvents:
         return _event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
 
     def _end_block(self) -> bytes:
-        event = api.RawContentBlockStopEvent(type="content_block_stop", index=self._index)
         self._index += 1
-        return _event(event)
+        return _event(api.RawContentBlockStopEvent(type="content_block_stop", index=self._index - 1))
 
 
 def _event(event: BaseModel) -> bytes:
@@ -229,16 +212,12 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
     # Both forms of the field as blocks, without the one that changes from version to version of Claude Code.
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     blocks = [
-        block
-        for block in fields.records(blocks, "system", fields.MAX_MESSAGES)
-        if not str(block.get("text", "")).startswith(BILLING)
+        block for _, block in fields.records(blocks, "system") if not str(block.get("text", "")).startswith(BILLING)
     ]
     messages: list[Message] = [{"role": "system", "content": fields.text_of(blocks, "system", TEXT)}]
-    entries = fields.records(body.get("messages"), "messages", fields.MAX_MESSAGES)
-    if not entries:
-        raise BadRequest("messages must be a list of at least one message", "messages")
-    for index, message in enumerate(entries):
-        path = f"messages[{index}]"
+    entries = fields.records(body.get("messages"), "messages")
+    fields.expect(bool(entries), "messages", "a list of at least one message", entries)
+    for path, message in entries:
         role = message.get("role")
         if role == "assistant":
             fields.append_assistant(messages, _assistant(message.get("content"), f"{path}.content"))
@@ -248,7 +227,7 @@ def _messages(body: Mapping[str, Json]) -> list[Message]:
             messages.append({"role": "system", "content": fields.text_of(message.get("content"), path, TEXT)})
         else:
             raise BadRequest(f"{path}.role {fields.shorten(role)} is neither user nor assistant", path)
-    if entries[-1]["role"] == "assistant":
+    if role == "assistant":
         # In this dialect, such a request asks to continue the text of the last message.
         raise BadRequest("the last message is the assistant's: a text that was begun cannot be continued", "messages")
     return messages
@@ -259,12 +238,12 @@ def _assistant(content: Json, path: str) -> Message:
         return fields.assistant(content=content)
     texts: dict[str, str] = {"thinking": "", "text": ""}
     calls = []
-    for index, block in enumerate(fields.records(content, path, fields.MAX_MESSAGES)):
+    for place, block in fields.records(content, path):
         kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
             texts[kind] += fields.text_of([block], path, {kind: kind})
         elif kind == "tool_use":
-            arguments = fields.arguments_of(block.get("input"), f"{path}[{index}].input")
+            arguments = fields.arguments_of(block.get("input"), f"{place}.input")
             calls.append(Call(fields.string(block, "id", path), fields.string(block, "name", path), arguments))
         # A thought that was made unreadable is of another model.
         elif kind != "redacted_thinking":
@@ -278,18 +257,18 @@ def _add_user(messages: list[Message], content: Json, path: str) -> None:
         messages.append({"role": "user", "content": content})
         return
     texts: list[Json] = []
-    for index, block in enumerate(fields.records(content, path, fields.MAX_MESSAGES)):
+    for place, block in fields.records(content, path):
         if block.get("type") != "tool_result":
             texts.append(block)
             continue
         if texts:
             messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
             texts = []
-        text = fields.text_of(block.get("content"), f"{path}[{index}].content", TEXT)
+        text = fields.text_of(block.get("content"), f"{place}.content", TEXT)
         # A word marks an error, unless the text has one at its beginning.
         if block.get("is_error") and "error" not in text[:80].lower():
             text = f"error: {text}"
-        call_id = fields.string(block, "tool_use_id", f"{path}[{index}]")
+        call_id = fields.string(block, "tool_use_id", place)
         messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
     if texts:
         messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
@@ -311,20 +290,10 @@ def _choice(choice: Mapping[str, Json]) -> str:
     return CHOICES[kind]
 
 
-def _schema(output_format: Json) -> Mapping[str, Json] | None:
-    options = fields.record(output_format, "output_config.format")
-    if not options:
-        return None
-    if options.get("type") != "json_schema":
-        kind = fields.shorten(options.get("type"))
-        raise BadRequest(f"output_config.format of type {kind} is not supported", "output_config")
-    return fields.json_schema(options.get("schema"), "output_config.format.schema")
-
-
 def _check_edits(management: Json) -> None:
     """Raise BadRequest if the server is to edit the context. To keep all thoughts changes nothing."""
-    edits = fields.records(fields.record(management, "context_management").get("edits"), "context_management.edits", 16)
-    for edit in edits:
+    edits = fields.record(management, "context_management").get("edits")
+    for _, edit in fields.records(edits, "context_management.edits"):
         if edit.get("keep") != "all":
             kind = fields.shorten(edit.get("type"))
             raise BadRequest(f"context_management: the edit {kind} is not supported", "context_management")

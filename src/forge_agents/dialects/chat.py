@@ -17,8 +17,8 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_usage import PromptTokensDetails
 
-from ..messages import BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
-from . import fields
+from ..messages import MAX_SAMPLES, BadRequest, Call, Delta, Message, ModelRequest, ModelTurn, Schema
+from . import Dialect, EventWriter, fields
 from .fields import Json
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity")
@@ -45,37 +45,29 @@ NEUTRAL: Mapping[str, Sequence[Json]] = {
 PARTS = {"text": "text", "refusal": "refusal"}
 
 
-class ChatDialect:
+class ChatDialect(Dialect):
     """Requests to `/v1/chat/completions`."""
 
     name = "chat"
     id_prefix = "chatcmpl-"
-    call_prefix = "call_"
 
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
-        messages = [
-            _message(message, f"messages[{index}]")
-            for index, message in enumerate(fields.records(body.get("messages"), "messages", fields.MAX_MESSAGES))
-        ]
-        tools = tuple(
-            _tool(tool, f"tools[{index}]")
-            for index, tool in enumerate(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS))
-        )
+        tools = tuple(_tool(tool, path) for path, tool in fields.records(body.get("tools"), "tools"))
+        messages = [_message(message, path) for path, message in fields.records(body.get("messages"), "messages")]
         options = fields.record(body.get("stream_options"), "stream_options")
-        # The newer of the two names, where a client sends both.
-        limit = fields.integer(body, "max_completion_tokens") or fields.integer(body, "max_tokens")
         return ModelRequest(
             body["model"],
             fields.conversation(messages, "messages"),
             tools,
-            fields.check_choice(_choice(body.get("tool_choice")), tools),
+            fields.openai_choice(body.get("tool_choice"), tools),
             fields.boolean(body, "parallel_tool_calls", True),
-            samples=fields.samples(body),
-            max_tokens=limit,
+            samples=fields.integer(body, "n", 1, MAX_SAMPLES) or 1,
+            # The newer of the two names, where a client sends both.
+            max_tokens=fields.integer(body, "max_completion_tokens") or fields.integer(body, "max_tokens"),
             stop=fields.stop_strings(body, "stop"),
-            schema=_schema(body.get("response_format")),
+            schema=fields.answer_schema(body.get("response_format"), "response_format"),
             stream=fields.boolean(body, "stream"),
             stream_usage=fields.boolean(options, "include_usage"),
             logprobs=_logprobs(body),
@@ -99,7 +91,7 @@ class ChatDialect:
             created=int(time.time()),
             model=request.model,
             choices=choices,
-            usage=_usage(turns),
+            usage=usage_of(turns),
         )
         return completion.model_dump(exclude_unset=True)
 
@@ -107,12 +99,8 @@ class ChatDialect:
         """The writer of a streamed answer."""
         return ChatEvents(request, ids)
 
-    def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """The body of an error."""
-        return fields.openai_error(error)
 
-
-class ChatEvents:
+class ChatEvents(EventWriter):
     """Writes the answers to one request as chunks, which all have the first answer's id."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
@@ -154,16 +142,8 @@ class ChatEvents:
             choice = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
             chunks += self._write([choice])
         if self._request.stream_usage:
-            chunks += self._write([], _usage(turns))
+            chunks += self._write([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
-
-    def ping(self) -> bytes:
-        """A comment."""
-        return b": ping\n\n"
-
-    def failure(self, error: BadRequest) -> bytes:
-        """An event with the body of the error."""
-        return fields.server_sent(fields.openai_error(error))
 
     def _chunk(self, sample: int, delta: ChoiceDelta) -> bytes:
         return self._write([ChunkChoice(index=sample, delta=delta, finish_reason=None)])
@@ -194,10 +174,7 @@ def _message(message: Mapping[str, Json], path: str) -> Message:
         thought = next((text for text in thoughts if isinstance(text, str) and text), "")
         # What the assistant said in declining is its text too, under another name.
         refusal = message.get("refusal")
-        calls = [
-            _call(call, f"{path}.tool_calls[{index}]")
-            for index, call in enumerate(fields.records(message.get("tool_calls"), f"{path}.tool_calls", 1 << 10))
-        ]
+        calls = [_call(*entry) for entry in fields.records(message.get("tool_calls"), f"{path}.tool_calls")]
         return fields.assistant(thought, content or (refusal if isinstance(refusal, str) else ""), calls)
     if role == "tool":
         call_id = fields.string(message, "tool_call_id", path)
@@ -209,7 +186,7 @@ def _message(message: Mapping[str, Json], path: str) -> Message:
     return {"role": "user" if role == "user" else "system", "content": content}
 
 
-def _call(call: Mapping[str, Json], path: str) -> Call:
+def _call(path: str, call: Mapping[str, Json]) -> Call:
     if call.get("type") not in (None, "function"):
         raise BadRequest(f"{path}: a call of type {fields.shorten(call['type'])} is not supported", path)
     function = fields.record(call.get("function"), f"{path}.function")
@@ -223,28 +200,6 @@ def _tool(tool: Mapping[str, Json], path: str) -> Schema:
     function = fields.record(tool.get("function"), f"{path}.function")
     name = fields.string(function, "name", f"{path}.function")
     return fields.tool_schema(name, function.get("description"), function.get("parameters"), f"{path}.function")
-
-
-def _choice(choice: Json) -> str:
-    if choice is None or choice in ("auto", "none", "required"):
-        return choice or "auto"
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = fields.record(choice.get("function"), "tool_choice.function")
-        return f"function:{fields.string(function, 'name', 'tool_choice.function')}"
-    raise BadRequest(f"tool_choice = {fields.shorten(choice)} is not supported", "tool_choice")
-
-
-def _schema(response_format: Json) -> Mapping[str, Json] | None:
-    options = fields.record(response_format, "response_format")
-    kind = options.get("type", "text")
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind == "json_schema":
-        wrapper = fields.record(options.get("json_schema"), "response_format.json_schema")
-        return fields.json_schema(wrapper.get("schema"), "response_format.json_schema.schema")
-    if kind != "text":
-        raise BadRequest(f"response_format of type {fields.shorten(kind)} is not supported", "response_format")
-    return None
 
 
 def _logprobs(body: Mapping[str, Json]) -> int | None:
@@ -284,7 +239,8 @@ def _token_logprobs(turn: ModelTurn) -> list[ChatCompletionTokenLogprob]:
     ]
 
 
-def _usage(turns: Sequence[ModelTurn]) -> CompletionUsage:
+def usage_of(turns: Sequence[ModelTurn]) -> CompletionUsage:
+    """The tokens of the answers to one request."""
     # All samples have the same prompt, which counts once.
     prompt = turns[0].prompt_tokens
     completion = sum(turn.completion_tokens for turn in turns)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.completion_choice import Logprobs
+from openai.types import CompletionUsage
 
-from ..messages import BadRequest, Delta, ModelRequest, ModelTurn
+from ..messages import MAX_SAMPLES, BadRequest, Delta, ModelRequest, ModelTurn
 from . import fields
-from .chat import ChatDialect, ChatEvents
+from .chat import ChatDialect, ChatEvents, usage_of
 from .fields import Json
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
@@ -46,7 +45,7 @@ class CompletionsDialect(ChatDialect):
             body["model"],
             ({"role": "prompt", "content": str(prompt)},),
             prompt=prompt,
-            samples=fields.samples(body),
+            samples=fields.integer(body, "n", 1, MAX_SAMPLES) or 1,
             max_tokens=fields.integer(body, "max_tokens") or MAX_TOKENS,
             stop=fields.stop_strings(body, "stop"),
             stream=fields.boolean(body, "stream"),
@@ -58,7 +57,7 @@ class CompletionsDialect(ChatDialect):
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
         """The body of an answer that is not streamed."""
         choices = [_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
-        return _completion(turns[0].id, request, choices, _usage(turns))
+        return _completion(turns[0].id, request, choices, usage_of(turns))
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> CompletionEvents:
         """The writer of a streamed answer."""
@@ -80,38 +79,29 @@ class CompletionEvents(ChatEvents):
         """Each sample's reason and log-probabilities, then the usage if the client asked for it."""
         chunks = b"".join(self._write([_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns))
         if self._request.stream_usage:
-            chunks += self._write([], _usage(turns))
+            chunks += self._write([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
 
-    def _write(self, choices: list[CompletionChoice], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
+    def _write(self, choices: list[Json], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
         return fields.server_sent(_completion(self._ids[0], self._request, choices, usage))
 
 
 def _completion(
-    name: str, request: ModelRequest, choices: list[CompletionChoice], usage: CompletionUsage | None
+    name: str, request: ModelRequest, choices: list[Json], usage: CompletionUsage | None
 ) -> dict[str, Json]:
-    completion = Completion(
-        id=name, object="text_completion", created=int(time.time()), model=request.model, choices=choices, usage=usage
-    )
-    return completion.model_dump()
+    # Plain, as the package's types have no token ids.
+    counts = None if usage is None else usage.model_dump(exclude_unset=True)
+    values = {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
+    return {**values, "choices": choices, "usage": counts}
 
 
-def _choice(index: int, text: str, turn: ModelTurn | None, request: ModelRequest) -> CompletionChoice:
+def _choice(index: int, text: str, turn: ModelTurn | None, request: ModelRequest) -> Json:
     """A sample's text; with its turn also how it ended. A chunk within a stream has no reason yet."""
-    logprobs = None
-    if turn is not None and request.logprobs is not None:
-        logprobs = Logprobs(
-            tokens=[token.text for token in turn.logprobs],
-            token_logprobs=[token.logprob for token in turn.logprobs],
-            top_logprobs=[dict(token.top) for token in turn.logprobs],
-        )
-    finish = None if turn is None else turn.finish
-    values = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+    values: dict[str, Json] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
     if turn is not None:
-        values["token_ids"] = list(turn.token_ids)
-    return CompletionChoice.model_construct(**values)  # type: ignore[arg-type]
-
-
-def _usage(turns: Sequence[ModelTurn]) -> CompletionUsage:
-    prompt, completion = turns[0].prompt_tokens, sum(turn.completion_tokens for turn in turns)
-    return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        values |= {"finish_reason": turn.finish, "token_ids": list(turn.token_ids)}
+        if request.logprobs is not None:
+            tokens, logprobs = [token.text for token in turn.logprobs], [token.logprob for token in turn.logprobs]
+            tops = [dict(token.top) for token in turn.logprobs]
+            values["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+    return values

@@ -10,22 +10,18 @@ from __future__ import annotations
 import json
 from base64 import urlsafe_b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from forge.config.plugin import nearest
 from forge.data.turns import thought_of
 
-from ..messages import MAX_SAMPLES, BadRequest, Call, Message, Schema
+from ..messages import BadRequest, Call, Message, Schema
 
 Json = Any  # a value of a request
-# Limits of one request, above those of any agent that was seen.
-MAX_MESSAGES = 4096
-MAX_TOOLS = 1024
-MAX_STOPS = 16  # stop strings
-MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_TOKENS = 1 << 31
 MAX_TOP_LOGPROBS = 20
-MAX_LEVELS = 128  # lists and objects, one in the other: what reads a value calls itself for each
 MAX_SHOWN = 60  # characters of a value in an error
 
 
@@ -35,17 +31,10 @@ def shorten(value: Json) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def check_body(body: Json) -> None:
-    """Raise BadRequest unless a body is an object with at most MAX_LEVELS levels."""
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    containers: list[Json] = [body]
-    for _ in range(MAX_LEVELS):
-        children = [item.values() if isinstance(item, dict) else item for item in containers]
-        containers = [item for group in children for item in group if isinstance(item, dict | list)]
-        if not containers:
-            return
-    raise BadRequest(f"the body has more than {MAX_LEVELS} levels of lists and objects")
+def expect(is_right: bool, name: str, what: str, value: Json) -> None:
+    """Raise BadRequest unless a field is what it must be."""
+    if not is_right:
+        raise BadRequest(f"{name} must be {what}, got {shorten(value)}", name)
 
 
 def check_fields(
@@ -58,7 +47,7 @@ def check_fields(
         ignored: fields without effect on the tokens.
         neutral: unsupported fields, each with the values that change nothing.
     """
-    check_body(body)
+    expect(isinstance(body, dict), "the body", "a JSON object", body)
     for name, value in body.items():
         # Clients send the fields that they leave to the server as null.
         if value is None or name in supported or name in ignored:
@@ -68,77 +57,53 @@ def check_fields(
             raise BadRequest(f"unknown field {shorten(name)}{hint}", name[:MAX_SHOWN])
         if value not in neutral[name]:
             raise BadRequest(f"{name} = {shorten(value)} is not supported", name)
-    if not isinstance(body.get("model"), str) or not body["model"]:
-        raise BadRequest("model must be the name of a model", "model")
+    expect(isinstance(body.get("model"), str), "model", "the name of a model", body.get("model"))
 
 
 def integer(body: Mapping[str, Json], name: str, lowest: int = 1, highest: int = MAX_TOKENS) -> int | None:
     """Return a field with a whole number, None if it is absent."""
     value = body.get(name)
-    if value is None:
-        return None
+    limits = f"{lowest} or more" if highest == MAX_TOKENS else f"{lowest} to {highest}"
     # In Python, true is a number too.
-    if type(value) is not int or not lowest <= value <= highest:
-        limits = f"{lowest} or more" if highest == MAX_TOKENS else f"{lowest} to {highest}"
-        raise BadRequest(f"{name} must be a whole number, {limits}, got {shorten(value)}", name)
+    is_right = value is None or (type(value) is int and lowest <= value <= highest)
+    expect(is_right, name, f"a whole number, {limits}", value)
     return value
 
 
 def boolean(body: Mapping[str, Json], name: str, default: bool = False) -> bool:
     """Return a field that is true or false."""
     value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise BadRequest(f"{name} must be true or false, got {shorten(value)}", name)
-    return value
+    expect(value is None or isinstance(value, bool), name, "true or false", value)
+    return default if value is None else value
 
 
 def record(value: Json, path: str) -> Mapping[str, Json]:
     """Return a value that must be an object; null is an empty one."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadRequest(f"{path} must be an object, got {shorten(value)}", path)
-    return value
+    expect(value is None or isinstance(value, dict), path, "an object", value)
+    return value or {}
 
 
-def records(value: Json, path: str, limit: int) -> list[dict[str, Json]]:
-    """Return a value that must be a list of at most `limit` objects; null is an empty list."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadRequest(f"{path} must be a list of objects, got {shorten(value)}", path)
-    if len(value) > limit:
-        raise BadRequest(f"{path} must be at most {limit}, got {len(value)}", path)
-    return value
+def records(value: Json, path: str) -> list[tuple[str, dict[str, Json]]]:
+    """Return the objects of a list, each with its path; null is an empty list."""
+    items = [] if value is None else value
+    is_right = isinstance(items, list) and all(isinstance(item, dict) for item in items)
+    expect(is_right, path, "a list of objects", value)
+    return [(f"{path}[{index}]", item) for index, item in enumerate(items)]
 
 
 def string(item: Mapping[str, Json], name: str, path: str) -> str:
     """Return a field of an object that must be a text which is not empty."""
     value = item.get(name)
-    if not isinstance(value, str) or not value:
-        raise BadRequest(f"{path}.{name} must be a text that is not empty, got {shorten(value)}", path)
-    return value
-
-
-def samples(body: Mapping[str, Json]) -> int:
-    """Return the number of answers that a request asks for."""
-    count = integer(body, "n") or 1
-    if count > MAX_SAMPLES:
-        raise BadRequest(f"n = {count} is more than {MAX_SAMPLES} answers of one request: send several requests", "n")
-    return count
+    expect(isinstance(value, str) and value != "", f"{path}.{name}", "a text that is not empty", value)
+    return str(value)
 
 
 def stop_strings(body: Mapping[str, Json], name: str) -> tuple[str, ...]:
     """Return the stop strings of a field: one or a list."""
     value = body.get(name)
     stops = [value] if isinstance(value, str) else value or []
-    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
-        raise BadRequest(f"{name} must be a text or a list of texts that are not empty", name)
-    if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_LENGTH:
-        limits = f"at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters"
-        raise BadRequest(f"{name} must be {limits}", name)
+    is_right = isinstance(stops, list) and all(isinstance(item, str) and item for item in stops)
+    expect(is_right, name, "a text or a list of texts that are not empty", value)
     return tuple(stops)
 
 
@@ -156,15 +121,14 @@ def text_of(content: Json, path: str, kinds: Mapping[str, str], joint: str = "\n
     """
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for part in records(content, path, MAX_MESSAGES):
+    texts: list[str] = []
+    for _, part in records(content, path):
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in kinds:
             raise BadRequest(f"{path}: a part of type {shorten(kind)} is not supported: this model reads text", path)
         text = part.get(kinds[kind])
-        if not isinstance(text, str):
-            raise BadRequest(f"{path}: the {kinds[kind]} of a part must be a text, got {shorten(text)}", path)
-        texts.append(text)
+        expect(isinstance(text, str), f"{path}: the {kinds[kind]} of a part", "a text", text)
+        texts.append(str(text))
     return joint.join(texts)
 
 
@@ -188,25 +152,46 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
     return choice
 
 
+def openai_choice(choice: Json, tools: Sequence[Schema]) -> str:
+    """Return the tool choice of OpenAI's dialects, of which one has the name in a separate object."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = record(choice.get("function", choice), "tool_choice.function")
+        name = string(function, "name", "tool_choice")
+        namespace = f"{function['namespace']}." if function.get("namespace") else ""
+        choice = f"function:{namespace}{name}"
+    elif choice not in (None, "auto", "none", "required"):
+        raise BadRequest(f"tool_choice = {shorten(choice)} is not supported", "tool_choice")
+    return check_choice(choice or "auto", tools)
+
+
 def arguments_of(value: Json, path: str) -> str:
     """Return a call's arguments as text: what the client sent, or an object as JSON."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
-    try:
-        parsed = json.loads(value or "{}") if isinstance(value, str) else None
+    parsed = None
     # A few thousand brackets, one in the other, are too deep for the parser.
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise BadRequest(f"{path} must be the text of a JSON object, got {shorten(value)}", path)
+    with suppress(ValueError, TypeError, RecursionError):
+        parsed = json.loads(value or "{}")
+    expect(isinstance(value, str | None) and isinstance(parsed, dict), path, "the text of a JSON object", value)
     return value or "{}"
 
 
-def json_schema(value: Json, path: str) -> Mapping[str, Json]:
-    """Return the schema that an answer must keep."""
-    if not isinstance(value, dict):
-        raise BadRequest(f"{path} must be a JSON schema, got {shorten(value)}", path)
-    return value
+def answer_schema(form: Json, path: str) -> Mapping[str, Json] | None:
+    """Return the schema that an answer must keep, of a field that names its form; None: any text."""
+    options = record(form, path)
+    kind = options.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise BadRequest(f"{path} of type {shorten(kind)} is not supported", path.partition(".")[0])
+    if "json_schema" in options or path == "response_format":
+        path += ".json_schema"
+        options = record(options.get("json_schema"), path)
+    schema = options.get("schema")
+    expect(isinstance(schema, dict), f"{path}.schema", "a JSON schema", schema)
+    return schema  # type: ignore[no-any-return]
 
 
 def assistant(thought: str = "", content: str = "", calls: Sequence[Call] = ()) -> Message:
@@ -227,9 +212,8 @@ def append_assistant(messages: list[Message], piece: Message) -> None:
     A turn has one thought, at its beginning, and one text. A second of either begins another turn.
     """
     # What is before it belongs to the same turn only if it is of the assistant, and could come before it in a turn.
-    turn = messages[-1] if messages else piece
-    joins = turn["role"] == "assistant" and "thought" not in piece and not (turn["content"] and piece["content"])
-    if not messages or not joins:
+    turn = messages[-1] if messages else None
+    if turn is None or turn["role"] != "assistant" or "thought" in piece or (turn["content"] and piece["content"]):
         messages.append(piece)
         return
     calls = [*turn.get("calls", ()), *piece.get("calls", ())]
@@ -241,12 +225,8 @@ def conversation(messages: Sequence[Message], path: str) -> tuple[Message, ...]:
     if not messages:
         raise BadRequest(f"{path} must have at least one message", path)
     # Templates want one system message, and at the beginning.
-    leading = []
-    for message in messages:
-        if message["role"] != "system":
-            break
-        leading.append(message["content"])
-    system = "\n\n".join(filter(None, leading))
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    system = "\n\n".join(message["content"] for message in leading if message["content"])
     arranged: list[Message] = [{"role": "system", "content": system}] if system else []
     names: dict[str, str] = {}
     for message in messages[len(leading) :]:

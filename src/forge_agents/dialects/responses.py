@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..messages import BadRequest, Call, Message, ModelRequest, ModelTurn, Schema
-from . import fields, responses_events
+from . import Dialect, fields
 from .fields import Json
-from .responses_events import SEPARATOR, ResponsesEvents, output_items, response
+from .responses_events import ID_PREFIX, SEPARATOR, ResponsesEvents, output_items, response
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning")
 KNOWN = {
     *SAMPLING,
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "previous_response_id"),
-    *("max_output_tokens", "text", "include", "stream", "stream_options", "top_logprobs"),
+    *("max_output_tokens", "text", "stream", "stream_options"),
 }
 # A context is never truncated here, and only tools of the server count against `max_tool_calls`.
 IGNORED = {
@@ -29,13 +29,13 @@ IGNORED = {
 }
 NEUTRAL: Mapping[str, Sequence[Json]] = {
     "background": (False,),
+    "include": ([], ["reasoning.encrypted_content"]),
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
 }
-INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
 SERVER_TOOLS = {
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
     *("tool_search", "local_shell"),
@@ -45,35 +45,31 @@ PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 SUMMARY = {"summary_text": "text", "reasoning_text": "text", "text": "text"}
 
 
-class ResponsesDialect:
+class ResponsesDialect(Dialect):
     """Requests to `/v1/responses`."""
 
     name = "responses"
-    id_prefix = responses_events.ID_PREFIX
-    call_prefix = responses_events.CALL_PREFIX
+    id_prefix = ID_PREFIX
 
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
-        tools = tuple(_tools(fields.records(body.get("tools"), "tools", fields.MAX_TOOLS)))
-        if len(tools) > fields.MAX_TOOLS:
-            raise BadRequest(f"tools must be at most {fields.MAX_TOOLS}, got {len(tools)}", "tools")
+        tools = tuple(_tools(body.get("tools"), "tools"))
         text = fields.record(body.get("text"), "text")
         previous = body.get("previous_response_id")
-        if previous is not None and not isinstance(previous, str):
-            raise BadRequest("previous_response_id must be the id of a response", "previous_response_id")
+        is_id = previous is None or isinstance(previous, str)
+        fields.expect(is_id, "previous_response_id", "the id of a response", previous)
         return ModelRequest(
             body["model"],
             fields.conversation(_messages(body), "input"),
             tools,
-            fields.check_choice(_choice(body.get("tool_choice")), tools),
+            fields.openai_choice(body.get("tool_choice"), tools),
             fields.boolean(body, "parallel_tool_calls", True),
             max_tokens=fields.integer(body, "max_output_tokens"),
-            schema=_schema(text.get("format")),
+            schema=fields.answer_schema(text.get("format"), "text.format"),
             stream=fields.boolean(body, "stream"),
             stream_usage=True,
             previous=previous or "",
-            logprobs=_logprobs(body),
             overridden={**fields.overridden(body, SAMPLING), **fields.overridden(text, ["verbosity"])},
         )
 
@@ -86,26 +82,20 @@ class ResponsesDialect:
         """The writer of a streamed answer."""
         return ResponsesEvents(request, ids)
 
-    def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """The body of an error."""
-        return fields.openai_error(error)
-
 
 def _messages(body: Mapping[str, Json]) -> list[Message]:
     messages: list[Message] = []
     instructions = body.get("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise BadRequest(f"instructions must be a text, got {fields.shorten(instructions)}", "instructions")
+    fields.expect(instructions is None or isinstance(instructions, str), "instructions", "a text", instructions)
     if instructions:
         messages.append({"role": "system", "content": instructions})
     # A bare text is the message of a user.
     if isinstance(body.get("input"), str):
         return [*messages, {"role": "user", "content": body["input"]}]
-    items = fields.records(body.get("input"), "input", fields.MAX_MESSAGES)
-    if not items:
-        raise BadRequest("input must be a text or a list of at least one item", "input")
-    for index, item in enumerate(items):
-        _add_item(messages, item, f"input[{index}]")
+    items = fields.records(body.get("input"), "input")
+    fields.expect(bool(items), "input", "a text or a list of at least one item", items)
+    for path, item in items:
+        _add_item(messages, item, path)
     return messages
 
 
@@ -146,11 +136,9 @@ def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -
         raise BadRequest(f"{path}.role {fields.shorten(role)} is none of user, system, developer, assistant", path)
 
 
-def _tools(tools: Sequence[Mapping[str, Json]], namespace: str = "") -> list[Schema]:
+def _tools(tools: Json, place: str, namespace: str = "") -> Iterator[Schema]:
     """Read the functions that a client offers, those of namespaces among them."""
-    schemas: list[Schema] = []
-    for index, tool in enumerate(tools):
-        path = f"tools[{index}]"
+    for path, tool in fields.records(tools, place):
         kind = tool.get("type")
         # A client that offers one of these works without it.
         if isinstance(kind, str) and kind in SERVER_TOOLS and not namespace:
@@ -162,41 +150,7 @@ def _tools(tools: Sequence[Mapping[str, Json]], namespace: str = "") -> list[Sch
         if not NAME.fullmatch(name):
             raise BadRequest(f"{path}.name {fields.shorten(name)} has other characters than a-z A-Z 0-9 _ -", "tools")
         if kind == "namespace":
-            schemas += _tools(fields.records(tool.get("tools"), f"{path}.tools", fields.MAX_TOOLS), name)
+            yield from _tools(tool.get("tools"), f"{path}.tools", name)
         else:
             name = f"{namespace}{SEPARATOR}{name}" if namespace else name
-            schemas.append(fields.tool_schema(name, tool.get("description"), tool.get("parameters"), path))
-    return schemas
-
-
-def _choice(choice: Json) -> str:
-    if choice is None or choice in ("auto", "none", "required"):
-        return choice or "auto"
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        name = fields.string(choice, "name", "tool_choice")
-        namespace = choice.get("namespace")
-        return f"function:{namespace}{SEPARATOR}{name}" if namespace else f"function:{name}"
-    raise BadRequest(f"tool_choice = {fields.shorten(choice)} is not supported", "tool_choice")
-
-
-def _schema(text_format: Json) -> Mapping[str, Json] | None:
-    options = fields.record(text_format, "text.format")
-    kind = options.get("type", "text")
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind == "json_schema":
-        return fields.json_schema(options.get("schema"), "text.format.schema")
-    if kind != "text":
-        raise BadRequest(f"text.format of type {fields.shorten(kind)} is not supported", "text")
-    return None
-
-
-def _logprobs(body: Mapping[str, Json]) -> int | None:
-    include = body.get("include") or []
-    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
-        raise BadRequest("include must be a list of names", "include")
-    unsupported = sorted(set(include) - INCLUDES)
-    if unsupported:
-        raise BadRequest(f"include of {fields.shorten(unsupported[0])} is not supported", "include")
-    top = fields.integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
-    return top or 0 if top or "message.output_text.logprobs" in include else None
+            yield fields.tool_schema(name, tool.get("description"), tool.get("parameters"), path)

@@ -12,18 +12,17 @@ from typing import Literal, get_args
 
 from openai.types import responses as api
 from openai.types.responses.response import IncompleteDetails
-from openai.types.responses.response_output_text import Logprob
 from openai.types.responses.response_reasoning_item import Summary
 from pydantic import BaseModel
 
-from ..messages import BadRequest, Call, Delta, ModelRequest, ModelTurn, TokenLogprob
+from ..messages import BadRequest, Call, ModelRequest, ModelTurn
+from . import ItemWriter
 from .fields import Json, opaque, server_sent
 
 Item = api.ResponseOutputMessage | api.ResponseFunctionToolCall | api.ResponseReasoningItem
 Status = Literal["in_progress", "completed", "incomplete"]
 
 ID_PREFIX = "resp_"
-CALL_PREFIX = "call_"
 # Between a namespace and the name of a function in it. OpenAI allows it in neither, so a name can be split again.
 SEPARATOR = "."
 
@@ -35,7 +34,7 @@ def output_items(turn: ModelTurn) -> list[Item]:
         items.append(reasoning_item(turn.id, turn.thought))
     if turn.content:
         status: Status = "incomplete" if turn.finish == "length" and not turn.calls else "completed"
-        items.append(message_item(turn.id, turn.content, status, turn.logprobs))
+        items.append(message_item(turn.id, turn.content, status))
     return [*items, *(call_item(call) for call in turn.calls)]
 
 
@@ -50,41 +49,27 @@ def reasoning_item(identity: str, thought: str) -> api.ResponseReasoningItem:
     )
 
 
-def message_item(
-    identity: str, text: str, status: Status, logprobs: Sequence[TokenLogprob] = ()
-) -> api.ResponseOutputMessage:
+def message_item(identity: str, text: str, status: Status) -> api.ResponseOutputMessage:
     """A text; without a part while it is empty."""
     return api.ResponseOutputMessage(
         id=f"msg_{identity.removeprefix(ID_PREFIX)}",
         type="message",
         role="assistant",
         status=status,
-        content=[text_part(text, logprobs)] if text else [],
+        content=[text_part(text)] if text else [],
     )
 
 
-def text_part(text: str, logprobs: Sequence[TokenLogprob] = ()) -> api.ResponseOutputText:
-    """The text of a message, with the log-probabilities of its tokens."""
-    values = [
-        {
-            "token": token.text,
-            "bytes": list(token.text.encode()),
-            "logprob": token.logprob,
-            "top_logprobs": [
-                {"token": top, "bytes": list(top.encode()), "logprob": logprob} for top, logprob in token.top
-            ],
-        }
-        for token in logprobs
-    ]
-    parsed = [Logprob.model_validate(value) for value in values]
-    return api.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=parsed)
+def text_part(text: str) -> api.ResponseOutputText:
+    """The text of a message."""
+    return api.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
 def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionToolCall:
     """A call; of a function in a namespace it has both names."""
     namespace, separator, name = call.name.partition(SEPARATOR)
     values = {
-        "id": f"fc_{call.id.removeprefix(CALL_PREFIX)}",
+        "id": f"fc_{call.id.removeprefix('call_')}",
         "type": "function_call",
         "call_id": call.id,
         "name": name if separator else call.name,
@@ -137,8 +122,8 @@ def _usage(turn: ModelTurn) -> Mapping[str, Json]:
     }
 
 
-class ResponsesEvents:
-    """Writes one answer. At most one item is open, a thought or a text, which ends when something else begins."""
+class ResponsesEvents(ItemWriter):
+    """Writes one answer; its items have one part."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         self._request = request
@@ -146,7 +131,6 @@ class ResponsesEvents:
         self._created = time.time()
         self._numbers = count()
         self._items: list[Item] = []  # that are complete
-        self._open: Literal["", "thought", "content"] = ""
         self._text = ""  # of the open item
 
     def begin(self, prompt_tokens: int) -> bytes:
@@ -155,36 +139,15 @@ class ResponsesEvents:
         created = self._event(api.ResponseCreatedEvent, response=started)
         return created + self._event(api.ResponseInProgressEvent, response=started)
 
-    def delta(self, delta: Delta) -> bytes:
-        """A piece of the open item; before it, what ends another and begins this."""
-        events = b""
-        if delta.thought:
-            events += self._turn_to("thought")
-            self._text += delta.thought
-            position = self._position("summary_index")
-            events += self._event(api.ResponseReasoningSummaryTextDeltaEvent, **position, delta=delta.thought)
-        if delta.content:
-            events += self._turn_to("content")
-            self._text += delta.content
-            position = self._position("content_index")
-            events += self._event(api.ResponseTextDeltaEvent, **position, delta=delta.content, logprobs=[])
-        if delta.call is not None:
-            events += self._close() + self._call(delta.call)
-        return events
-
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """The end of the open item, and the whole response."""
         # The limit of tokens also cuts what the item would have said.
         turn = turns[0]
         truncated = turn.finish == "length"
-        closing = self._close("incomplete" if truncated else "completed", turn.logprobs)
+        closing = self.close("incomplete" if truncated else "completed")
         finished = response(self._request, self._id, self._items, self._created, turn)
         last = api.ResponseIncompleteEvent if truncated else api.ResponseCompletedEvent
         return closing + self._event(last, response=finished)
-
-    def ping(self) -> bytes:
-        """A comment."""
-        return b": ping\n\n"
 
     def failure(self, error: BadRequest) -> bytes:
         """The event of a failed response."""
@@ -200,61 +163,54 @@ class ResponsesEvents:
         event = model(type=kind, sequence_number=next(self._numbers), **values)
         return server_sent(event.model_dump(exclude_unset=True, warnings=False), kind)
 
-    def _position(self, index: str = "") -> dict[str, Json]:
-        """The fields of an event that say which item it is about, and which part of it, always the first."""
-        item = self._blank()
-        position: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
-        if index:
-            position[index] = 0
-        return position
+    def _part(self, model: type[BaseModel], **values: Json) -> bytes:
+        """An event about the only part of the open item."""
+        index = {"summary_index" if self.open == "thought" else "content_index": 0}
+        return self._event(model, item_id=self._blank().id, output_index=len(self._items), **index, **values)
 
     def _blank(self) -> Item:
         """The open item as it began."""
-        if self._open == "thought":
-            return reasoning_item(self._id, "")
-        return message_item(self._id, "", "in_progress")
+        return reasoning_item(self._id, "") if self.open == "thought" else message_item(self._id, "", "in_progress")
 
-    def _turn_to(self, kind: Literal["thought", "content"]) -> bytes:
-        if self._open == kind:
-            return b""
-        events = self._close()
-        self._open = kind
-        events += self._event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank())
+    def begin_item(self, kind: str) -> bytes:
+        """A thought or a text without a letter."""
+        self._text = ""
+        added = self._event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank())
         if kind == "thought":
             part = {"type": "summary_text", "text": ""}
-            position = self._position("summary_index")
-            return events + self._event(api.ResponseReasoningSummaryPartAddedEvent, **position, part=part)
-        position = self._position("content_index")
-        return events + self._event(api.ResponseContentPartAddedEvent, **position, part=text_part(""))
+            return added + self._part(api.ResponseReasoningSummaryPartAddedEvent, part=part)
+        return added + self._part(api.ResponseContentPartAddedEvent, part=text_part(""))
 
-    def _close(self, status: Status = "completed", logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        if not self._open:
+    def piece(self, kind: str, text: str) -> bytes:
+        """The event of a piece of its text."""
+        self._text += text
+        if kind == "thought":
+            return self._part(api.ResponseReasoningSummaryTextDeltaEvent, delta=text)
+        return self._part(api.ResponseTextDeltaEvent, delta=text, logprobs=[])
+
+    def close(self, status: Status = "completed") -> bytes:
+        """The whole text, the whole part and the whole item."""
+        if not self.open:
             return b""
         item: Item
-        if self._open == "thought":
-            position = self._position("summary_index")
+        if self.open == "thought":
             part: Json = {"type": "summary_text", "text": self._text}
-            events = self._event(api.ResponseReasoningSummaryTextDoneEvent, **position, text=self._text)
-            events += self._event(api.ResponseReasoningSummaryPartDoneEvent, **position, part=part)
+            events = self._part(api.ResponseReasoningSummaryTextDoneEvent, text=self._text)
+            events += self._part(api.ResponseReasoningSummaryPartDoneEvent, part=part)
             item = reasoning_item(self._id, self._text)
         else:
-            position = self._position("content_index")
-            part = text_part(self._text, logprobs)
-            values = [value.model_dump(include={"token", "logprob", "top_logprobs"}) for value in part.logprobs]
-            events = self._event(api.ResponseTextDoneEvent, **position, text=self._text, logprobs=values)
-            events += self._event(api.ResponseContentPartDoneEvent, **position, part=part)
-            item = message_item(self._id, self._text, status, logprobs)
-        self._open = ""
-        self._text = ""
+            events = self._part(api.ResponseTextDoneEvent, text=self._text, logprobs=[])
+            events += self._part(api.ResponseContentPartDoneEvent, part=text_part(self._text))
+            item = message_item(self._id, self._text, status)
+        self.open = ""
         return events + self._finish(item)
 
-    def _call(self, call: Call) -> bytes:
+    def call(self, call: Call) -> bytes:
+        """A call. It is generated before it is read: its arguments come in one piece."""
         item = call_item(call)
-        index = len(self._items)
-        # A call is generated before it is read: its arguments come in one piece.
+        position: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
         started = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        position: dict[str, Json] = {"item_id": item.id, "output_index": index}
-        events = self._event(api.ResponseOutputItemAddedEvent, output_index=index, item=started)
+        events = self._event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=started)
         events += self._event(api.ResponseFunctionCallArgumentsDeltaEvent, **position, delta=call.arguments)
         values: dict[str, Json] = {"name": item.name, "arguments": call.arguments}
         events += self._event(api.ResponseFunctionCallArgumentsDoneEvent, **position, **values)

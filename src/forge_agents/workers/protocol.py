@@ -1,8 +1,8 @@
 """The far end of a worker's pipes: answers requests, each one JSON object on a line.
 
-Requests: {"id", "op": "open" | "rows" | "play", ...} and {"op": "cancel", "id"}. Answers: {"id", "result": {...}}, or
-{"id", "error": text, "setting": whether a setting is at fault}; "rows" sends {"id", "row", "split"} before its result.
-Standard input ends with the controller, and the worker with it. Python 3.11 or newer, the standard library alone.
+Requests: {"id", "op": "open" | "rows" | "play", "timeout": seconds, ...}. Answers: {"id", "result": {...}}, or {"id",
+"error": text, "setting": whether a setting is at fault}. Standard input ends with the controller, and the worker with
+it. Python 3.11 or newer, the standard library alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 import traceback
@@ -19,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TextIO
 
 Values = dict[str, Any]  # plain JSON
-MAX_LINE = 1 << 26  # bytes of a message
+MAX_LINE = 1 << 30  # bytes of a message: all rows are one
 CLOSING = 5.0  # seconds that a collection may take to close
 
 
@@ -62,8 +61,7 @@ def serve(opener: Opener) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     requests = os.fdopen(os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     asyncio.run(_Server(opener, answers).run(requests))
 
@@ -82,57 +80,44 @@ class _Server:
     def __init__(self, opener: Opener, answers: TextIO) -> None:
         self.opener, self.answers = opener, answers
         self.collection: Collection | None = None
-        self.running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, requests: TextIO) -> None:
         """Read requests until their end, then end what is running."""
         reader = asyncio.StreamReader(limit=MAX_LINE)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+        running = set()
         while line := await reader.readline():
-            request = json.loads(line)
-            number = request.pop("id")
-            if request["op"] == "cancel":
-                if number in self.running:
-                    self.running[number].cancel()
-                continue
-            self.running[number] = asyncio.create_task(self._answer(number, request))
-        for task in self.running.values():
+            task = asyncio.create_task(self._answer(**json.loads(line)))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        for task in running:
             task.cancel()
         if self.collection is not None:
             async with asyncio.timeout(CLOSING):
                 await self.collection.close()
 
-    async def _answer(self, number: int, request: Values) -> None:
+    async def _answer(self, id: int, timeout: float, **request: Any) -> None:
+        answer: Values
         try:
-            result = await self._result(number, **request)
-            self._send({"id": number, "result": result})
-        except asyncio.CancelledError:
-            self._send({"id": number, "error": "cancelled", "setting": False})
+            async with asyncio.timeout(timeout):
+                answer = {"result": await self._result(**request)}
+        except TimeoutError:
+            answer = {"error": f"no result of {request['op']!r} within {timeout:g} s", "setting": False}
+        except (SettingError, EpisodeError) as error:
+            answer = {"error": str(error), "setting": isinstance(error, SettingError)}
         except Exception as error:
-            is_known = isinstance(error, SettingError | EpisodeError)
-            if not is_known:
-                traceback.print_exc()
-            text = str(error) if is_known else f"{type(error).__name__}: {error}"
-            self._send({"id": number, "error": text, "setting": isinstance(error, SettingError)})
-        finally:
-            del self.running[number]
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}", "setting": False}
+        self.answers.write(json.dumps({"id": id, **answer}) + "\n")
+        self.answers.flush()
 
-    async def _result(self, number: int, op: str, **fields: Any) -> Values:
+    async def _result(self, op: str, **fields: Any) -> Values:
         if op == "open":
             self.collection = await self.opener(fields["environment"], fields["args"])
-            return {"python": sys.version.split()[0]}
+            return {}
         assert self.collection is not None, f"{op} came before open"
         if op == "play":
             return await self.collection.play(**fields)
-        count = 0
-        limit = fields["limit"]
-        rows = self.collection.rows()
         # Nothing is read, or downloaded, of which no row is wanted.
-        for split, row in itertools.islice(rows, None if limit < 0 else limit):
-            self._send({"id": number, "row": row, "split": split})
-            count += 1
-        return {"rows": count}
-
-    def _send(self, message: Values) -> None:
-        self.answers.write(json.dumps(message) + "\n")
-        self.answers.flush()
+        limit = None if fields["limit"] < 0 else fields["limit"]
+        return {"rows": [*itertools.islice(self.collection.rows(), limit)]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from . import limits, namespaces, seccomp
 from .syscalls import call, die_with_parent, prctl
@@ -12,60 +12,54 @@ from .wire import Settings
 # Written once confinement has succeeded, before the program starts.
 BEGUN = b"+"
 SETUP_FAILED = 125  # exit code if confinement failed
-DUMPABLE = 4  # options of prctl
+_DUMPABLE = 4  # options of prctl
 _NO_NEW_PRIVILEGES = 38
 
 
-def confine(settings: Settings, descriptors: Sequence[int], run: Callable[[], None], setup: int) -> None:
+def confine(settings: Settings, run: Callable[[int], None], setup: int) -> None:
     """Confine this process and run the program; never returns.
 
     Args:
-        settings: those of `forge_sandbox.Sandbox`, with the level.
-        descriptors: those that stay open besides 0, 1 and 2.
-        run: the program; exits the process.
+        settings: those of `forge_sandbox.worker.Worker`.
+        run: the program, which gets `setup`; exits the process.
         setup: descriptor for `BEGUN`, or for the error if confinement fails.
     """
     try:
         os.setsid()
         die_with_parent()
-        level = settings["level"]
-        processes = settings["processes"]
-        close_all_but(*descriptors, setup)
+        _close_all_but(setup)
         tasks = None
-        if level == "namespaces":
+        if settings["level"] == "namespaces":
             # No other processes of this user in the namespace; without root the three processes above count.
-            tasks = processes if os.geteuid() == 0 else processes + 3
-            if os.geteuid() == 0:
+            tasks = settings["processes"] + (3 if os.geteuid() else 0)
+            if not os.geteuid():
                 limits.drop_bounds()
-                become_user(namespaces.NOBODY)
-            os.chdir("/tmp")
-        limits.limit(settings, tasks)
-        if level != "none":
+                _become_user(namespaces.NOBODY)
+        os.chdir(settings["folder"])
+        limits.limit(settings["limits"], tasks)
+        if settings["level"] == "namespaces":
             # Order matters: no capability may be regained, and the filter must not forbid the calls above.
             limits.drop_capabilities()
             prctl(_NO_NEW_PRIVILEGES, 1)
-            seccomp.install(seccomp.program(forks=processes > 1))
+            seccomp.install(seccomp.program(forks=settings["processes"] > 1, network="network" in settings))
     except BaseException as error:
         os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(SETUP_FAILED)
     os.write(setup, BEGUN)
-    os.close(setup)
-    run()
+    run(setup)
     os._exit(0)
 
 
-def become_user(user: int) -> None:
+def _become_user(user: int) -> None:
     """Drop root, for whom process limits and file permissions do not count."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    prctl(DUMPABLE, 1)  # otherwise it could not open its /proc/self
+    prctl(_DUMPABLE, 1)  # otherwise it could not open its /proc/self
 
 
-def close_all_but(*descriptors: int) -> None:
-    """Close all descriptors except these and 0, 1 and 2."""
-    start = 3
-    for descriptor in (*sorted({*descriptors}), 1 << 31):
-        if start < descriptor:
-            call("close_range", start, descriptor - 1, 0)
-        start = descriptor + 1
+def _close_all_but(descriptor: int) -> None:
+    """Close all descriptors except this one and 0, 1 and 2."""
+    if descriptor > 3:
+        call("close_range", 3, descriptor - 1, 0)
+    call("close_range", descriptor + 1, (1 << 31) - 1, 0)

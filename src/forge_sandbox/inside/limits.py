@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 
 from .syscalls import call
-from .wire import Settings
 
 # PR_CAPBSET_DROP of prctl.
 _DROP_FROM_BOUNDS = 24
@@ -18,30 +18,19 @@ _TICK = os.sysconf("SC_CLK_TCK")
 _proc = -1  # descriptor of the /proc of the processes outside
 
 
-def limit(settings: Settings, tasks: int | None) -> None:
+def limit(limits: Mapping[str, int], tasks: int | None) -> None:
     """Limit this process and its children.
 
     Args:
+        limits: by the names of `resource`, without RLIMIT_.
         tasks: maximum processes and threads of this user; None for no limit.
     """
-    limits = {
-        resource.RLIMIT_AS: settings["memory_mb"] << 20,
-        resource.RLIMIT_FSIZE: settings["file_mb"] << 20,
-        resource.RLIMIT_CPU: settings["cpu_seconds"],
-        resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_SIGPENDING: 64,
-    }
-    if tasks is not None:
-        limits[resource.RLIMIT_NPROC] = tasks
-    for kind, soft in limits.items():
-        hard = soft + (kind == resource.RLIMIT_CPU)  # SIGXCPU comes first, then SIGKILL
+    for name, soft in {**limits, **({} if tasks is None else {"NPROC": tasks})}.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = soft + (name == "CPU")  # SIGXCPU comes first, then SIGKILL
         _, current = resource.getrlimit(kind)
         if current != resource.RLIM_INFINITY:  # lower limits of the caller remain
-            soft = min(soft, current)
-            hard = min(hard, current)
+            soft, hard = min(soft, current), min(hard, current)
         resource.setrlimit(kind, (soft, hard))
 
 
@@ -59,20 +48,6 @@ def drop_capabilities() -> None:
     """Drop all capabilities, irreversibly and also for executed files."""
     drop_bounds()
     call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(0,) * 6))
-
-
-def tasks_of(user: int) -> int:
-    """Return the number of processes and threads of a user, from /proc."""
-    count = 0
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                folder = os.stat(f"/proc/{name}/task")
-            except OSError:  # it has exited
-                continue
-            if folder.st_uid == user:
-                count += folder.st_nlink - 2
-    return count
 
 
 def open_proc() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -32,6 +34,10 @@ _ALL_BELOW = 0x8000  # AT_RECURSIVE
 NOBODY = 65534
 # Mount point of the old root, until it is detached.
 _SCRATCH = "/.tmp"
+_OF_COMMANDS = ("/dev/shm", "/dev/pts", "/var/tmp")
+_LINKS_IN_DEV = {"/dev/fd": "/proc/self/fd", "/dev/stdin": "fd/0", "/dev/stdout": "fd/1", "/dev/stderr": "fd/2"}
+_LINKS_IN_DEV["/dev/ptmx"] = "pts/ptmx"
+_SET_FLAGS, _UP = 0x8914, 0x41  # SIOCSIFFLAGS; IFF_UP and IFF_RUNNING
 _ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
 
 
@@ -79,13 +85,12 @@ def new_root(
     readable: Iterable[str],
     links: dict[str, str],
     writable: Mapping[str, str] = MappingProxyType({}),
-    folders: Iterable[str] = (),
 ) -> None:
     """Replace the root by a read-only one with these files, folders and links, and empty /tmp and /proc.
 
     Args:
-        writable: folders that may be written, by the path that they have inside.
-        folders: further empty folders, to mount on.
+        writable: folders that may be written, by the path that they have inside; with them there are shared memory
+            and terminals, too.
 
     Raises:
         OSError: a mount failed; with its target.
@@ -104,8 +109,13 @@ def new_root(
         mount(path, target, None, _BIND | _RECURSIVE)
         flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
         call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, _attributes(flags), 32)
-    for folder in ("/tmp", _SCRATCH, "/proc", *folders):
+    for folder in ("/tmp", _SCRATCH, "/proc", *(_OF_COMMANDS if writable else ())):
         os.makedirs(_ROOT + folder, exist_ok=True)
+    if writable:
+        mount("tmpfs", f"{_ROOT}/dev/shm", "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, "size=64m,mode=1777")
+        links = links | _LINKS_IN_DEV
+        with suppress(OSError):  # terminals are of few programs, and not permitted everywhere
+            mount("devpts", f"{_ROOT}/dev/pts", "devpts", _NO_SUID | _NO_EXEC, "newinstance,ptmxmode=0666,mode=0620")
     for link, target in links.items():
         _link(target, _ROOT + link)
     # The kernel permits a program's own /proc only if a full one is mounted already.
@@ -115,6 +125,12 @@ def new_root(
     call("pivot_root", b".", b".")
     check(libc.umount2(b".", _DETACH), "umount")
     os.chdir("/")
+
+
+def open_loopback() -> None:
+    """Set the network's loopback up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
 
 
 def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The program of a confined process: a user's program, or the cells of a session."""
+"""The program of a confined process: one of Python, or a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import linecache
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -20,48 +19,35 @@ from _sitebuiltins import Quitter  # type: ignore[import-not-found]
 NAME = "program.py"
 
 
-def run_program(source: str) -> None:
+def run_program(source: str, setup: int) -> None:
     """Run a program as __main__ and exit with its code."""
+    os.close(setup)
     module = _fresh_main()
-    code = _execute(module, source, show=False)
+    code = _execute(module, source)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
         code = code or 1
-    os._exit(_flush(code))
-
-
-def run_cells(number: int) -> None:
-    """Run cells and reply to each with its mark and a byte: "0" ok, "1" error, "m" out of memory. A cell that raises
-    SystemExit ends the process. Cells share a namespace; the value of a final expression is printed.
-
-    Args:
-        number: descriptor of a socket. A message is a mark with a file that contains the cell.
-    """
-    cells = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, number)
-    cells.setblocking(True)
-    pid = os.getpid()
-    module = _fresh_main()
-    cells.send(b"+")  # shows the keeper which process replies
-    while True:
-        mark, files, _, _ = socket.recv_fds(cells, 64, 1)
-        if not files:
-            os._exit(_flush(_code_without_file(mark)))
-        with open(files[0], "rb") as file:
-            source = file.read()
+    for stream in (sys.stdout, sys.stderr):
         try:
-            code = _flush(_execute(module, source.decode("utf-8", "surrogatepass"), show=True, leave=False))
-            reply = b"1" if code else b"0"
-        except SystemExit as exit_request:
-            os._exit(_flush(_exit_code(exit_request)))
-        except MemoryError:
-            reply = b"m"
-            _flush(1)
-        if os.getpid() != pid:  # a child of the cell, at its end
-            os._exit(_flush(int(reply != b"0")))
-        cells.send(mark + reply)
+            stream.flush()
+        except BaseException:  # the output could not be written
+            code = code or 1
+    os._exit(code)
+
+
+def run_command(command: list[str], env: dict[str, str], setup: int) -> None:
+    """Become a program of the system; `setup`, which closes with that, gets the reason why it cannot be executed."""
+    # Python ignores these, and what a process ignores its program does, too.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        os.write(setup, f"{type(error).__name__}: {error}".encode())
+        os._exit(127)
 
 
 def _fresh_main() -> types.ModuleType:
@@ -89,56 +75,22 @@ def _fresh_main() -> types.ModuleType:
     return module
 
 
-def _execute(module: types.ModuleType, source: str, *, show: bool, leave: bool = True) -> int:
-    """Execute the source; return the exit code. Without `leave`, SystemExit and MemoryError propagate, the latter after
-    its traceback."""
+def _execute(module: types.ModuleType, source: str) -> int:
+    """Execute the source; return the exit code."""
     try:
         tree = ast.parse(source, NAME)
-        # As in a notebook, the value of a final expression is shown.
-        last = tree.body[-1] if show and tree.body else None
-        if isinstance(last, ast.Expr):
-            tree.body.pop()
         linecache.cache[NAME] = (len(source), None, source.splitlines(True), NAME)
         exec(compile(tree, NAME, "exec"), module.__dict__)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), NAME, "eval"), module.__dict__)
-            if value is not None:
-                print(repr(value))
-        return 0
     except SystemExit as exit_request:
-        if not leave:
-            raise
-        return _exit_code(exit_request)
+        if exit_request.code is None or isinstance(exit_request.code, int):
+            return (exit_request.code or 0) & 255
+        print(exit_request.code, file=sys.stderr)
+        return 1
     except BaseException as error:
         # The traceback begins in the program: the frames above are the sandbox's.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
-        if isinstance(error, MemoryError) and not leave:
-            raise
         return 1
-
-
-def _exit_code(exit_request: SystemExit) -> int:
-    if exit_request.code is None or isinstance(exit_request.code, int):
-        return (exit_request.code or 0) & 255
-    print(exit_request.code, file=sys.stderr)
-    return 1
-
-
-def _flush(code: int) -> int:
-    """Flush; the exit code becomes 1 if the output could not be written."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:
-            code = code or 1
-    return code
-
-
-def _code_without_file(mark: bytes) -> int:
-    """Return the exit code: the socket is closed, or the cells have left no descriptor free."""
-    if mark:
-        print("OSError: too many open files to receive a cell", file=sys.stderr)
-    return int(bool(mark))
+    return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
+from collections.abc import Sequence
 
 from .syscalls import MACHINE, check, libc, number
 
@@ -22,8 +23,6 @@ _KERNEL = (
 # Memory that belongs to no process, and so is outside all limits.
 _UNOWNED_MEMORY = ("memfd_create", "memfd_secret", "shmget", "shmat", "shmctl", "shmdt")
 _DENIED = (
-    *_KERNEL,
-    *_UNOWNED_MEMORY,
     # sockets; a pair of connected ones is permitted below
     *("socket", "connect", "bind", "listen", "accept", "accept4", "sendmmsg"),
     # other processes
@@ -66,57 +65,47 @@ def _argument(index: int) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * index)  # its lower half: all of them are of 32 bits
 
 
-def program(*, forks: bool) -> bytes:
+def program(*, forks: bool, network: bool) -> bytes:
     """Return the filter as BPF code.
 
     Args:
         forks: may start processes and execute files.
+        network: of a program with sockets, and with children in namespaces of theirs, such as an agent: calls that
+            change mounts, namespaces or the machine are denied, and memory that belongs to no process.
     """
     code = _beginning()
 
     def rule(name: str, *then: Instruction) -> None:
-        code.extend(_rule(name, *then))
+        # The last must return. A call that this machine lacks needs no rule.
+        if (call_number := number(name)) is not None:
+            code.extend([(_EQUAL, 0, len(then), call_number), *then])
 
-    def only_if(name: str, index: int, value: int) -> None:
-        rule(name, _argument(index), (_EQUAL, 1, 0, value), _DENY, _PERMIT)
-
-    def unless(name: str, index: int, *values: int) -> None:
-        jumps = range(len(values), 0, -1)  # jumps to the last instruction
+    def match(name: str, index: int, values: Sequence[int], found: Instruction, other: Instruction) -> None:
+        jumps = range(len(values), 0, -1)  # to the last instruction
         tests = [(_EQUAL, jump, 0, value) for jump, value in zip(jumps, values, strict=True)]
-        rule(name, _argument(index), *tests, _PERMIT, _DENY)
+        rule(name, _argument(index), *tests, other, found)
 
-    for name in (*_DENIED, *(() if forks else _PROCESS_CALLS)):
+    denied = (*_KERNEL, *_UNOWNED_MEMORY)
+    for name in denied if network else (*denied, *_DENIED, *(() if forks else _PROCESS_CALLS)):
         rule(name, _DENY)
     for name in _UNIMPLEMENTED:
         rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
-    only_if("prlimit64", 0, 0)
-    # Stream pairs only: a datagram socket could send to any address.
-    kind = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _DENY, _PERMIT]
-    rule("socketpair", _argument(0), (_EQUAL, 1, 0, _UNIX), _DENY, *kind)
-    unless("prctl", 0, _PARENT_DEATH)
-    # If SIGCHLD is ignored, the CPU time of ended children is counted nowhere.
-    unless("rt_sigaction", 0, _CHILD_ENDED)
-    unless("fcntl", 1, _SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY)
-    unless("ioctl", 1, *_IOCTLS)
     flags = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if forks else (_ANY_BIT, 1, 0, _THREAD)
     rule("clone", _argument(0), flags, _DENY, _PERMIT)
-    return _packed(code)
-
-
-def program_with_network() -> bytes:
-    """The filter of programs with sockets and children in namespaces of theirs, such as agents: no calls that change
-    mounts, namespaces or the machine, and no memory that belongs to no process."""
-    code = _beginning()
-    for name in (*_KERNEL, *_UNOWNED_MEMORY):
-        code += _rule(name, _DENY)
-    for name in _UNIMPLEMENTED:
-        code += _rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
-    # Namespaces do not separate all other families: a virtual machine's sockets reach its host.
-    jumps = range(len(_FAMILIES), 0, -1)
-    tests = [(_EQUAL, jump, 0, family) for jump, family in zip(jumps, _FAMILIES, strict=True)]
-    code += _rule("socket", _argument(0), *tests, _DENY, _PERMIT)
-    code += _rule("clone", _argument(0), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _DENY, _PERMIT)
-    return _packed(code)
+    if network:
+        # Namespaces do not separate all other families: a virtual machine's sockets reach its host.
+        match("socket", 0, _FAMILIES, _PERMIT, _DENY)
+    else:
+        match("prlimit64", 0, [0], _PERMIT, _DENY)
+        # Stream pairs only: a datagram socket could send to any address.
+        kind = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _DENY, _PERMIT]
+        rule("socketpair", _argument(0), (_EQUAL, 1, 0, _UNIX), _DENY, *kind)
+        match("prctl", 0, [_PARENT_DEATH], _DENY, _PERMIT)
+        # If SIGCHLD is ignored, the CPU time of ended children is counted nowhere.
+        match("rt_sigaction", 0, [_CHILD_ENDED], _DENY, _PERMIT)
+        match("fcntl", 1, [_SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY], _DENY, _PERMIT)
+        match("ioctl", 1, _IOCTLS, _DENY, _PERMIT)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, _PERMIT])
 
 
 def _beginning() -> list[Instruction]:
@@ -127,16 +116,6 @@ def _beginning() -> list[Instruction]:
     if MACHINE == "x86_64":
         code += [(_ABOVE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     return [*code, (_ABOVE, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-
-
-def _rule(name: str, *then: Instruction) -> list[Instruction]:
-    """Instructions for one call, none if this machine lacks it; the last must return."""
-    call_number = number(name)
-    return [] if call_number is None else [(_EQUAL, 0, len(then), call_number), *then]
-
-
-def _packed(code: list[Instruction]) -> bytes:
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, _PERMIT])
 
 
 class _Filter(ctypes.Structure):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,13 @@ def pack(header: Header, *bodies: bytes) -> bytes:
     """Encode a message: the length of a JSON header, the header with the lengths of the bodies, the bodies."""
     text = json.dumps([header, [len(body) for body in bodies]]).encode()
     return b"".join([struct.pack("I", len(text)), text, *bodies])
+
+
+def send(control: int, header: Header, *bodies: bytes) -> None:
+    """Write a message to a descriptor."""
+    view = memoryview(pack(header, *bodies))
+    while view:
+        view = view[os.write(control, view) :]
 
 
 def unpack(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:

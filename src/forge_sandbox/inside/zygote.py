@@ -35,9 +35,12 @@ def main(control: int, settings: Settings) -> None:
     try:
         limits.open_proc()
         if settings["level"] == "namespaces":
-            namespaces.enter()
+            namespaces.enter(settings.get("network") != "host")
         _guard(control)
-        _serve(control, settings)
+        if "network" in settings:
+            _serve_command(control, settings)
+        else:
+            _serve(control, settings)
     except (OSError, ImportError, EOFError) as error:
         os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))
         sys.exit(1)
@@ -80,6 +83,22 @@ def _serve(control: int, settings: Settings) -> None:
             requests.sendall(wire.pack({"over": True}))
 
 
+def _serve_command(control: int, settings: Settings) -> None:
+    """Be the keeper of one program with a network, which only has the loopback, and a listening socket there for the
+    caller: a socket belongs to the namespace that it was made in."""
+    os.umask(0o022)
+    listeners = []
+    if settings["level"] == "namespaces":
+        namespaces.new_root(readable_paths(settings), links_to(settings), settings["writable"])
+        if settings["network"] == "gateway":
+            namespaces.open_loopback()
+        if settings["port"] is not None:
+            listeners.append(socket.create_server(("127.0.0.1", settings["port"]), backlog=128).detach())
+    with socket.socket(fileno=os.dup(control)) as answers:
+        socket.send_fds(answers, [wire.pack({})], listeners)
+    keeper.keep(control, settings)
+
+
 def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int:
     """Fork a keeper; return its exit status, as by `waitpid`. All processes in its namespace end with it."""
     if namespace is not None:
@@ -89,6 +108,8 @@ def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int
         status = 1
         try:
             die_with_parent()
+            if namespace is not None:
+                namespaces.private_mounts(settings["file_mb"], settings["paths"], settings["links"])
             keeper.keep(control, settings)
             status = 0
         except EOFError:  # the socket is closed
