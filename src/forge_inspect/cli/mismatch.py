@@ -31,8 +31,10 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the comparison; exit code 1 if there is a fault, 2 if there is nothing to compare."""
     from forge.models.find import quiet_loading
+    from forge.system.files import write_atomic
 
-    from ..mismatch.verdict import compare, write
+    from ..alerts import MISMATCH
+    from ..mismatch.verdict import compare
 
     try:
         with quiet_loading():
@@ -41,7 +43,11 @@ def run(args: argparse.Namespace) -> None:
         _reject(f"{args.folder} is not a run that has made a step")
     except (ValueError, ImportError) as error:
         _reject(str(error))
-    write(result, args.folder)
+    try:
+        # Where `forge watch` and `forge runs` look for its fault.
+        write_atomic(args.folder / MISMATCH, result.json() + "\n")
+    except OSError as error:  # a run of somebody else, that can be read alone
+        print(f"{args.folder / MISMATCH} could not be written: {error.strerror or error}", file=sys.stderr)
     print(result.json() if args.json else "\n".join(_lines(result)))
     if not result.is_sound:
         raise SystemExit(1)
