@@ -157,14 +157,6 @@ def check(cfg: RLConfig, schedule: Schedule) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"this run cannot be replayed: {message}")
-    in_flight = 2 * cfg.training.batch_size * (cfg.max_policy_age + 1)
-    for entry in schedule.steps.values():
-        for group in (*entry.groups, *entry.dropped):
-            # Prompts are numbered as they are drawn: without a bound a damaged number would be drawn towards for ever.
-            if group.index >= len(schedule.groups) + in_flight:
-                raise ConfigError(f"step {entry.step}: prompt {group.index} is beyond all that the run can have drawn")
-            if not set(group.samples) <= set(range(cfg.grpo.n_samples)):
-                raise ConfigError(f"step {entry.step}: prompt {group.index} has more than {cfg.grpo.n_samples} samples")
 
 
 class Replay(Loop):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
 
-WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts, chat"
+WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts"
 REPORT = "write report.html of a run: the page of `forge watch` as one file"
 PORT = 8420
 
@@ -20,7 +20,6 @@ def add_to(commands: Subparsers) -> None:
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="of runs, or a run: runs/")
     watch.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
     watch.add_argument("--host", default="127.0.0.1", help="others than this machine need FORGE_API_KEY")
-    watch.add_argument("--base", help="the model beside a run's in the chat; default: the one that it started from")
     watch.set_defaults(run=run_watch)
     report = commands.add_parser(
         "report", help=REPORT, description=REPORT, epilog="example: forge report runs/quickstart"
@@ -35,9 +34,9 @@ def run_watch(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
         from forge_http.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
-        from ..watch import Watch
+        from ..watch.server import Watch
 
-        watch = Watch(args.folder, args.base, required_key(args.host))
+        watch = Watch(args.folder, required_key(args.host))
         listener = bind(args.host, args.port)
     except (ImportError, ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
