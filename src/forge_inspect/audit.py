@@ -12,10 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
-
-import numpy as np
 
 from forge.config.sections import flat
 from forge.config.yaml_files import parse_yaml
@@ -31,11 +28,7 @@ COLUMNS = (
     *("step", "group", "sample", "branch", "reward", "version", "origins", "finish", "dropped", "length", "versions"),
 )
 EMPTY = {"origins": "[]", "finish": None}  # what a schedule does not say of a sample
-BY_REWARD = "no_signal"  # a reason that depends on the reward: what it drops differs by design
 IDLE = "zero_advantage"
-# A bias that is worth a fault: the chance that a dropped episode is longer (or better paid) than a trained one is then
-# below .35 or above .65, and it would come by accident once in a thousand runs.
-EFFECT, LEVEL = 0.3, 0.001
 SHOWN = 5  # numbers that a fault names
 
 
@@ -45,13 +38,11 @@ class Audit:
 
     faults: one line each; none if the run is what it says.
     counts: groups and tokens, by what became of them.
-    biases: by reason and quantity, the effect size (-1 to 1) and the probability of one as large by accident.
     """
 
     steps: int = 0
     faults: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    biases: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
@@ -88,7 +79,6 @@ def audit(folder: Path, by_schedule: bool = False) -> Audit:
     auditor.check_scores()
     auditor.check_versions()
     auditor.check_tokens()
-    auditor.check_bias()
     # The files, against their checksums at the last checkpoint, if there was one.
     path = folder / LOGS
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -241,38 +231,3 @@ class _Auditor:
                 self.fault(f"step {step} trained {tokens[step]} sampled tokens, and metrics.jsonl counts {counted:.0f}")
         self.result.counts["tokens trained"] = tokens.total()
         self.result.counts["tokens dropped"] = sum(row["length"] for row in self.dropped)
-
-    def check_bias(self) -> None:
-        """What was dropped is not longer, shorter, better or worse than what was trained."""
-        for reason in sorted({row["dropped"] for row in self.dropped} - {BY_REWARD}):
-            for name, words in (("length", ("shorter", "longer")), ("reward", ("worse paid", "better paid"))):
-                known = [row for row in self.dropped if row["dropped"] == reason and row[name] is not None]
-                if len(known) < 10:
-                    continue
-                trained = [row[name] for row in self.trained if row[name] is not None]
-                effect, probability = rank_effect([row[name] for row in known], trained)
-                self.result.biases[f"{reason}/{name}"] = (effect, probability)
-                if abs(effect) > EFFECT and probability < LEVEL:
-                    direction = f"dropped as {reason} are {words[effect > 0]} than those that trained"
-                    size = f"rank effect {effect:.2f}, p {probability:.1g}"
-                    self.fault(f"the {len(known)} episodes {direction} ({size})")
-
-
-def rank_effect(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """How much larger the values of one sample are (Mann and Whitney 1947).
-
-    Returns:
-        the probability that a value of `first` exceeds one of `second`, less the opposite one (-1 to 1); and the
-        two-sided probability of an effect as large by accident, by the normal approximation with ties.
-    """
-    _, places, counts = np.unique([*first, *second], return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]  # of equal values their mean
-    ties = float((counts.astype(float) ** 3 - counts).sum())
-    count, other = len(first), len(second)
-    both = count + other
-    wins = float(ranks[:count].sum()) - count * (count + 1) / 2
-    variance = count * other / 12 * (both + 1 - ties / (both * (both - 1)))
-    if variance <= 0:  # all values are equal
-        return 0.0, 1.0
-    z = (wins - count * other / 2) / math.sqrt(variance)
-    return 2 * wins / (count * other) - 1, 2 * NormalDist().cdf(-abs(z))

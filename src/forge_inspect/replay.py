@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from pathlib import Path
 
-import yaml
-
 from forge.config.arguments import read
-from forge.config.sections import ConfigError, to_dict
+from forge.config.sections import ConfigError
 from forge.observability.console import log
-from forge.observability.folder import CONFIG, LOGS, MARK, clear
-from forge.observability.held_out import HELD_OUT
-from forge.observability.rollouts import ROLLOUTS
+from forge.observability.folder import CONFIG, MARK
 from forge.observability.schedule import SCHEDULE, StepEntry
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
 from forge.recipes.launch import execute
-from forge.recipes.resume import ORIGIN
 from forge.recipes.rl import Loop
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import sample_seed
-from forge.system.checksums import write_sealed
-from forge.system.masking import without_secrets
-from forge.types import Group, Sample, Seen
+from forge.types import Group, Sample
 
 from .schedule import BadSchedule, Schedule, find_difference, read_schedule
 from .scheduled import ReplayDiffers, ScheduledBuffer, ScheduledPolicy
@@ -55,7 +47,6 @@ class Plan:
 def replay(
     folder: Path,
     *,
-    start: int | None = None,
     until: int | None = None,
     replicas: int | None = None,
     changes: Sequence[tuple[str, str]] = (),
@@ -65,7 +56,6 @@ def replay(
 
     Args:
         folder: of the run.
-        start: the step of the checkpoint to begin with; None: the run's own start.
         until: the last step; None: that of the schedule.
         replicas: generators; None: as many as the run had.
         changes: settings that differ, as (section.key, value).
@@ -85,8 +75,6 @@ def replay(
     except BadSchedule as error:
         raise ConfigError(str(error)) from None
     last = max(schedule.steps)
-    if start is not None and start >= (until or last):
-        raise ConfigError(f"--from {start}: there is no step to compute up to {until or last}")
     if until is not None and not 1 <= until <= last:
         raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
     for key, _ in changes:
@@ -108,36 +96,9 @@ def replay(
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
-    if start is not None:
-        copy_checkpoint(folder, target, cfg, start)
     plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
     recipe = update_wrapper(partial(train, plan=plan), train)
-    return execute(recipe, cfg, resume=None if start is None else str(target))
-
-
-def copy_checkpoint(folder: Path, target: Path, cfg: RLConfig, step: int) -> None:
-    """Make the new run's folder one that ended at this step, so that it can be resumed.
-
-    Raises:
-        ConfigError: the run has no checkpoint of this step.
-    """
-    from forge.training.checkpoint import checkpoints, step_of
-
-    kept = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
-    if step not in kept:
-        steps = ", ".join(map(str, kept)) or "none"
-        raise ConfigError(
-            f"--from {step}: the run has no checkpoint of this step; it has {steps} (see checkpoint.keep)"
-        )
-    if (target / MARK).exists():
-        clear(target)
-    target.mkdir(exist_ok=True)
-    shutil.copytree(kept[step], target / "checkpoints" / kept[step].name)
-    if (critic := folder / "checkpoints/critic" / kept[step].name).is_dir():
-        shutil.copytree(critic, target / "checkpoints/critic" / critic.name)
-    for name in (ORIGIN, ROLLOUTS, HELD_OUT, SCHEDULE, LOGS, MARK):
-        shutil.copy2(folder / name, target)
-    write_sealed(target / CONFIG, yaml.safe_dump(without_secrets(to_dict(cfg)), sort_keys=False))
+    return execute(recipe, cfg)
 
 
 def check(cfg: RLConfig, schedule: Schedule) -> None:
@@ -162,10 +123,10 @@ def check(cfg: RLConfig, schedule: Schedule) -> None:
 class Replay(Loop):
     """The loop of RL by a schedule: it decides what is drawn by which weights, and what each step trains on."""
 
-    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan, seen: Seen) -> None:
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan) -> None:
         super().__init__(cfg, job, parts)
         self.plan = plan
-        self.unfinished = first_versions(plan, seen, job.record.start)
+        self.unfinished = first_versions(plan)
         self.active: dict[int, ScheduledPolicy] = {}
         self.changed = asyncio.Condition()
         self.parted: str | None = None
@@ -253,33 +214,17 @@ class Replay(Loop):
     async def run(self) -> None:
         """Compute the steps, and say what came of it."""
         await super().run()
-        compared = [step for step in self.plan.schedule.steps if self.record.start < step <= self.plan.until]
+        compared = [step for step in self.plan.schedule.steps if step <= self.plan.until]
         if self.parted is None:
             log.info("steps %d to %d are those of the run, bit for bit", min(compared), max(compared))
 
 
-def first_versions(plan: Plan, seen: Seen, start: int) -> dict[int, int]:
-    """The first weights that drew a token of each group that is to be played, by its index.
-
-    Args:
-        seen: the groups that a checkpoint has.
-        start: its step.
-
-    Raises:
-        ReplayDiffers: weights from before the checkpoint drew tokens of one that it does not have.
-    """
+def first_versions(plan: Plan) -> dict[int, int]:
+    """The first weights that drew a token of each group that is to be played, by its index."""
     steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
-    indices = {group.index for entry in steps for group in (*entry.groups, *entry.dropped)}
-    versions = {}
-    for index in sorted(index for index in indices if index not in seen):
-        samples = plan.schedule.groups[index].samples.values()
-        versions[index] = min((sample.spans[0][0] for sample in samples if sample.spans), default=start)
-        if versions[index] < start:
-            raise ReplayDiffers(
-                f"prompt {index} was in flight at step {start}, begun by version {versions[index]}, whose weights are "
-                "gone: replay from the start, or from a step at which nothing was in flight, such as that of a resume"
-            )
-    return versions
+    indices = sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)})
+    spans = {index: [sample.spans for sample in plan.schedule.groups[index].samples.values()] for index in indices}
+    return {index: min((first[0][0] for first in spans[index] if first), default=0) for index in indices}
 
 
 async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
@@ -291,10 +236,8 @@ async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
     dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
     batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
     # In this process wherever the run had its own: nothing is lost if it ends.
-    buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30, start=job.record.start)
-    if job.record.resume is not None:
-        await buffer.load_state_dict.route(await parts.buffer.state_dict.route())
+    buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30)
     parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
     # A hook ends the run, as `training.steps` would change the schedule of the learning rate.
     ends = Hooks(on_step=lambda step, metrics: step == plan.until)
-    await Replay(cfg, job._replace(hooks=ends), parts, plan, await buffer.handled.route()).run()
+    await Replay(cfg, job._replace(hooks=ends), parts, plan).run()

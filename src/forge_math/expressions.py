@@ -54,6 +54,12 @@ class Parser:
         self._position += 1
         return self._parts[self._position - 1]
 
+    def _skip(self, text: str) -> bool:
+        """Take the next token if it is this one."""
+        is_next = self._peek() == text
+        self._position += is_next
+        return is_next
+
     def _sum(self) -> Tree:
         self._depth += 1
         if self._depth > _DEEPEST:
@@ -71,9 +77,7 @@ class Parser:
 
     def _signs(self) -> int:
         """The sign before a term, -1 or 1. Two signs are no expression."""
-        if self._peek() not in ("+", "-"):
-            return 1
-        return -1 if self._take().text == "-" else 1
+        return 1 if self._skip("+") or not self._skip("-") else -1
 
     @staticmethod
     def _signed(tree: Tree, sign: int) -> Tree:
@@ -144,21 +148,13 @@ class Parser:
         tree = self._base()
         while True:
             # Marks after a base: a power or degrees, a factorial, per cent.
-            mark = self._peek()
-            if mark == "^":
-                self._take()
-                if self._peek() == r"\circ":
-                    self._take()
-                    tree = ["degree", tree]
-                else:
-                    tree = ["power", tree, self._exponent()]
-            elif mark == "!":
-                self._take()
+            if self._skip("^"):
+                tree = ["degree", tree] if self._skip(r"\circ") else ["power", tree, self._exponent()]
+            elif self._skip("!"):
                 if self._peek() == "!":
                     raise Unreadable("a double factorial")
                 tree = ["factorial", tree]
-            elif mark == "%":
-                self._take()
+            elif self._skip("%"):
                 tree = ["divide", tree, ["number", "100"]]
             else:
                 return tree
@@ -166,11 +162,9 @@ class Parser:
     def _exponent(self) -> Tree:
         sign = self._signs()
         tree = self._base()
-        if self._peek() == "^":
-            self._take()
+        if self._skip("^"):
             tree = ["power", tree, self._exponent()]
-        elif self._peek() == "!":
-            self._take()
+        elif self._skip("!"):
             tree = ["factorial", tree]
         return self._signed(tree, sign)
 
@@ -182,7 +176,8 @@ class Parser:
                 raise Unreadable("a number with an index")
             return _number(text)
         if text in _BRACKETS:
-            return self._bracketed(text)
+            (inner,) = self._inside(text, several=False)
+            return [text[2:], inner] if text[0] == "\\" else inner
         if text == "|":
             self._bars += 1
             inner = self._sum()
@@ -197,8 +192,7 @@ class Parser:
         if text == r"\sqrt":
             # The degree of a root is optional, in brackets.
             degree: Tree = ["number", "2"]
-            if self._peek() == "[":
-                self._take()
+            if self._skip("["):
                 degree = self._sum()
                 self._take("]")
             return ["root", self._argument(), degree]
@@ -206,12 +200,15 @@ class Parser:
             return self._function(text[1:])
         return self._name(token)
 
-    def _bracketed(self, opening: str) -> Tree:
+    def _inside(self, opening: str, several: bool) -> list[Tree]:
+        """What is in brackets, perhaps several sums between commas. Its bars are counted separately."""
         bars, self._bars = self._bars, 0
-        inner = self._sum()
+        sums = [self._sum()]
+        while several and self._skip(","):
+            sums.append(self._sum())
         self._take(_BRACKETS[opening])
         self._bars = bars
-        return [opening[2:], inner] if opening[0] == "\\" else inner
+        return sums
 
     def _argument(self, read: Callable[[], Tree] | None = None) -> Tree:
         """The argument of a command such as \\frac, a token or a group; or the result of `read`. It may have a sign."""
@@ -223,11 +220,9 @@ class Parser:
         power: Tree | None = None
         base: Tree | None = None
         for _ in range(2):
-            if self._peek() == "^":
-                self._take()
+            if self._skip("^"):
                 power = self._exponent()
-            elif self._peek() == "_" and name == "log":
-                self._take()
+            elif name == "log" and self._skip("_"):
                 base = self._argument()
         tree = ["call", name if base is None else "log_base", *([] if base is None else [base]), *self._operands()]
         if power == ["negate", ["number", "1"]] and name in ("sin", "cos", "tan"):
@@ -237,16 +232,7 @@ class Parser:
     def _operands(self) -> list[Tree]:
         """The operands of a function: in brackets, or the product that follows, up to the next function or operator."""
         if self._peek() in ("(", "{"):
-            # Arguments in brackets, whose bars are counted separately.
-            opening = self._take().text
-            bars, self._bars = self._bars, 0
-            operands = [self._sum()]
-            while self._peek() == ",":
-                self._take()
-                operands.append(self._sum())
-            self._take(_BRACKETS[opening])
-            self._bars = bars
-            return operands
+            return self._inside(self._take().text, several=True)
         if self._peek() == "-":
             return [self._argument(self._product)]
         factors = [self._power()]
@@ -273,11 +259,7 @@ class Parser:
                 text += self._spelled()
         if self._peek() == "(" and text.rstrip("'").partition("_")[0] in _APPLIED:
             return ["apply", text, *self._operands()]
-        return self._constant_or_name(text) if plain else ["name", text]
-
-    @staticmethod
-    def _constant_or_name(text: str) -> Tree:
-        return ["constant", _CONSTANTS[text]] if text in _CONSTANTS else ["name", text]
+        return ["constant", _CONSTANTS[text]] if plain and text in _CONSTANTS else ["name", text]
 
     def _spelled(self, several: bool = False) -> str:
         """The text of an index or of what an accent is on: a token, a group, or several letters."""

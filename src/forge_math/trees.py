@@ -37,18 +37,12 @@ def is_power_of_ten(tree: Tree) -> bool:
 
 def literal(tree: Tree) -> Fraction | None:
     """The value of one number as it is written: with a sign, as a fraction, times a power of ten; None of another."""
-    if tree[0] in ("number", "decimal"):
-        return Fraction(tree[1])
     if tree[0] == "negate":
         value = literal(tree[1])
         return None if value is None else -value
-    if tree[0] == "divide" and is_rational(tree[1]) and is_rational(tree[2]):
-        return arithmetic(tree)
-    if is_power_of_ten(tree) or (
-        tree[0] == "multiply" and len(tree) == 3 and is_rational(tree[1]) and is_power_of_ten(tree[2])
-    ):
-        return arithmetic(tree)
-    return None
+    is_scaled = tree[0] == "multiply" and len(tree) == 3 and is_rational(tree[1]) and is_power_of_ten(tree[2])
+    is_plain = tree[0] in ("number", "decimal") or (tree[0] == "divide" and is_rational(tree))
+    return arithmetic(tree) if is_plain or is_scaled or is_power_of_ten(tree) else None
 
 
 def arithmetic(tree: Tree) -> Fraction | None:

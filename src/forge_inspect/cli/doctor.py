@@ -7,25 +7,26 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 TEXT = "examine this machine, the hosts of a run, or a reward"
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "doctor", help=TEXT, description=TEXT, epilog="example: forge doctor cluster --hosts node1,node2 --folder runs"
-    )
-    parser.add_argument("target", nargs="?", choices=["machine", "cluster", "reward"], default="machine")
-    parser.add_argument("reward", nargs="?", help="of doctor reward: package.module:name")
-    parser.add_argument("--hosts", help="as cluster.hosts; default: FORGE_HOSTS")
-    parser.add_argument("--folder", type=Path, help="that all hosts should see, such as runs")
-    parser.add_argument("--data", help="of doctor reward: rows for it, a file, folder or hub id")
-    parser.add_argument("--prompt-field", help="the column of the prompt; default: as dataset.prompt_field")
-    parser.add_argument("--target-field", default="answer", help="the column of the target, default: answer")
-    parser.add_argument("--target-pattern", help="as dataset.target_pattern, such as '#### (.*)'")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds of a call")
-    parser.add_argument("--tests", type=Path, help="write a test for each finding to this file")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        ("target", {"nargs": "?", "choices": ["machine", "cluster", "reward"], "default": "machine"}),
+        ("reward", {"nargs": "?", "help": "of doctor reward: package.module:name"}),
+        ("--hosts", {"help": "as cluster.hosts; default: FORGE_HOSTS"}),
+        ("--folder", {"type": Path, "help": "that all hosts should see, such as runs"}),
+        ("--data", {"help": "of doctor reward: rows for it, a file, folder or hub id"}),
+        ("--prompt-field", {"help": "the column of the prompt; default: as dataset.prompt_field"}),
+        ("--target-field", {"default": "answer", "help": "the column of the target, default: answer"}),
+        ("--target-pattern", {"help": "as dataset.target_pattern, such as '#### (.*)'"}),
+        ("--timeout", {"type": float, "default": 10.0, "help": "seconds of a call"}),
+        ("--tests", {"type": Path, "help": "write a test for each finding to this file"}),
+    ]
+    add_command(commands, "doctor", TEXT, "cluster --hosts node1,node2 --folder runs", run, options)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from forge.cli.recipes import RECIPES
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 TEXT = "what a configuration needs: memory of each process, seconds of a step; without a GPU and without weights"
 # The section that one recipe alone has.
 SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
@@ -20,14 +22,13 @@ SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model":
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "plan", help=TEXT, description=TEXT, epilog="example: forge plan apps/grpo/qwen3_1_7b.yaml --gpus 2xH100"
-    )
-    parser.add_argument("config", help="YAML file of a recipe; apps/... are those of the installed recipes")
-    parser.add_argument("--gpus", default=None, help="a number and a device, as 8xH100 or 64xH200; cpu")
-    parser.add_argument("--price", default=None, help="dollars of a GPU's hour: adds the cost of 1,000 steps")
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        ("config", {"help": "YAML file of a recipe; apps/... are those of the installed recipes"}),
+        ("--gpus", {"help": "a number and a device, as 8xH100 or 64xH200; cpu"}),
+        ("--price", {"help": "dollars of a GPU's hour: adds the cost of 1,000 steps"}),
+        ("overrides", {"nargs": argparse.REMAINDER, "help": "--section.key VALUE"}),
+    ]
+    add_command(commands, "plan", TEXT, "apps/grpo/qwen3_1_7b.yaml --gpus 2xH100", run, options)
 
 
 def run(args: argparse.Namespace) -> None:

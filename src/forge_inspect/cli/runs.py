@@ -9,6 +9,8 @@ from pathlib import Path
 from forge.cli.subparsers import Subparsers
 from forge.system.files import printable
 
+from . import Option, add_command
+
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
 MAX_REASON = 60  # characters of the reason why a run ended, in a list
@@ -20,15 +22,13 @@ METRICS = [
 
 def add_to(commands: Subparsers) -> None:
     """Add the commands to the parser."""
-    runs = commands.add_parser("runs", help=LIST, description=LIST, epilog="example: forge runs runs/")
-    runs.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders with runs: runs/")
-    runs.set_defaults(run=list_runs)
-    compare = commands.add_parser(
-        "compare", help=COMPARE, description=COMPARE, epilog="example: forge compare runs/a runs/b --metrics reward"
-    )
-    compare.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="two or more folders of runs")
-    compare.add_argument("--metrics", nargs="+", default=METRICS, metavar="NAME", help="columns of metrics.jsonl")
-    compare.set_defaults(run=compare_runs)
+    runs = {"nargs": "*", "type": Path, "default": [Path("runs")], "help": "runs, or folders with runs: runs/"}
+    add_command(commands, "runs", LIST, "runs/", list_runs, [("folders", runs)])
+    options: list[Option] = [
+        ("folders", {"nargs": "+", "type": Path, "metavar": "RUN", "help": "two or more folders of runs"}),
+        ("--metrics", {"nargs": "+", "default": METRICS, "metavar": "NAME", "help": "columns of metrics.jsonl"}),
+    ]
+    add_command(commands, "compare", COMPARE, "runs/a runs/b --metrics reward", compare_runs, options)
 
 
 def list_runs(args: argparse.Namespace) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts"
 REPORT = "write report.html of a run: the page of `forge watch` as one file"
 PORT = 8420
@@ -16,16 +18,15 @@ PORT = 8420
 
 def add_to(commands: Subparsers) -> None:
     """Add the commands to the parser."""
-    watch = commands.add_parser("watch", help=WATCH, description=WATCH, epilog="example: forge watch runs/")
-    watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="of runs, or a run: runs/")
-    watch.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
-    watch.add_argument("--host", default="127.0.0.1", help="others than this machine need FORGE_API_KEY")
-    watch.set_defaults(run=run_watch)
-    report = commands.add_parser(
-        "report", help=REPORT, description=REPORT, epilog="example: forge report runs/quickstart"
+    options: list[Option] = [
+        ("folder", {"nargs": "?", "type": Path, "default": Path("runs"), "help": "of runs, or a run: runs/"}),
+        ("--port", {"type": int, "default": PORT, "help": f"default: {PORT}; 0 takes a free one"}),
+        ("--host", {"default": "127.0.0.1", "help": "others than this machine need FORGE_API_KEY"}),
+    ]
+    add_command(commands, "watch", WATCH, "runs/", run_watch, options)
+    add_command(
+        commands, "report", REPORT, "runs/quickstart", run_report, [("folder", {"type": Path, "metavar": "RUN"})]
     )
-    report.add_argument("folder", type=Path, metavar="RUN")
-    report.set_defaults(run=run_report)
 
 
 def run_watch(args: argparse.Namespace) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
+from typing import NamedTuple
 
 from . import probes
 from .calls import Case, Outcome, RewardProcess
@@ -63,6 +64,14 @@ def examine(name: str, cases: Sequence[Case], *, limit: float = 10.0) -> Examina
         return _Examiner(cases[:ROWS], process).run()
 
 
+class Earned(NamedTuple):
+    """What an answer to a row earned."""
+
+    reward: float
+    case: Case
+    answer: str
+
+
 class _Examiner:
     def __init__(self, cases: Sequence[Case], process: RewardProcess) -> None:
         self.cases, self.process = cases, process
@@ -116,39 +125,39 @@ class _Examiner:
         target = "" if kind == "target" else None
         self.result.findings.append(Finding(severity, kind, text, case, tuple(responses), target, claim))
 
+    def earn(self, answers: Callable[[Case], Mapping[str, str]]) -> dict[str, list[Earned]]:
+        """What the answers to each row earn, by their names; without those that are not scored."""
+        earned: dict[str, list[Earned]] = defaultdict(list)
+        for case in self.cases:
+            for name, answer in answers(case).items():
+                reward = self.score(case, [answer], name).reward
+                if reward is not None:
+                    earned[name].append(Earned(reward, case, answer))
+        return earned
+
     def try_answers(self) -> None:
         """What right and wrong answers earn, and forms of the right one that earn nothing."""
-        by_form: dict[str, list[tuple[float, Case, str]]] = defaultdict(list)
-        rights, wrongs = [], []
-        best_form = "plain"
-        for case in self.cases:
-            forms = probes.right_forms(case.target) if case.target else {}
-            earned: dict[str, float] = {}
-            for name, answer in forms.items():
-                reward = self.score(case, [answer], f"a right answer ({name})").reward
-                if reward is not None:
-                    earned[name] = reward
-                    by_form[name].append((reward, case, answer))
-            if earned:
-                best_form = max(earned, key=earned.__getitem__)
-                rights.append(earned[best_form])
-            # Wrong answers are plausible ones, in the form in which a right one would be paid.
-            others = [target for target in self.targets if target != case.target]
-            for other in random.Random(case.prompt).sample(others, min(WRONG, len(others))):
-                reward = self.score(case, [probes.right_forms(other)[best_form]], "an answer of another row").reward
-                if reward is not None:
-                    wrongs.append(reward)
-        right = self.result.right = mean(rights) if rights else None
-        wrong = self.result.wrong = mean(wrongs) if wrongs else None
+        forms = self.earn(lambda case: probes.right_forms(case.target) if case.target else {})
+        best = max(forms, key=lambda form: _mean(forms[form]), default="plain")
+
+        def others(case: Case) -> dict[str, str]:
+            """Wrong answers are plausible ones, in the form in which a right one would be paid."""
+            targets = [target for target in self.targets if target != case.target]
+            drawn = random.Random(case.prompt).sample(targets, min(WRONG, len(targets)))
+            return {f"an answer of another row, {target}": probes.right_forms(target)[best] for target in drawn}
+
+        wrongs = [earned for rows in self.earn(others).values() for earned in rows]
+        right = self.result.right = _mean(forms[best]) if forms else None
+        wrong = self.result.wrong = _mean(wrongs) if wrongs else None
         # The median: partial credit for a few lucky ones must not hide what most earn.
-        self.typical = median(wrongs) if wrongs else 0.0
+        self.typical = median(earned.reward for earned in wrongs) if wrongs else 0.0
         if right is not None and wrong is not None and not self._separates():
             text = f"right answers earn {right:.3f} on average and answers of other rows {wrong:.3f}: it does not "
             text += "tell them apart, or expects a form that was not tried"
             severity: Severity = "fault" if right < wrong else "doubt"
             self.add(severity, "blind", text, self.cases[0], (self.cases[0].target or "",))
-        for form, rows in by_form.items():
-            missed = [row for row in rows if self._separates() and not self._is_paid(row[0])]
+        for form, rows in forms.items():
+            missed = [earned for earned in rows if self._separates() and not self._is_paid(earned.reward)]
             # In a few rows the form may change what the answer is.
             if len(missed) > len(self.cases) / 2:
                 reward, case, answer = missed[0]
@@ -159,20 +168,18 @@ class _Examiner:
         """Answers that are the same whatever is asked."""
         right, wrong = self.result.right, self.result.wrong
         distance = 1.0 if right is None or wrong is None else max(right - wrong, 0.0) or 1.0
-        for constant in probes.CONSTANTS:
-            earned = []
-            for case in self.cases:
-                # The target of some row may be a constant by itself.
-                if case.target is not None and constant.strip() and case.target in constant:
-                    continue
-                reward = self.score(case, [constant], f"the answer {constant!r}").reward
-                if reward is not None:
-                    earned.append((reward, case))
-            if not earned:
-                continue
-            average = mean(reward for reward, _ in earned)
-            most, case = max(earned, key=lambda pair: pair[0])
-            text = f"the constant answer {constant!r} earns {average:.3f} on average, "
+
+        def constants(case: Case) -> dict[str, str]:
+            """The target of some row may be a constant by itself."""
+            untold = [
+                text for text in probes.CONSTANTS if not case.target or not text.strip() or case.target not in text
+            ]
+            return {f"the constant answer {text!r}": text for text in untold}
+
+        for name, rows in self.earn(constants).items():
+            average = _mean(rows)
+            most, case, constant = max(rows, key=lambda earned: earned.reward)
+            text = f"{name} earns {average:.3f} on average, "
             if self._separates() and self._is_paid(average):
                 self.add("fault", "constant", text + "as right ones do", case, (constant,), f"rewards[0] < {most}")
             elif average > self.typical + ABOVE * distance:
@@ -181,22 +188,18 @@ class _Examiner:
 
     def try_unearned(self) -> None:
         """Answers that most rows pay as right, and should not: lists, copies of the prompt, orders to a judge."""
-        earned: dict[tuple[str, str], list[tuple[float, Case, str]]] = defaultdict(list)
-        for case in self.cases:
-            if not case.target or not self._others(case):
-                continue
-            for kind, name, answer in probes.unearned(case, self._others(case)):
-                reward = self.score(case, [answer], name).reward
-                if reward is not None:
-                    earned[kind, name].append((reward, case, answer))
-        for (kind, name), rows in earned.items():
-            paid = [row for row in rows if self._is_paid(row[0])]
-            # One row may be right by accident.
-            if len(paid) > max(1, len(rows) / 4):
-                reward, case, answer = paid[0]
-                text = f"{name} earns what a right one does in {len(paid)} of {len(rows)} rows: {answer[:80]!r}"
-                severity: Severity = "fault" if kind == "injection" else "doubt"
-                self.add(severity, kind, text, case, (answer,), f"rewards[0] < {reward}")
+        for kind, answers in probes.UNEARNED.items():
+            known = self.earn(
+                lambda c, answers=answers: answers(c, self._others(c)) if c.target and self._others(c) else {}
+            )
+            for name, rows in known.items():
+                paid = [earned for earned in rows if self._is_paid(earned.reward)]
+                # One row may be right by accident.
+                if len(paid) > max(1, len(rows) / 4):
+                    reward, case, answer = paid[0]
+                    text = f"{name} earns what a right one does in {len(paid)} of {len(rows)} rows: {answer[:80]!r}"
+                    severity: Severity = "fault" if kind == "injection" else "doubt"
+                    self.add(severity, kind, text, case, (answer,), f"rewards[0] < {reward}")
 
     def leave_out_target(self) -> None:
         """Rows without a target: nothing is known, and a number says otherwise."""
@@ -241,12 +244,10 @@ class _Examiner:
 
     def try_hostile(self) -> None:
         """Answers that take long or confuse parsers: errors and time-outs are found by `score`."""
-        for case in self.cases[:2]:
-            for name, answer in probes.hostile(case).items():
-                reward = self.score(case, [answer], name).reward
-                if reward is None or not self._separates() or not self._is_paid(reward):
-                    continue
-                if not case.target or case.target not in answer:
+        for name, rows in self.earn(lambda case: probes.hostile(case) if case in self.cases[:2] else {}).items():
+            for reward, case, answer in rows:
+                is_paid = self._separates() and self._is_paid(reward)
+                if is_paid and not (case.target and case.target in answer):
                     text = f"{name} earns {reward:.3f}, as right answers do"
                     self.add("fault", "hostile", text, case, (answer,), f"rewards[0] < {reward}")
 
@@ -260,3 +261,7 @@ class _Examiner:
     def _is_paid(self, reward: float) -> bool:
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
         return reward >= wrong + PAID * (right - wrong)
+
+
+def _mean(rows: Sequence[Earned]) -> float:
+    return mean(earned.reward for earned in rows)
