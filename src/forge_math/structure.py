@@ -8,9 +8,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from .expressions import Tree, Unreadable, parse
+from .expressions import Tree, Unreadable, literal, parse
 from .notation import Token, closing, spelling, tokens, words
-from .trees import literal
 from .units import Unit, with_unit
 
 EQUALITIES = frozenset(["=", r"\approx"])

@@ -47,40 +47,33 @@ def list_runs(args: argparse.Namespace) -> None:
     lines = []
     for folder in folders:
         # A damaged run is a line like any other, with a remark: the others are worth showing.
-        written = _written(folder)
-        damaged = ""
-        try:
-            numbers = rows(folder)
-        except ValueError:
-            numbers = []
-            damaged = " (metrics.jsonl is too large)"
+        numbers, config, damaged = [], {}, ""
         try:
             config = settings(folder)
-        except (ValueError, OSError):
-            config = {}
-            damaged = " (damaged config.yaml)"
-        steps = config.get("training.steps") or "?"
+            numbers = rows(folder)
+        except (ValueError, OSError) as error:
+            damaged = f" (damaged: {error})"[:MAX_REASON]
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
-        reached = f"{numbers[-1]['step']:g}" if numbers else "0"
-        held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
+        written = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
         # A run that continues or is complete needs no reason.
         reason = ending(folder)[:MAX_REASON] if state(folder) in ("failed", "stopped") else ""
         cells = [
             printable(folder.name),
-            printable(reason or state(folder)) + damaged,
-            f"{reached}/{steps}",
+            printable((reason or state(folder)) + damaged),
+            f"{numbers[-1]['step'] if numbers else 0:g}/{config.get('training.steps') or '?'}",
             _number(last(numbers, "reward")),
-            held_out,
+            f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else "",
+            _number(last(numbers, "train/entropy")),
+            _ago(time.time() - written),
         ]
-        lines.append((written, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - written)]))
+        lines.append((written, cells))
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
-    _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+    _print([head, *(cells for _, cells in sorted(lines))])
     # One run leaves room for details.
     if len(folders) == 1:
         for alert in (*folder_alerts(folders[0]), *alerts(numbers, config)):
             print(f"alert: {alert}")
-        text = ending(folders[0])
-        if text:
+        if text := ending(folders[0]):
             print(f"{printable(text)}; more in {printable(folders[0] / ENDED)}")
 
 
@@ -120,11 +113,6 @@ def compare_runs(args: argparse.Namespace) -> None:
             change = f"{present[1] - present[0]:+.4g}" if len(present) == 2 else ""
             lines.append([metric, *map(_number, values), *[change] * two])
     _print(lines)
-
-
-def _written(folder: Path) -> float:
-    """Return the time of the last write, in seconds since the epoch."""
-    return max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
 
 
 def _number(value: float | None) -> str:

@@ -14,9 +14,8 @@ import torch
 from forge.models.architecture import sparse_layers
 from forge.models.read_once import model_config
 
-from .recorded import RecordedRun, open_run
+from .recorded import RecordedRun, open_run, read_policy
 from .sides import EngineSide, PlainSide, Side, TrainerSide
-from .weights import read_policy
 
 # Nats, mean over the tokens of the sequence that differs most. Between engine, trainer and transformers in float32 tiny
 # models of seven families differ by at most 2.5e-6 on a CPU; larger ones add up more terms, and are not measured.
