@@ -224,9 +224,9 @@ class _Auditor:
         tokens: Counter[int] = Counter()
         for row in self.trained:
             tokens[row["step"]] += row["length"]
-        for row in self.history:
-            step = int(row["step"])
-            counted = row.get("generation/tokens", tokens[step])
+        for metrics in self.history:
+            step = int(metrics["step"])
+            counted = metrics.get("generation/tokens", tokens[step])
             if step and not math.isclose(tokens[step], counted, rel_tol=1e-6):
                 self.fault(f"step {step} trained {tokens[step]} sampled tokens, and metrics.jsonl counts {counted:.0f}")
         self.result.counts["tokens trained"] = tokens.total()

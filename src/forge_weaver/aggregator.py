@@ -295,9 +295,10 @@ def restored(state: Json) -> Aggregator:
 
 def kind(name: str) -> type[Aggregator]:
     """The aggregator class of this name."""
-    from .auto import METHODS
-
-    classes = {aggregator.__name__: aggregator for aggregator in METHODS.values()}
-    if name not in classes:
-        raise ValueError(f"there is no aggregator {name!r}")
-    return classes[name]
+    # Importing this module has imported the package, and with it every aggregator.
+    classes = Aggregator.__subclasses__()
+    for aggregator_class in classes:
+        if aggregator_class.__name__ == name:
+            return aggregator_class
+        classes += aggregator_class.__subclasses__()
+    raise ValueError(f"there is no aggregator {name!r}")

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -171,10 +172,8 @@ class _Examiner:
 
         def constants(case: Case) -> dict[str, str]:
             """The target of some row may be a constant by itself."""
-            untold = [
-                text for text in probes.CONSTANTS if not case.target or not text.strip() or case.target not in text
-            ]
-            return {f"the constant answer {text!r}": text for text in untold}
+            known = [text for text in probes.CONSTANTS if case.target and text.strip() and case.target in text]
+            return {f"the constant answer {text!r}": text for text in probes.CONSTANTS if text not in known}
 
         for name, rows in self.earn(constants).items():
             average = _mean(rows)
@@ -189,10 +188,7 @@ class _Examiner:
     def try_unearned(self) -> None:
         """Answers that most rows pay as right, and should not: lists, copies of the prompt, orders to a judge."""
         for kind, answers in probes.UNEARNED.items():
-            known = self.earn(
-                lambda c, answers=answers: answers(c, self._others(c)) if c.target and self._others(c) else {}
-            )
-            for name, rows in known.items():
+            for name, rows in self.earn(partial(self._unearned, answers)).items():
                 paid = [earned for earned in rows if self._is_paid(earned.reward)]
                 # One row may be right by accident.
                 if len(paid) > max(1, len(rows) / 4):
@@ -250,6 +246,10 @@ class _Examiner:
                 if is_paid and not (case.target and case.target in answer):
                     text = f"{name} earns {reward:.3f}, as right answers do"
                     self.add("fault", "hostile", text, case, (answer,), f"rewards[0] < {reward}")
+
+    def _unearned(self, answers: Callable[[Case, list[str]], dict[str, str]], case: Case) -> dict[str, str]:
+        others = self._others(case)
+        return answers(case, others) if case.target and others else {}
 
     def _others(self, case: Case) -> list[str]:
         return [target for target in self.targets if target != case.target][:6]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -107,15 +108,19 @@ class Watch:
         return view
 
     def _runs(self, _: Query) -> list[Fields]:
-        """The list of runs; links are left out."""
-        files = [file for depth in range(DEPTH + 1) for file in self.root.glob("*/" * depth + CONFIG)]
-        folders = sorted(file.parent for file in files if file.parent.resolve() == file.parent)
-        runs = []
-        for path in folders:
-            if is_inside(path, self.root):
-                name = str(path.relative_to(self.root))
-                runs.append({"run": name, "name": path.name if name == "." else name, **self._summary(path)})
-        return runs
+        """The list of runs; links are not followed."""
+        folders = []
+        for folder, names, files in os.walk(self.root):
+            path = Path(folder)
+            if CONFIG in files and is_inside(path, self.root):
+                folders.append(path)
+            if CONFIG in files or len(path.relative_to(self.root).parts) == DEPTH:
+                names.clear()
+        return [
+            {"run": (name := str(path.relative_to(self.root))), "name": path.name if name == "." else name}
+            | self._summary(path)
+            for path in sorted(folders)
+        ]
 
     def _summary(self, path: Path) -> Fields:
         """Return a run's entry in the list. A damaged run does not hide the others."""
