@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from forge.models.architecture import sparse_layers
 from forge.models.read_once import model_config
@@ -221,14 +222,13 @@ def distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) -> float:
 def find_part(first: Side, second: Side) -> tuple[str, int | None, float]:
     """Walk from the embedding to the head: the place where states begin to differ, its layer (None for the embedding
     and the head), and by how much of their norm."""
-    places = [(first.states[0], second.states[0], "the embedding", None)]
+    places: list[tuple[Tensor, Tensor, str, int | None]] = [(first.states[0], second.states[0], "the embedding", None)]
     for layer in range(len(first.attended)):
-        name = f"layer {layer}, "
-        places.append((first.attended[layer], second.attended[layer], name + "attention", layer))
-        after = name + "output projection, norms or feed-forward"
+        after = f"layer {layer}, output projection, norms or feed-forward"
+        places.append((first.attended[layer], second.attended[layer], f"layer {layer}, attention", layer))
         places.append((first.states[layer + 1], second.states[layer + 1], after, layer))
-    for state, second_state, name, layer in places:
+    for state, second_state, name, place in places:
         size = float((state - second_state).norm() / second_state.norm().clamp(min=1e-30))
         if size > STATES:
-            return f"{name} (its states differ by {size:.1e} of their norm)", layer, size
+            return f"{name} (its states differ by {size:.1e} of their norm)", place, size
     return "the last norm or the head (the states of all layers agree)", None, 0.0
