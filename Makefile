@@ -99,7 +99,7 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install '$(TORCH)'
-	$(PIP) install -e '.[completion,serve]'  # serve is also the page of forge watch
+	$(PIP) install -e '.[serve]'  # serve is also the page of forge watch
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

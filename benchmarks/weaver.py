@@ -101,7 +101,6 @@ UNSUPERVISED: dict[str, Make] = {
     "published Weaver, pi given": lambda pi: PublishedWeaver(class_balance=pi),
     "the same, converged": lambda pi: PublishedWeaver(class_balance=pi, converged=True),
     "Dawid-Skene": lambda pi: DawidSkene(),
-    "binned Dawid-Skene, one rate": lambda pi: BinnedDawidSkene(by_problem=False),
     "binned Dawid-Skene": lambda pi: BinnedDawidSkene(),
     "correlated mixture": lambda pi: CorrelatedMixture(),
     "auto": lambda pi: Auto(),

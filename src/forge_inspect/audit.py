@@ -8,42 +8,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from forge.config.sections import flat
 from forge.config.yaml_files import parse_yaml
 from forge.observability.console import log
 from forge.observability.folder import CONFIG, LOGS, MARK, digest
+from forge.observability.lines import Row
 from forge.observability.rollouts import ROLLOUTS, batches
 from forge.observability.schedule import SCHEDULE
 from forge.system.files import write_atomic
 from forge_inspect.alerts import AUDIT
 
 COLUMNS = (
-    "step",
-    "group",
-    "sample",
-    "branch",
-    "reward",
-    "version",
-    "origins",
-    "finish",
-    "dropped",
-    "length",
-    "versions",
+    *("step", "group", "sample", "branch", "reward", "version", "origins", "finish", "dropped", "length", "versions"),
 )
 EMPTY = {"origins": "[]", "finish": None}  # what a schedule does not say of a sample
-# Reasons that depend on the reward: what they drop differs by design.
-BY_REWARD = ("no_signal",)
 IDLE = "zero_advantage"
-# A bias that is worth a fault: the chance that a dropped episode is longer (or better paid) than a trained one is then
-# below .35 or above .65, and it would come by accident once in a thousand runs.
-EFFECT, LEVEL = 0.3, 0.001
 SHOWN = 5  # numbers that a fault names
 
 
@@ -53,13 +38,11 @@ class Audit:
 
     faults: one line each; none if the run is what it says.
     counts: groups and tokens, by what became of them.
-    biases: by reason and quantity, the effect size (-1 to 1) and the probability of one as large by accident.
     """
 
     steps: int = 0
     faults: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    biases: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
@@ -89,22 +72,21 @@ def audit(folder: Path, by_schedule: bool = False) -> Audit:
         rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
         raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
-    result = Audit(steps=int(history[-1]["step"]) if history else 0)
-    counter = _Counter(rows, history, settings, result, by_schedule)
-    for check in (
-        counter.steps,
-        counter.batches,
-        counter.once,
-        counter.coverage,
-        counter.scores,
-        counter.ages,
-        counter.identities,
-        counter.tokens,
-        counter.bias,
-    ):
-        check()
-    _check_logs(folder, result)
-    return result
+    auditor = _Auditor(rows, history, settings, by_schedule)
+    auditor.check_steps()
+    auditor.check_repeats()
+    auditor.check_prompts()
+    auditor.check_scores()
+    auditor.check_versions()
+    auditor.check_tokens()
+    # The files, against their checksums at the last checkpoint, if there was one.
+    path = folder / LOGS
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if not line.startswith("#"):
+            expected, size, name = line.split(" ", 2)
+            if digest(folder / name, int(size)).hexdigest() != expected:
+                auditor.fault(f"{name} is not what the run wrote: its first {size} bytes have another checksum")
+    return auditor.result
 
 
 def audit_ended_run(folder: Path, state: str) -> None:
@@ -124,9 +106,9 @@ def audit_ended_run(folder: Path, state: str) -> None:
         log.warning("audit: %s", fault)
 
 
-def scheduled_rows(path: Path) -> list[dict[str, Any]]:
+def scheduled_rows(path: Path) -> list[Row]:
     """The samples that a schedule lists, in the form of recorded rollouts; what those have beyond it is empty."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
         for index, reason, samples in (*line.get("groups", ()), *line.get("dropped", ())):
@@ -138,208 +120,114 @@ def scheduled_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class _Counter:
+class _Auditor:
     def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        history: Sequence[Mapping[str, float]],
-        settings: Any,
-        result: Audit,
-        by_schedule: bool,
+        self, rows: Sequence[Row], history: Sequence[Mapping[str, float]], settings: Row, by_schedule: bool
     ) -> None:
-        self.history, self.settings, self.result = history, settings, result
-        self.by_schedule = by_schedule
-        # Of a step that was interrupted the rollouts may be there without its metrics: a resume removes them.
+        self.history, self.settings, self.by_schedule = history, settings, by_schedule
         last = int(history[-1]["step"]) if history else 0
-        self.rows = rows = [row for row in rows if row["step"] <= last]
-        self.trained = [row for row in rows if row["dropped"] in (None, IDLE)]
-        self.dropped = [row for row in rows if row["dropped"] not in (None, IDLE)]
+        self.result = Audit(last)
+        # Of a step that was interrupted the rollouts may be there without its metrics: a resume removes them.
+        self.rows = [row for row in rows if row["step"] <= last]
+        self.trained = [row for row in self.rows if row["dropped"] in (None, IDLE)]
+        self.dropped = [row for row in self.rows if row["dropped"] not in (None, IDLE)]
         self.batch_size = int(settings["training.batch_size"])
 
-    def fault(self, text: str, numbers: Sequence[Any] = ()) -> None:
-        """Add a fault, with the first of the numbers that it is about."""
-        examples = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
-        self.result.faults.append(f"{text}: {examples}" if numbers else text)
+    def fault(self, text: str) -> None:
+        """Add a fault."""
+        self.result.faults.append(text)
 
-    def steps(self) -> None:
-        """Rows of metrics count from 0 or 1 without a gap."""
+    def fault_if(self, numbers: Sequence[Any], text: str) -> None:
+        """Add a fault if there are numbers that it is about; the first of them are named."""
+        if numbers:
+            examples = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+            self.fault(f"{text}: {examples}")
+
+    def check_steps(self) -> None:
+        """Steps without a gap, of as many groups as they should have."""
         steps = [int(row["step"]) for row in self.history]
-        if steps != list(range(steps[0], steps[0] + len(steps))) or steps[0] > 1:
-            self.fault("steps of metrics.jsonl are missing, doubled or out of order", steps)
+        if steps[0] > 1 or steps != list(range(steps[0], steps[0] + len(steps))):
+            self.fault_if(steps, "steps of metrics.jsonl are missing, doubled or out of order")
+        counts = Counter(step for step, _ in {(row["step"], row["group"]) for row in self.trained})
+        for step in steps:
+            if step and counts[step] != self.batch_size:
+                self.fault(f"step {step} trained {counts[step]} groups, and training.batch_size is {self.batch_size}")
 
-    def batches(self) -> None:
-        """Each step trains as many groups as it should."""
-        groups = defaultdict(set)
-        for row in self.trained:
-            groups[row["step"]].add(row["group"])
-        for row in self.history:
-            step = int(row["step"])
-            if step and len(groups[step]) != self.batch_size:
-                self.fault(
-                    f"step {step} trained {len(groups[step])} groups, and training.batch_size is {self.batch_size}"
-                )
-
-    def once(self) -> None:
+    def check_repeats(self) -> None:
         """No episode is trained twice, and no group in two steps."""
         episodes = Counter((row["group"], row["sample"], row["branch"]) for row in self.trained)
         doubled = [key for key, count in episodes.items() if count > 1]
-        if doubled:
-            self.fault("episodes (group, sample, branch) were trained twice", doubled)
-        steps = defaultdict(set)
-        for row in self.trained:
-            steps[row["group"]].add(row["step"])
-        again = [group for group, trained in steps.items() if len(trained) > 1]
-        if again:
-            self.fault("groups were trained in several steps", again)
+        self.fault_if(doubled, "episodes (group, sample, branch) were trained twice")
+        steps = Counter(group for group, _ in {(row["group"], row["step"]) for row in self.trained})
+        again = [group for group, count in steps.items() if count > 1]
+        self.fault_if(again, "groups were trained in several steps")
 
-    def coverage(self) -> None:
+    def check_prompts(self) -> None:
         """Each prompt was trained, was dropped for a counted reason, or was in flight at the end."""
         trained = {row["group"] for row in self.trained}
         # Of a group with unscored episodes these are recorded as dropped, and the others train.
         dropped = {row["group"]: row["dropped"] for row in self.dropped if row["group"] not in trained}
-        accounted = trained | dropped.keys()
-        missing = sorted(set(range(max(accounted) + 1)) - accounted)
-        counted = self._sum("dropped/")
+        missing = sorted(set(range(max(trained | dropped.keys()) + 1)) - trained - dropped.keys())
+        counted: Counter[str] = Counter()
+        for row in self.history:
+            counted.update({name[8:]: round(row[name]) for name in row if name.startswith("dropped/")})
         # What a resume could not hand out again; and of a schedule the dropped groups that it does not list.
-        groups = sum(number for reason, number in counted.items() if reason != "unscored_episodes")
-        unlisted = max(0, groups - len(dropped)) if self.by_schedule else counted.get("forgotten", 0)
-        self.result.counts |= {"groups trained": len(trained), "groups dropped": len(dropped)}
-        age = int(self.settings.get("async.max_policy_age") or 0)
+        groups = counted.total() - counted["unscored_episodes"]
+        unlisted = max(0, groups - len(dropped)) if self.by_schedule else counted["forgotten"]
         # What the buffer admits, and as much again that it holds.
-        in_flight = 2 * self.batch_size * (age + 1)
-        self.result.counts["groups in flight at the end or not recorded"] = len(missing)
+        in_flight = 2 * self.batch_size * (int(self.settings.get("async.max_policy_age") or 0) + 1)
+        self.result.counts |= {
+            "groups trained": len(trained),
+            "groups dropped": len(dropped),
+            "groups in flight at the end or not recorded": len(missing),
+        }
         if len(missing) > in_flight + unlisted:
-            self.fault(f"{len(missing)} prompts were neither trained nor dropped", missing)
+            self.fault_if(missing, f"{len(missing)} prompts were neither trained nor dropped")
         early = [group for group in missing if group < max(trained) - in_flight - len(dropped)]
         if len(early) > unlisted:
-            self.fault("prompts that were handed out long before the end never came back", early)
+            self.fault_if(early, "prompts that were handed out long before the end never came back")
         for reason, number in sorted(Counter(dropped.values()).items()):
             self.result.counts[f"groups dropped: {reason}"] = number
-            if number > counted.get(reason, 0):
-                self.fault(
-                    f"{number} groups were dropped as {reason}, and metrics.jsonl counts {counted.get(reason, 0)}"
-                )
+            if number > counted[reason]:
+                self.fault(f"{number} groups were dropped as {reason}, and metrics.jsonl counts {counted[reason]}")
 
-    def scores(self) -> None:
+    def check_scores(self) -> None:
         """Nothing unscored, and nothing that failed, has a part in a gradient."""
         unscored = [(row["group"], row["sample"]) for row in self.trained if row["reward"] is None]
-        if unscored:
-            self.fault("episodes without a reward were trained (group, sample)", unscored)
+        self.fault_if(unscored, "episodes without a reward were trained (group, sample)")
         failed = [(row["group"], row["sample"]) for row in self.trained if row["finish"] == "infrastructure"]
-        if failed:
-            self.fault("episodes that failed were trained (group, sample)", failed)
+        self.fault_if(failed, "episodes that failed were trained (group, sample)")
 
-    def ages(self) -> None:
-        """No token is older than allowed, or of a version that was not there yet."""
+    def check_versions(self) -> None:
+        """No token is older than allowed or of a version that was not there yet, and a version has one identity,
+        whichever replica sampled with it."""
         bound = self.settings.get("async.max_training_age")
         bound = self.settings.get("async.max_policy_age") if bound is None else bound
         for row in self.trained:
-            version = row["step"] - 1
-            versions = [number for number in row["versions"] if number >= 0]
-            if versions and bound is not None and version - min(versions) > bound:
-                self.fault(f"step {row['step']} trained tokens of version {min(versions)}: the bound is {bound}")
-                return
-            if versions and max(versions) > version:
-                self.fault(f"step {row['step']} trained tokens of version {max(versions)}, which it was to make")
-                return
-
-    def identities(self) -> None:
-        """A version has one identity, whichever replica sampled with it."""
-        identities = defaultdict(set)
-        for row in self.rows:
-            for version, identity, _ in json.loads(row["origins"]):
-                if version >= 0 and identity:
-                    identities[version].add(identity)
-        several = [version for version, names in sorted(identities.items()) if len(names) > 1]
+            latest = row["step"] - 1
+            versions = [number for number in row["versions"] if number >= 0] or [latest]
+            text = f"step {row['step']} trained tokens of version"
+            if bound is not None and latest - min(versions) > bound:
+                self.fault(f"{text} {min(versions)}: the bound is {bound}")
+                break
+            if max(versions) > latest:
+                self.fault(f"{text} {max(versions)}, which it was to make")
+                break
+        origins = {(version, name) for row in self.rows for version, name, _ in json.loads(row["origins"]) if name}
+        names = Counter(version for version, _ in origins if version >= 0)
         # A resumed run samples again with versions that it had lost, from the same weights.
-        if several:
-            self.fault("versions have several identities of weights", several)
+        several = sorted(version for version, count in names.items() if count > 1)
+        self.fault_if(several, "versions have several identities of weights")
 
-    def tokens(self) -> None:
+    def check_tokens(self) -> None:
         """The sampled tokens of a step's groups are those that its metrics count."""
-        lengths: Counter[int] = Counter()
+        tokens: Counter[int] = Counter()
         for row in self.trained:
-            lengths[row["step"]] += row["length"]
-        for row in self.history:
-            step = int(row["step"])
-            counted = row.get("generation/tokens")
-            if step and counted is not None and not math.isclose(lengths[step], counted, rel_tol=1e-6):
-                self.fault(
-                    f"step {step} trained {lengths[step]} sampled tokens, and metrics.jsonl counts {counted:.0f}"
-                )
-        self.result.counts["tokens trained"] = sum(lengths.values())
+            tokens[row["step"]] += row["length"]
+        for metrics in self.history:
+            step = int(metrics["step"])
+            counted = metrics.get("generation/tokens", tokens[step])
+            if step and not math.isclose(tokens[step], counted, rel_tol=1e-6):
+                self.fault(f"step {step} trained {tokens[step]} sampled tokens, and metrics.jsonl counts {counted:.0f}")
+        self.result.counts["tokens trained"] = tokens.total()
         self.result.counts["tokens dropped"] = sum(row["length"] for row in self.dropped)
-
-    def bias(self) -> None:
-        """What was dropped is not longer, shorter, better or worse than what was trained."""
-        for reason in sorted({row["dropped"] for row in self.dropped} - set(BY_REWARD)):
-            rows = [row for row in self.dropped if row["dropped"] == reason]
-            for name in ("length", "reward"):
-                left_out = [row[name] for row in rows if row[name] is not None]
-                trained = [row[name] for row in self.trained if row[name] is not None]
-                if len(left_out) < 10:
-                    continue
-                effect, probability = rank_effect(left_out, trained)
-                self.result.biases[f"{reason}/{name}"] = (effect, probability)
-                if abs(effect) > EFFECT and probability < LEVEL:
-                    more = {"length": "longer", "reward": "better paid"}[name]
-                    direction = more if effect > 0 else {"length": "shorter", "reward": "worse paid"}[name]
-                    self.fault(
-                        f"the {len(left_out)} episodes dropped as {reason} are {direction} than those that trained "
-                        f"(rank effect {effect:.2f}, p {probability:.1g})"
-                    )
-
-    def _sum(self, prefix: str) -> dict[str, float]:
-        sums: dict[str, float] = defaultdict(float)
-        for row in self.history:
-            for name, value in row.items():
-                if name.startswith(prefix):
-                    sums[name.removeprefix(prefix)] += value
-        return sums
-
-
-def rank_effect(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """How much larger the values of one sample are (Mann and Whitney 1947).
-
-    Returns:
-        the probability that a value of `first` exceeds one of `second`, less the opposite one (-1 to 1); and the
-        two-sided probability of an effect as large by accident, by the normal approximation with ties.
-    """
-    ordered = sorted([(value, 0) for value in first] + [(value, 1) for value in second])
-    ranks_of_first = 0.0
-    ties = 0.0
-    for start, end in _runs([value for value, _ in ordered]):
-        rank = (start + end + 1) / 2  # the mean of the ranks from start + 1 to end
-        ranks_of_first += rank * sum(1 for _, sample in ordered[start:end] if sample == 0)
-        ties += (end - start) ** 3 - (end - start)
-    count, other = len(first), len(second)
-    both = count + other
-    wins = ranks_of_first - count * (count + 1) / 2
-    effect = 2 * wins / (count * other) - 1
-    variance = count * other / 12 * (both + 1 - ties / (both * (both - 1)))
-    if variance <= 0:  # all values are equal
-        return 0.0, 1.0
-    z = (wins - count * other / 2) / math.sqrt(variance)
-    return effect, 2 * NormalDist().cdf(-abs(z))
-
-
-def _runs(values: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Ranges of equal values in a sorted list."""
-    start = 0
-    for number in range(1, len(values) + 1):
-        if number == len(values) or values[number] != values[start]:
-            yield start, number
-            start = number
-
-
-def _check_logs(folder: Path, result: Audit) -> None:
-    """Compare the files with their checksums at the last checkpoint, if there was one."""
-    path = folder / LOGS
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        if line.startswith("#"):
-            continue
-        expected, size, name = line.split(" ", 2)
-        if digest(folder / name, int(size)).hexdigest() != expected:
-            result.faults.append(f"{name} is not what the run wrote: its first {size} bytes have another checksum")

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from forge.actors.replay_buffer import Item, ReplayBuffer
 from forge.config.arguments import read
-from forge.config.sections import ConfigError, to_dict
+from forge.config.sections import ConfigError
 from forge.observability.console import log
-from forge.observability.folder import CONFIG, LOGS, MARK, clear
-from forge.observability.rollouts import HELD_OUT, ROLLOUTS
-from forge.observability.schedule import SCHEDULE, StepEntry
+from forge.observability.folder import CONFIG, MARK
+from forge.observability.schedule import SCHEDULE, GroupEntry, StepEntry
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
 from forge.recipes.launch import execute
-from forge.recipes.resume import ORIGIN
 from forge.recipes.rl import Loop
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import sample_seed
-from forge.system.checksums import write_sealed
-from forge.system.masking import without_secrets
-from forge.types import Group, Sample, Seen
+from forge.runtime.controller import ForgeError, endpoint
+from forge.types import Completion, Group, Sample, Spans
+from forge_envs.rollout import turn_seeds
 
 from .schedule import BadSchedule, Schedule, find_difference, read_schedule
-from .scheduled import ReplayDiffers, ScheduledBuffer, ScheduledPolicy
 
 POLL = 0.02  # seconds between two looks at what the generators hold
 # What the schedule itself lists: with another value it says nothing about the run.
@@ -54,7 +50,6 @@ class Plan:
 def replay(
     folder: Path,
     *,
-    start: int | None = None,
     until: int | None = None,
     replicas: int | None = None,
     changes: Sequence[tuple[str, str]] = (),
@@ -64,7 +59,6 @@ def replay(
 
     Args:
         folder: of the run.
-        start: the step of the checkpoint to begin with; None: the run's own start.
         until: the last step; None: that of the schedule.
         replicas: generators; None: as many as the run had.
         changes: settings that differ, as (section.key, value).
@@ -84,8 +78,6 @@ def replay(
     except BadSchedule as error:
         raise ConfigError(str(error)) from None
     last = max(schedule.steps)
-    if start is not None and start >= (until or last):
-        raise ConfigError(f"--from {start}: there is no step to compute up to {until or last}")
     if until is not None and not 1 <= until <= last:
         raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
     for key, _ in changes:
@@ -107,36 +99,9 @@ def replay(
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
-    if start is not None:
-        copy_checkpoint(folder, target, cfg, start)
     plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
     recipe = update_wrapper(partial(train, plan=plan), train)
-    return execute(recipe, cfg, resume=None if start is None else str(target))
-
-
-def copy_checkpoint(folder: Path, target: Path, cfg: RLConfig, step: int) -> None:
-    """Make the new run's folder one that ended at this step, so that it can be resumed.
-
-    Raises:
-        ConfigError: the run has no checkpoint of this step.
-    """
-    from forge.training.checkpoint import checkpoints, step_of
-
-    kept = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
-    if step not in kept:
-        steps = ", ".join(map(str, kept)) or "none"
-        raise ConfigError(
-            f"--from {step}: the run has no checkpoint of this step; it has {steps} (see checkpoint.keep)"
-        )
-    if (target / MARK).exists():
-        clear(target)
-    target.mkdir(exist_ok=True)
-    shutil.copytree(kept[step], target / "checkpoints" / kept[step].name)
-    if (critic := folder / "checkpoints/critic" / kept[step].name).is_dir():
-        shutil.copytree(critic, target / "checkpoints/critic" / critic.name)
-    for name in (ORIGIN, ROLLOUTS, HELD_OUT, SCHEDULE, LOGS, MARK):
-        shutil.copy2(folder / name, target)
-    write_sealed(target / CONFIG, yaml.safe_dump(without_secrets(to_dict(cfg)), sort_keys=False))
+    return execute(recipe, cfg)
 
 
 def check(cfg: RLConfig, schedule: Schedule) -> None:
@@ -156,23 +121,121 @@ def check(cfg: RLConfig, schedule: Schedule) -> None:
     ):
         if is_wrong:
             raise ConfigError(f"this run cannot be replayed: {message}")
-    in_flight = 2 * cfg.training.batch_size * (cfg.max_policy_age + 1)
-    for entry in schedule.steps.values():
-        for group in (*entry.groups, *entry.dropped):
-            # Prompts are numbered as they are drawn: without a bound a damaged number would be drawn towards for ever.
-            if group.index >= len(schedule.groups) + in_flight:
-                raise ConfigError(f"step {entry.step}: prompt {group.index} is beyond all that the run can have drawn")
-            if not set(group.samples) <= set(range(cfg.grpo.n_samples)):
-                raise ConfigError(f"step {entry.step}: prompt {group.index} has more than {cfg.grpo.n_samples} samples")
+
+
+class ReplayDiffers(ForgeError):
+    """A difference of a replay from its schedule: names the step, and what differs in it."""
+
+
+class ScheduledBuffer(ReplayBuffer):
+    """A replay buffer whose batches, and what it drops, are those of a schedule.
+
+    Args:
+        batches: indices of the groups of each step, in their order.
+        reasons: why groups were dropped, by index.
+    """
+
+    def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
+        super().__init__(capacity=1 << 30, **settings)
+        self.batches = batches
+        self.reasons = reasons
+
+    @endpoint
+    async def sample(self, version: int, batch_size: int) -> list[Any]:
+        """Return the groups with which the run trained `version`, in its order."""
+        # Step n trains version n - 1.
+        indices = self.batches[version + 1]
+        async with self.changed:
+            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.groups})
+            groups = {group.index: group for group in self.groups}
+            self.items = [group for group in self.groups if group.index not in indices]
+        return [groups[index] for index in indices]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The items: a run has groups alone."""
+        return [item for item in self.items if isinstance(item, Group)]
+
+    def _unfit(self, item: Item) -> str | None:
+        assert isinstance(item, Group)
+        reason = self.reasons.get(item.index)
+        if reason is None and not any(episode.reward is not None for episode in item.episodes):
+            raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
+        return reason
+
+
+class ScheduledPolicy:
+    """A policy for one group, whose tokens are drawn by the weights that drew them in the run.
+
+    Args:
+        policy: the generators.
+        group: its entries.
+        seed: of the group.
+    """
+
+    def __init__(self, policy: Any, group: GroupEntry, seed: int, samples: int) -> None:
+        self.policy = policy
+        self.group = group
+        self.generate = self
+        self.drawn = dict.fromkeys(range(samples), 0)  # tokens of complete requests, by sample
+        self.seeds: dict[int, int] = {}  # of the request that runs, by sample
+        self._turns = {number: turn_seeds(seed, number, 0) for number in self.drawn}
+        self._numbers = {next(turns): number for number, turns in self._turns.items()}
+
+    def left(self, number: int) -> Spans:
+        """The spans of a sample that are still to be drawn."""
+        entry = self.group.samples.get(number)
+        skipped = self.drawn[number]
+        spans: list[tuple[int, int]] = []
+        for version, count in entry.spans if entry else ():
+            rest = count - min(count, skipped)
+            skipped -= count - rest
+            if rest:
+                spans.append((version, rest))
+        return tuple(spans)
+
+    def is_held(self, version: int, held_seeds: set[int]) -> bool:
+        """Whether all that these weights draw was drawn, or is beyond what its request can draw with them."""
+        for number in self.drawn:
+            spans = self.left(number)
+            if spans and spans[0][0] <= version and self.seeds.get(number) not in held_seeds:
+                return False
+        return True
+
+    async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
+        """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
+        # A reward without an environment asks for all samples at once, an episode for its next turn.
+        numbers = [self._number(seed)] if n is None else [*range(n)]
+        schedule = tuple(map(self.left, numbers))
+        if all(schedule):  # of a changed run, tokens may be beyond it
+            sampling["schedule"] = schedule
+        self.seeds |= dict.fromkeys(numbers, seed)
+        answers: Completion | list[Completion] = await self.policy.generate.route(prompt, n=n, seed=seed, **sampling)
+        completions = [answers] if isinstance(answers, Completion) else answers
+        for number, completion in zip(numbers, completions, strict=True):
+            self.drawn[number] += len(completion.token_ids)
+            del self.seeds[number]
+        return answers
+
+    def _number(self, seed: int) -> int:
+        """The sample whose next turn has this seed."""
+        if seed not in self._numbers:
+            raise ReplayDiffers(
+                f"an episode of prompt {self.group.index} was begun once more: its environment failed, which it did "
+                "not in the run"
+            )
+        number = self._numbers.pop(seed)
+        self._numbers[next(self._turns[number])] = number
+        return number
 
 
 class Replay(Loop):
     """The loop of RL by a schedule: it decides what is drawn by which weights, and what each step trains on."""
 
-    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan, seen: Seen) -> None:
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan) -> None:
         super().__init__(cfg, job, parts)
         self.plan = plan
-        self.unfinished = first_versions(plan, seen, job.record.start)
+        self.unfinished = first_versions(plan)
         self.active: dict[int, ScheduledPolicy] = {}
         self.changed = asyncio.Condition()
         self.parted: str | None = None
@@ -260,33 +323,17 @@ class Replay(Loop):
     async def run(self) -> None:
         """Compute the steps, and say what came of it."""
         await super().run()
-        compared = [step for step in self.plan.schedule.steps if self.record.start < step <= self.plan.until]
+        compared = [step for step in self.plan.schedule.steps if step <= self.plan.until]
         if self.parted is None:
             log.info("steps %d to %d are those of the run, bit for bit", min(compared), max(compared))
 
 
-def first_versions(plan: Plan, seen: Seen, start: int) -> dict[int, int]:
-    """The first weights that drew a token of each group that is to be played, by its index.
-
-    Args:
-        seen: the groups that a checkpoint has.
-        start: its step.
-
-    Raises:
-        ReplayDiffers: weights from before the checkpoint drew tokens of one that it does not have.
-    """
+def first_versions(plan: Plan) -> dict[int, int]:
+    """The first weights that drew a token of each group that is to be played, by its index."""
     steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
-    indices = {group.index for entry in steps for group in (*entry.groups, *entry.dropped)}
-    versions = {}
-    for index in sorted(index for index in indices if index not in seen):
-        samples = plan.schedule.groups[index].samples.values()
-        versions[index] = min((sample.spans[0][0] for sample in samples if sample.spans), default=start)
-        if versions[index] < start:
-            raise ReplayDiffers(
-                f"prompt {index} was in flight at step {start}, begun by version {versions[index]}, whose weights are "
-                "gone: replay from the start, or from a step at which nothing was in flight, such as that of a resume"
-            )
-    return versions
+    indices = sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)})
+    spans = {index: [sample.spans for sample in plan.schedule.groups[index].samples.values()] for index in indices}
+    return {index: min((first[0][0] for first in spans[index] if first), default=0) for index in indices}
 
 
 async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
@@ -298,10 +345,8 @@ async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
     dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
     batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
     # In this process wherever the run had its own: nothing is lost if it ends.
-    buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30, start=job.record.start)
-    if job.record.resume is not None:
-        await buffer.load_state_dict.route(await parts.buffer.state_dict.route())
+    buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30)
     parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
     # A hook ends the run, as `training.steps` would change the schedule of the learning rate.
     ends = Hooks(on_step=lambda step, metrics: step == plan.until)
-    await Replay(cfg, job._replace(hooks=ends), parts, plan, await buffer.handled.route()).run()
+    await Replay(cfg, job._replace(hooks=ends), parts, plan).run()

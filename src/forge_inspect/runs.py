@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from forge.system.masking import without_secrets
 
 METRICS = ("reward", "eval/accuracy")  # whose last values are listed
 ABSENT = "-"
-SECTION = "(a section)"  # stands for a section that other runs lack
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
@@ -101,39 +99,17 @@ def summary(folder: Path) -> Row:
     }
 
 
-def signature(folder: Path) -> tuple[object, ...]:
+def signature(folder: Path) -> list[tuple[int, int, int]]:
     """Return values that change when a file changes that the summary is made of."""
     files = [folder / name for name in (CONFIG, MARK, ROLLOUTS, FINISHED, ENDED)]
-    return tuple((s.st_mtime_ns, s.st_size, s.st_ino) if (s := _stat(file)) else None for file in files)
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:
-        return None
+    stats = [file.stat() for file in files if file.is_file()]
+    return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats]
 
 
 def differences(folders: list[Path]) -> dict[str, list[Json]]:
-    """Return the settings in which runs differ by key, one value for each run; `ABSENT` if a run lacks the key. A
-    section that a run lacks, or sets to null, is one key, `SECTION` in the others. The section `run`, their names and
-    folders, is ignored."""
+    """Return the settings in which runs differ by key, one value for each run; `ABSENT` if a run lacks the key. The
+    section `run`, their names and folders, is ignored."""
     configurations = [settings(folder) for folder in folders]
-    differing: dict[str, list[Json]] = {}
-    for key in sorted({key for settings in configurations for key in settings if not key.startswith("run.")}):
-        values = [settings.get(key, ABSENT) for settings in configurations]
-        parts = key.split(".")
-        # The outermost section that some run lacks stands for all of its keys.
-        for length in range(1, len(parts)):
-            section = ".".join(parts[:length])
-            present = [any(k.startswith(f"{section}.") for k in settings) for settings in configurations]
-            if not all(present):
-                key = section
-                values = [
-                    SECTION if has_section else settings.get(section, ABSENT)
-                    for has_section, settings in zip(present, configurations, strict=True)
-                ]
-                break
-        if any(value != values[0] for value in values):
-            differing[key] = values
-    return differing
+    keys = sorted({key for own_settings in configurations for key in own_settings if not key.startswith("run.")})
+    values = {key: [own_settings.get(key, ABSENT) for own_settings in configurations] for key in keys}
+    return {key: given for key, given in values.items() if any(value != given[0] for value in given)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import Any
 
 from forge.observability.schedule import FORMAT, SCHEDULE, GroupEntry, SampleEntry, StepEntry, checksum_of
 from forge.types import Spans
-from forge.types.sampling import are_spans
 
 
 class BadSchedule(ValueError):
-    """A schedule that no run can have written: names the line and its step."""
+    """A schedule that is not what a run wrote: names the line and its step."""
 
 
 @dataclass(frozen=True)
@@ -41,37 +41,28 @@ def read_schedule(folder: Path) -> Schedule:
 
     Raises:
         FileNotFoundError: it has none.
-        BadSchedule: it is damaged, or says what cannot be: names line and step.
+        BadSchedule: it is damaged or was edited: names line and step.
     """
     path = folder / SCHEDULE
     head: dict[str, Any] = {}
     steps: dict[int, StepEntry] = {}
     published: dict[int, str] = {}
-    trained_at: dict[int, int] = {}
-    samples: dict[int, dict[int, SampleEntry]] = {}
-    # In the order of the file, which is that of the run: a version must be there before a token of it.
-    for location, line in _lines(path):
-        number = line["step"]
+    # A replay draws all samples of a prompt in one request, those that were dropped included.
+    samples: dict[int, dict[int, SampleEntry]] = defaultdict(dict)
+    for line in _lines(path):
         if "format" in line:
             head = line
             if line["format"] != FORMAT:
                 raise BadSchedule(f"{path}: format {line['format']}, and this version of forge reads {FORMAT}")
         elif "published" in line:
-            published[number] = line["published"]
+            published[line["step"]] = line["published"]
         else:
-            entry = _step(location, line)
-            if number != len(steps) + 1:
-                raise BadSchedule(f"{location}: step {number} comes after step {len(steps)}")
-            for group in entry.groups:
-                if (earlier := trained_at.setdefault(group.index, number)) != number:
-                    raise BadSchedule(f"{location}: prompt {group.index} trained in step {earlier} already")
+            entry = StepEntry(line["step"], _groups(line["groups"]), _groups(line["dropped"]), line["numbers"])
+            steps[entry.step] = entry
             for group in (*entry.groups, *entry.dropped):
-                _check_versions(location, number, group, published)
-                samples.setdefault(group.index, {}).update(group.samples)
-            steps[number] = entry
+                samples[group.index].update(group.samples)
     if not head or not steps:
         raise BadSchedule(f"{path} has no step")
-    # A replay draws all samples of a prompt in one request, those that were dropped included.
     groups = {index: GroupEntry(index, entries) for index, entries in samples.items()}
     return Schedule(head["recipe"], tuple(head["by_hand"]), steps, published, groups)
 
@@ -99,21 +90,8 @@ def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
     return None
 
 
-def _check_versions(location: str, step: int, group: GroupEntry, published: Mapping[int, str]) -> None:
-    for number, sample in group.samples.items():
-        # An episode without a turn of the policy has no tokens.
-        if sample.spans and not are_spans(sample.spans):
-            raise BadSchedule(f"{location}: sample {number} of prompt {group.index} has the spans {sample.spans}")
-        for version, _ in sample.spans:
-            if version not in published or version >= step:
-                raise BadSchedule(
-                    f"{location}: sample {number} of prompt {group.index} has tokens of version {version}, which no "
-                    "generator had by then"
-                )
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a schedule, each with its place in words."""
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a schedule, each as the run wrote it."""
     for number, text in enumerate(path.read_text().splitlines(), 1):
         location = f"{path}, line {number}"
         try:
@@ -125,14 +103,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         # Of its contents: another program may have written the same line with other spaces.
         if checksum != checksum_of(json.dumps(line, separators=(",", ":"))):
             raise BadSchedule(f"{location} is not what the run wrote: its checksum differs")
-        yield location, line
-
-
-def _step(location: str, line: dict[str, Any]) -> StepEntry:
-    try:
-        return StepEntry(line["step"], _groups(line["groups"]), _groups(line["dropped"]), line["numbers"])
-    except (KeyError, TypeError, ValueError):
-        raise BadSchedule(f"{location}: not the entry of a step") from None
+        yield line
 
 
 def _groups(lists: list[Any]) -> tuple[GroupEntry, ...]:

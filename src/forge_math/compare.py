@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from .expressions import Tree
+from .expressions import Tree, arithmetic, has_names, is_numeric, literal
 from .notation import LONGEST, Token, same_text, spelling, tokens, words
 from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, ordered, read, same_spelling, value_of
 from .symbolic import equivalent
-from .trees import arithmetic, has_names, is_numeric, literal
 from .units import same_kind
 
 _MOST_ITEMS = 64  # of an unordered structure: each is compared with each

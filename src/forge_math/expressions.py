@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from math import prod
+from typing import Any
 
 from .notation import FUNCTIONS, GREEK, Token, closing
-from .trees import Tree, is_numeric, is_power_of_ten, is_rational
 
+Tree = list[Any]
 _CONSTANTS = {r"\pi": "pi", r"\infty": "oo", "e": "e", "i": "i"}
 _ACCENTS = frozenset(
     [r"\vec", r"\bar", r"\hat", r"\dot", r"\tilde", r"\textcircled", r"\mathbb", r"\angle", r"\triangle"]
@@ -54,6 +56,12 @@ class Parser:
         self._position += 1
         return self._parts[self._position - 1]
 
+    def _skip(self, text: str) -> bool:
+        """Take the next token if it is this one."""
+        is_next = self._peek() == text
+        self._position += is_next
+        return is_next
+
     def _sum(self) -> Tree:
         self._depth += 1
         if self._depth > _DEEPEST:
@@ -71,9 +79,7 @@ class Parser:
 
     def _signs(self) -> int:
         """The sign before a term, -1 or 1. Two signs are no expression."""
-        if self._peek() not in ("+", "-"):
-            return 1
-        return -1 if self._take().text == "-" else 1
+        return 1 if self._skip("+") or not self._skip("-") else -1
 
     @staticmethod
     def _signed(tree: Tree, sign: int) -> Tree:
@@ -144,21 +150,13 @@ class Parser:
         tree = self._base()
         while True:
             # Marks after a base: a power or degrees, a factorial, per cent.
-            mark = self._peek()
-            if mark == "^":
-                self._take()
-                if self._peek() == r"\circ":
-                    self._take()
-                    tree = ["degree", tree]
-                else:
-                    tree = ["power", tree, self._exponent()]
-            elif mark == "!":
-                self._take()
+            if self._skip("^"):
+                tree = ["degree", tree] if self._skip(r"\circ") else ["power", tree, self._exponent()]
+            elif self._skip("!"):
                 if self._peek() == "!":
                     raise Unreadable("a double factorial")
                 tree = ["factorial", tree]
-            elif mark == "%":
-                self._take()
+            elif self._skip("%"):
                 tree = ["divide", tree, ["number", "100"]]
             else:
                 return tree
@@ -166,11 +164,9 @@ class Parser:
     def _exponent(self) -> Tree:
         sign = self._signs()
         tree = self._base()
-        if self._peek() == "^":
-            self._take()
+        if self._skip("^"):
             tree = ["power", tree, self._exponent()]
-        elif self._peek() == "!":
-            self._take()
+        elif self._skip("!"):
             tree = ["factorial", tree]
         return self._signed(tree, sign)
 
@@ -182,7 +178,8 @@ class Parser:
                 raise Unreadable("a number with an index")
             return _number(text)
         if text in _BRACKETS:
-            return self._bracketed(text)
+            (inner,) = self._inside(text, several=False)
+            return [text[2:], inner] if text[0] == "\\" else inner
         if text == "|":
             self._bars += 1
             inner = self._sum()
@@ -197,8 +194,7 @@ class Parser:
         if text == r"\sqrt":
             # The degree of a root is optional, in brackets.
             degree: Tree = ["number", "2"]
-            if self._peek() == "[":
-                self._take()
+            if self._skip("["):
                 degree = self._sum()
                 self._take("]")
             return ["root", self._argument(), degree]
@@ -206,12 +202,15 @@ class Parser:
             return self._function(text[1:])
         return self._name(token)
 
-    def _bracketed(self, opening: str) -> Tree:
+    def _inside(self, opening: str, several: bool) -> list[Tree]:
+        """What is in brackets, perhaps several sums between commas. Its bars are counted separately."""
         bars, self._bars = self._bars, 0
-        inner = self._sum()
+        sums = [self._sum()]
+        while several and self._skip(","):
+            sums.append(self._sum())
         self._take(_BRACKETS[opening])
         self._bars = bars
-        return [opening[2:], inner] if opening[0] == "\\" else inner
+        return sums
 
     def _argument(self, read: Callable[[], Tree] | None = None) -> Tree:
         """The argument of a command such as \\frac, a token or a group; or the result of `read`. It may have a sign."""
@@ -223,11 +222,9 @@ class Parser:
         power: Tree | None = None
         base: Tree | None = None
         for _ in range(2):
-            if self._peek() == "^":
-                self._take()
+            if self._skip("^"):
                 power = self._exponent()
-            elif self._peek() == "_" and name == "log":
-                self._take()
+            elif name == "log" and self._skip("_"):
                 base = self._argument()
         tree = ["call", name if base is None else "log_base", *([] if base is None else [base]), *self._operands()]
         if power == ["negate", ["number", "1"]] and name in ("sin", "cos", "tan"):
@@ -237,16 +234,7 @@ class Parser:
     def _operands(self) -> list[Tree]:
         """The operands of a function: in brackets, or the product that follows, up to the next function or operator."""
         if self._peek() in ("(", "{"):
-            # Arguments in brackets, whose bars are counted separately.
-            opening = self._take().text
-            bars, self._bars = self._bars, 0
-            operands = [self._sum()]
-            while self._peek() == ",":
-                self._take()
-                operands.append(self._sum())
-            self._take(_BRACKETS[opening])
-            self._bars = bars
-            return operands
+            return self._inside(self._take().text, several=True)
         if self._peek() == "-":
             return [self._argument(self._product)]
         factors = [self._power()]
@@ -273,11 +261,7 @@ class Parser:
                 text += self._spelled()
         if self._peek() == "(" and text.rstrip("'").partition("_")[0] in _APPLIED:
             return ["apply", text, *self._operands()]
-        return self._constant_or_name(text) if plain else ["name", text]
-
-    @staticmethod
-    def _constant_or_name(text: str) -> Tree:
-        return ["constant", _CONSTANTS[text]] if text in _CONSTANTS else ["name", text]
+        return ["constant", _CONSTANTS[text]] if plain and text in _CONSTANTS else ["name", text]
 
     def _spelled(self, several: bool = False) -> str:
         """The text of an index or of what an accent is on: a token, a group, or several letters."""
@@ -331,3 +315,69 @@ def _number(text: str) -> Tree:
     if len(text.lower().partition("e")[2]) > 4:
         raise Unreadable("an exponent of more than three digits")
     return ["number" if text.isdigit() else "decimal", str(Fraction(text.rstrip(".")))]
+
+
+def is_numeric(tree: Tree) -> bool:
+    """Whether it has numbers alone."""
+    if tree[0] in ("name", "constant", "apply"):
+        return False
+    return all(is_numeric(argument) for argument in tree[1:] if isinstance(argument, list))
+
+
+def has_names(tree: Tree) -> bool:
+    """Whether it has variables, or the imaginary unit."""
+    if tree[0] in ("name", "apply") or tree == ["constant", "i"]:
+        return True
+    return any(has_names(argument) for argument in tree[1:] if isinstance(argument, list))
+
+
+def is_rational(tree: Tree) -> bool:
+    """Whether it is a number, a fraction of numbers, or either with a sign."""
+    if tree[0] in ("negate", "divide"):
+        return all(map(is_rational, tree[1:]))
+    return tree[0] in ("number", "decimal")
+
+
+def is_power_of_ten(tree: Tree) -> bool:
+    """Whether it is a power of ten."""
+    return tree[0] == "power" and tree[1] == ["number", "10"] and is_rational(tree[2])
+
+
+def literal(tree: Tree) -> Fraction | None:
+    """The value of one number as it is written: with a sign, as a fraction, times a power of ten; None of another."""
+    if tree[0] == "negate":
+        value = literal(tree[1])
+        return None if value is None else -value
+    is_scaled = tree[0] == "multiply" and len(tree) == 3 and is_rational(tree[1]) and is_power_of_ten(tree[2])
+    is_plain = tree[0] in ("number", "decimal") or (tree[0] == "divide" and is_rational(tree))
+    return arithmetic(tree) if is_plain or is_scaled or is_power_of_ten(tree) else None
+
+
+def arithmetic(tree: Tree) -> Fraction | None:
+    """The exact value of sums, products, quotients and powers of numbers; None of another tree."""
+    kind, *arguments = tree
+    if kind in ("number", "decimal"):
+        return Fraction(arguments[0])
+    if kind not in ("add", "negate", "multiply", "divide", "power"):
+        return None
+    values = [arithmetic(argument) for argument in arguments]
+    if any(value is None for value in values):
+        return None
+    # Powers within bounds, so that no number becomes too large to compare.
+    first, *operands = [value for value in values if value is not None]
+    if kind == "negate":
+        return -first
+    if kind == "add":
+        return first + sum(operands)
+    if kind == "multiply":
+        return prod(operands, start=first)
+    if kind == "divide":
+        return first / operands[0] if operands[0] else None
+    if (
+        operands[0].denominator != 1
+        or abs(operands[0]) > 999
+        or (not first and operands[0] < 0)
+        or abs(first.numerator) > 10**60
+    ):
+        return None
+    return first ** int(operands[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -83,11 +83,10 @@ _SAME = {
 }
 _CANONICAL = {f"\\{command}": canonical for canonical, commands in _SAME.items() for command in commands.split()}
 
-_TEXTS = r"text|textrm|textit|textbf|texttt|textsf|textnormal|mbox|hbox"
-_COLOURS = r"textcolor|color"
-_FONTS = r"mathbb|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|underline|emph|boxed|fbox"
 _WRAPPER = re.compile(
-    rf"\\(?:(?P<text>{_TEXTS})|(?P<colour>{_COLOURS})|(?P<font>{_FONTS})|(?P<upright>mathrm|operatorname\*?))(?![A-Za-z])\s*"
+    r"\\(?:(?P<text>text|textrm|textit|textbf|texttt|textsf|textnormal|mbox|hbox)|(?P<colour>textcolor|color)"
+    r"|(?P<font>mathbb|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|underline|emph|boxed|fbox)"
+    r"|(?P<upright>mathrm|operatorname\*?))(?![A-Za-z])\s*"
 )
 FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt min max gcd lcm det")
 _ENVIRONMENT = re.compile(
@@ -177,22 +176,57 @@ def _depth(text: str) -> int:
     return deepest
 
 
+def _grouped(digits: re.Match[str]) -> str:
+    return re.sub(r"\D", "", digits[0])
+
+
+def _braced(mark: str) -> Callable[[re.Match[str]], str]:
+    return lambda run: f"{mark}{{{unicodedata.normalize('NFKC', run[0])}}}"
+
+
+def _vulgar(character: re.Match[str]) -> str:
+    """A fraction of one character as LaTeX."""
+    top, bottom = unicodedata.normalize("NFKC", character[0]).split("⁄")
+    return rf" \frac{{{top}}}{{{bottom}}}"
+
+
+Rewrite = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]
+# Digits, fractions, exponents, indices and words of Unicode as LaTeX, in this order.
+_UNICODE: list[Rewrite] = [
+    (_RAISED, _braced("^")),
+    (_LOWERED, _braced("_")),
+    ("[¼-¾⅐-⅞]", _vulgar),
+    ("[①-⑳]", lambda circled: rf"\textcircled{{{unicodedata.numeric(circled[0]):.0f}}}"),
+    (r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
+    ("或", r" \\text{or} "),
+    ("、", ", "),
+    ("[º°]", r"^\\circ "),
+    ("℃", r"^\\circ C"),
+    ("℉", r"^\\circ F"),
+    (_THOUSANDS, _grouped),
+]
+# Spaces, environments, and older forms of LaTeX as the ones that the parser reads, in this order.
+_REWRITES: list[Rewrite] = [
+    (_THOUSANDS, _grouped),
+    (_ENVIRONMENT, lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00"),
+    (_SPACES, lambda space: space["row"] or (" " if space[0] != r"\!" else "")),
+    (r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),
+    (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\\tag\s*\{[^{}]*\}|\\>", " "),
+    (r"\\not\s*=", r"\\neq "),
+    (_ENDLESS, r"\1\\bar{\2}"),
+    (r"\\degree(?![A-Za-z])", r"^\\circ "),
+]
+
+
 def _plain(text: str) -> str:
     """LaTeX for Unicode symbols, no delimiters, and the words of text commands between NUL characters."""
     text = _latex(text.replace("\x00", " "))
     # Marks of Markdown and of mathematics around the answer.
     text = _undollared(text.strip().strip("*_`").strip())
-    text = _THOUSANDS.sub(lambda digits: re.sub(r"\D", "", digits[0]), text)
-    text = _ENVIRONMENT.sub(lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00", text)
-    text = _SPACES.sub(lambda space: space["row"] or (" " if space[0] != r"\!" else ""), text)
-    text = re.sub(r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
-    # Older forms of LaTeX as the ones that the parser reads.
-    for infix, command in (("over", "frac"), ("choose", "binom")):
-        text = re.sub(rf"\{{([^{{}}]*)\\{infix}(?![A-Za-z])([^{{}}]*)\}}", rf"\\{command}{{\1}}{{\2}}", text)
-    text = re.sub(r"\\tag\s*\{[^{}]*\}|\\>", " ", text)
-    text = re.sub(r"\\not\s*=", r"\\neq ", text)
-    text = _ENDLESS.sub(r"\1\\bar{\2}", text)
-    text = re.sub(r"\\degree(?![A-Za-z])", r"^\\circ ", text)
+    for pattern, replacement in _REWRITES:
+        text = re.sub(pattern, replacement, text)
     return _unwrapped(text).replace("**", "^")
 
 
@@ -202,22 +236,10 @@ def _latex(text: str) -> str:
         return text
     # Invisible characters go first: they split numbers and commands.
     text = "".join(character for character in text if unicodedata.category(character) != "Cf")
-    text = _RAISED.sub(lambda run: "^{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
-    text = _LOWERED.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run[0]) + "}", text)
-    text = re.sub("[¼-¾⅐-⅞]", lambda part: _vulgar(part[0]), text)
-    text = re.sub("[①-⑳]", lambda circled: rf"\textcircled{{{unicodedata.numeric(circled[0]):.0f}}}", text)
-    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
-    text = text.replace("或", r" \text{or} ").replace("、", ", ").replace("º", "°")
-    text = text.replace("°", r"^\circ ").replace("℃", r"^\circ C").replace("℉", r"^\circ F")
-    text = _THOUSANDS.sub(lambda digits: re.sub(r"\D", "", digits[0]), text)
+    for pattern, replacement in _UNICODE:
+        text = re.sub(pattern, replacement, text)
     text = "".join(f"\\{_COMMANDS[character]} " if character in _COMMANDS else character for character in text)
     return unicodedata.normalize("NFKC", text.translate(_MINUS)).translate(_MINUS).replace("⁄", "/")
-
-
-def _vulgar(character: str) -> str:
-    """A fraction of one character as LaTeX."""
-    top, bottom = unicodedata.normalize("NFKC", character).split("⁄")
-    return rf" \frac{{{top}}}{{{bottom}}}"
 
 
 def _undollared(text: str) -> str:
@@ -239,7 +261,6 @@ def _unwrapped(text: str) -> str:
             continue
         pieces.append(text[end : command.start()])
         start = command.end()
-        # A colour's first argument is its name.
         if command["colour"]:
             start = _group_end(text, start)
             if text[start : start + 1] != "{":
@@ -297,7 +318,6 @@ def _split(text: str) -> Iterator[Token]:
     depth = position = 0
     last: Token | None = None
     while position < len(text):
-        # The pattern matches any text: the last alternative is one character.
         match = (not depth and _GROUPED.match(text, position)) or _TOKEN.match(text, position)
         assert match
         piece, position = match[0], match.end()
@@ -325,12 +345,7 @@ def _split(text: str) -> Iterator[Token]:
 
 
 def _letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
-    """A run of letters: a function, a word, or one variable after the other.
-
-    Args:
-        before: the token before it.
-        glued_after: whether more mathematics follows without a space.
-    """
+    """A run of letters after a token, perhaps with more mathematics glued to it: a function, a word, or variables."""
     # Letters beside mathematics are variables; beside text, a word.
     after_figure = before is not None and before.kind == "number"
     glued = glued_after or (
@@ -353,7 +368,6 @@ def is_word(run: str) -> bool:
         return run in SHORT_WORDS or (run.istitle() and run.lower() in SHORT_WORDS)
     if not (run.islower() or run.isupper() or run.istitle()) or not re.search("[aeiouyAEIOUY]|[^\x00-\x7f]", run):
         return False
-    # Runs of the alphabet, as points of a figure are named, are variables.
     codes = sorted(map(ord, run.lower()))
     steps = {later - code for code, later in pairwise(codes)}
     return len(set(codes)) > 2 and not (len(run) < 7 and steps <= {1, 2})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-from .expressions import Tree, Unreadable, parse
+from .expressions import Tree, Unreadable, literal, parse
 from .notation import Token, closing, spelling, tokens, words
-from .trees import literal
 from .units import Unit, with_unit
 
 EQUALITIES = frozenset(["=", r"\approx"])
@@ -93,10 +93,9 @@ def _signs(parts: tuple[Token, ...]) -> Value | None:
     """Both values of a plus-minus sign."""
     if not any(token.text in (r"\pm", r"\mp") for token in parts):
         return None
-    items = []
-    for signs in ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"}):
-        items.append(value_of([token._replace(text=signs.get(token.text, token.text)) for token in parts]))
-    return Value("list", parts, tuple(items))
+    both = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})
+    spelled = ([token._replace(text=signs.get(token.text, token.text)) for token in parts] for signs in both)
+    return Value("list", parts, tuple(map(value_of, spelled)))
 
 
 def _list(parts: tuple[Token, ...]) -> Value | None:
@@ -191,11 +190,8 @@ def _set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
 def _matrix(parts: tuple[Token, ...]) -> Value | None:
     if len(parts) < 4 or parts[0].text != r"\begin" or parts[-2].text != r"\end" or parts[1].text != parts[-1].text:
         return None
-    rows, _ = split(parts[2:-2], (r"\\",))
-    cells = [split(row, ("&",))[0] for row in rows if row]
-    items = tuple(
-        Value("tuple", row, tuple(map(value_of, cell))) for row, cell in zip([r for r in rows if r], cells, strict=True)
-    )
+    rows = [row for row in split(parts[2:-2], (r"\\",))[0] if row]
+    items = tuple(Value("tuple", row, tuple(map(value_of, split(row, ("&",))[0]))) for row in rows)
     return Value("matrix", parts, items, (parts[1].text,))
 
 
@@ -216,15 +212,10 @@ def _where(parts: tuple[Token, ...]) -> Value | None:
     """A value with its condition in brackets after it: \\frac{1}{x}(x > 0)."""
     if len(parts) < 5 or parts[-1].text != ")":
         return None
-    depth = 0
-    start = len(parts)
-    while start > 1:
-        start -= 1
-        depth += (parts[start].text in (")", "]", "}")) - (parts[start].text in ("(", "[", "{"))
-        if not depth:
-            break
-    # One condition: a row of brackets is a product.
-    if parts[start].text != "(" or parts[start - 1].text == ")" or start < 1:
+    # The bracket that the last one closes. One condition: a row of brackets is a product.
+    deep = accumulate((part.text in (")", "]", "}")) - (part.text in ("(", "[", "{")) for part in parts[:0:-1])
+    start = next((len(parts) - count for count, depth in enumerate(deep, 1) if not depth), 1)
+    if parts[start].text != "(" or parts[start - 1].text == ")":
         return None
     condition = value_of(parts[start + 1 : -1])
     return Value("where", parts, (value_of(parts[:start]), condition)) if condition.kind == "relation" else None
@@ -301,18 +292,14 @@ def as_interval(value: Value) -> Value | None:
     sides, relations = ordered(value)
     if not all(relation in ("<", r"\leq") for relation in relations) or len(sides) > 3:
         return None
-    if len(sides) == 3:
-        if _text(sides[1]) != variable:
-            return None
-        low, high = sides[0], sides[2]
-        ends = ("(" if relations[0] == "<" else "[", ")" if relations[1] == "<" else "]")
-    elif _text(sides[0]) == variable:
-        low, high = _expression((_MINUS, _INFINITY)), sides[1]
-        ends = ("(", ")" if relations[0] == "<" else "]")
-    else:
-        low, high = sides[0], _expression((_INFINITY,))
-        ends = ("(" if relations[0] == "<" else "[", ")")
-    return Value("tuple", value.parts, (low, high), ends)
+    if len(sides) == 2 and _text(sides[0]) == variable:
+        sides, relations = (_expression((_MINUS, _INFINITY)), *sides), ("<", *relations)
+    elif len(sides) == 2:
+        sides, relations = (*sides, _expression((_INFINITY,))), (*relations, "<")
+    if _text(sides[1]) != variable:
+        return None
+    ends = ("(" if relations[0] == "<" else "[", ")" if relations[1] == "<" else "]")
+    return Value("tuple", value.parts, (sides[0], sides[2]), ends)
 
 
 def ordered(value: Value) -> tuple[tuple[Value, ...], tuple[str, ...]]:

@@ -7,7 +7,6 @@ except ImportError as error:
     raise ImportError("forge_weaver needs scipy and scikit-learn: pip install scipy scikit-learn") from error
 
 from .aggregator import Aggregator, FitReport, load
-from .agreement import TopAgreement
 from .anchored import AnchoredLogistic
 from .auto import METHODS, Auto, check_one_right, fit_table, make
 from .binned import BinnedDawidSkene, DawidSkene, Online
@@ -35,7 +34,6 @@ __all__ = [
     "PublishedWeaver",
     "RankMean",
     "ScoreTable",
-    "TopAgreement",
     "check_one_right",
     "families_by_name",
     "fit_table",

@@ -8,7 +8,6 @@ import json
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -71,15 +70,15 @@ class FitReport:
                 lines.append(f"{name}: {', '.join(f'{key} {value:.3f}' for key, value in entry.items())}")
         return "\n".join(lines)
 
-    def grow(self, verifiers: Sequence[str], problems: int, scored: np.ndarray) -> None:
-        """Count further problems; known: [responses, verifiers] whether there is a score."""
-        self.problems += problems
+    def grow(self, data: Data) -> None:
+        """Count the responses of a further table."""
+        self.problems += len(data.table)
+        scored = ~np.isnan(data.table.flat)
+        share = len(scored) / (self.responses + len(scored))
         self.responses += len(scored)
-        share = len(scored) / self.responses
         self.coverage += share * (float(scored.any(1).mean()) - self.coverage)
-        for name, coverage in zip(verifiers, scored.mean(0), strict=True):
-            entry = self.verifiers[name]
-            entry["coverage"] += share * (float(coverage) - entry["coverage"])
+        for name, coverage in zip(data.table.verifiers, scored.mean(0), strict=True):
+            self.verifiers[name]["coverage"] += share * (float(coverage) - self.verifiers[name]["coverage"])
 
     def to_dict(self) -> Json:
         """Plain values for JSON, None in place of NaN."""
@@ -170,43 +169,24 @@ class Aggregator(ABC):
         check_balance(getattr(self, "class_balance", None))
         # On a copy: a failed fit leaves the state as it was.
         fitted = copy.copy(self)
-        fitted._fit(table)
-        vars(self).update(vars(fitted))
-        return self
-
-    def _fit(self, table: ScoreTable) -> None:
-        self.verifiers = table.verifiers
-        self.report = FitReport(type(self).__name__, problems=len(table), responses=int(table.present.sum()))
+        fitted.verifiers = table.verifiers
+        report = FitReport(type(self).__name__, problems=len(table), responses=int(table.present.sum()))
         # Verifiers that say nothing are dropped, with the reason.
         for name, column in zip(table.verifiers, table.flat.T, strict=True):
             scores = column[~np.isnan(column)]
-            self.report.verifiers[name] = {"coverage": len(scores) / len(column), "weight": 0.0}
+            report.verifiers[name] = {"coverage": len(scores) / len(column), "weight": 0.0}
             if not len(scores):
-                self.report.dropped[name] = "it never gave a score"
+                report.dropped[name] = "it never gave a score"
             elif np.ptp(scores) == 0:
-                self.report.dropped[name] = f"it always said {scores[0]:g}"
-        self.columns = np.array([v for v, n in enumerate(self.verifiers) if n not in self.report.dropped], dtype=int)
-        if not len(self.columns):
+                report.dropped[name] = f"it always said {scores[0]:g}"
+        fitted.columns = np.flatnonzero([name not in report.dropped for name in table.verifiers])
+        if not len(fitted.columns):
             raise ValueError("no verifier is left: each gave no score, or a constant one")
-        data = self._data(table)
-        self.report.coverage = len(data.x) / self.report.responses
-        self.learn(data)
-
-    def partial_fit(self, table: ScoreTable) -> Self:
-        """Update on a further table; the first call is a fit. What the fit froze (scales, bins) stays.
-
-        A table without scores has no effect. ValueError: nothing to learn from it; the state is unchanged.
-        """
-        if not hasattr(self, "report"):
-            return self.fit(table)
-        table = self._matched(table)
-        data = self._data(table)
-        if len(data.x):
-            # A deep copy: updates add to arrays in place.
-            updated = copy.deepcopy(self)
-            updated.report.grow(table.verifiers, len(table), ~np.isnan(table.flat))
-            updated.update(data)
-            vars(self).update(vars(updated))
+        data = fitted._data(table)
+        report.coverage = len(data.x) / report.responses
+        fitted.report = report
+        fitted.learn(data)
+        vars(self).update(vars(fitted))
         return self
 
     def predict_proba(self, table: ScoreTable) -> np.ndarray:
@@ -226,9 +206,6 @@ class Aggregator(ABC):
     def learn(self, data: Data) -> None:
         """Fit on the first table."""
 
-    def update(self, data: Data) -> None:  # noqa: B027 - the default of methods that only learn frozen scales
-        """Update the learned state; by default nothing."""
-
     @abstractmethod
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probabilities."""
@@ -247,46 +224,19 @@ class Aggregator(ABC):
     def state_dict(self) -> Json:
         """`header` (plain values) and `arrays`, as read by `restored`."""
         self._require_fit()
-        arrays: dict[str, np.ndarray] = {}
-        return {"header": {"format": FORMAT, **self._pack("", arrays)}, "arrays": arrays}
-
-    def _pack(self, prefix: str, arrays: dict[str, np.ndarray]) -> Json:
-        """Add the arrays to `arrays`; return the header."""
-        parts: Json = {}
-        for name in ("columns", *self.LEARNED):
-            # Arrays go into the file under their path, aggregators into the header with theirs.
-            value = getattr(self, name)
-            if isinstance(value, Aggregator):
-                parts[name] = value._pack(f"{prefix}{name}/", arrays)
-            elif value is None:
-                parts[name] = None
-            else:
-                arrays[f"{prefix}{name}"] = np.asarray(value)
-        return {
+        state = {name: getattr(self, name) for name in ("columns", *self.LEARNED)}
+        inner = {name: value.state_dict() for name, value in state.items() if isinstance(value, Aggregator)}
+        header = {
+            "format": FORMAT,
             "kind": type(self).__name__,
             "settings": dataclasses.asdict(self),  # type: ignore[call-overload]  # subclasses are dataclasses
             "verifiers": self.verifiers,
             "report": self.report.to_dict(),
-            "parts": parts,
+            "parts": {name: part["header"] for name, part in inner.items()},
         }
-
-    @classmethod
-    def unpack(cls, header: Json, prefix: str, arrays: dict[str, np.ndarray]) -> Self:
-        """Inverse of `_pack`; pops its arrays. KeyError, ValueError: they do not match the header."""
-        aggregator = cls(**header["settings"])
-        aggregator.verifiers = tuple(header["verifiers"])
-        aggregator.report = FitReport(**header["report"])
-        # The state is an array, None, or another aggregator with a header.
-        for name in ("columns", *cls.LEARNED):
-            if name not in header["parts"]:
-                setattr(aggregator, name, arrays.pop(f"{prefix}{name}"))
-            elif (part := header["parts"][name]) is None:
-                setattr(aggregator, name, None)
-            else:
-                setattr(aggregator, name, kind(part["kind"]).unpack(part, f"{prefix}{name}/", arrays))
-        if not np.isin(aggregator.columns, np.arange(len(aggregator.verifiers))).all():
-            raise ValueError(f"columns {aggregator.columns} out of range for {len(aggregator.verifiers)} verifiers")
-        return aggregator
+        arrays = {name: np.asarray(value) for name, value in state.items() if value is not None and name not in inner}
+        nested = {f"{name}/{key}": array for name, part in inner.items() for key, array in part["arrays"].items()}
+        return {"header": header, "arrays": arrays | nested}
 
     def _data(self, table: ScoreTable) -> Data:
         # Responses without any score in use are omitted; they have no probability.
@@ -326,21 +276,29 @@ def load(path: str | Path) -> Aggregator:
 
 def restored(state: Json) -> Aggregator:
     """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
-    header, arrays = state["header"], dict(state["arrays"])
-    if header["format"] != FORMAT:
+    header, arrays = state["header"], state["arrays"]
+    if header.get("format", FORMAT) != FORMAT:  # parts of earlier files have none
         raise ValueError(f"unsupported format {header['format']!r}, expected {FORMAT!r}")
-    aggregator = kind(header["kind"]).unpack(header, "", arrays)
-    if arrays:
-        raise ValueError(f"it also has {', '.join(arrays)}")
+    aggregator = kind(header["kind"])(**header["settings"])
+    aggregator.verifiers = tuple(header["verifiers"])
+    aggregator.report = FitReport(**header["report"])
+    for name in aggregator.LEARNED:
+        setattr(aggregator, name, arrays.get(name))
+    for name, part in ((name, part) for name, part in header["parts"].items() if part is not None):
+        inner = {key.removeprefix(f"{name}/"): array for key, array in arrays.items() if key.startswith(f"{name}/")}
+        setattr(aggregator, name, restored({"header": part, "arrays": inner}))
+    aggregator.columns = arrays["columns"]
+    if not np.isin(aggregator.columns, np.arange(len(aggregator.verifiers))).all():
+        raise ValueError(f"columns {aggregator.columns} out of range for {len(aggregator.verifiers)} verifiers")
     return aggregator
 
 
 def kind(name: str) -> type[Aggregator]:
     """The aggregator class of this name."""
     # Importing this module has imported the package, and with it every aggregator.
-    classes = [Aggregator]
+    classes = Aggregator.__subclasses__()
     for aggregator_class in classes:
-        if aggregator_class.__name__ == name and aggregator_class is not Aggregator:
+        if aggregator_class.__name__ == name:
             return aggregator_class
         classes += aggregator_class.__subclasses__()
     raise ValueError(f"there is no aggregator {name!r}")

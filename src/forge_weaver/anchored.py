@@ -39,33 +39,20 @@ class AnchoredLogistic(Aggregator):
     penalties: tuple[float, ...] = PENALTIES
     folds: int = 10
 
-    LEARNED: ClassVar[tuple[str, ...]] = (
-        *("values", "heights", "line"),
-        *("seen", "seen_labels", "seen_problems", "held_out"),
-    )
+    LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "line", "held_out")
 
     def learn(self, data: Data) -> None:
         """Fit scales on all responses, the regression on the labelled ones."""
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
-        self.seen = np.empty((0, len(data.columns) + 2))
-        self.seen_labels = np.empty(0)
-        self.seen_problems = np.empty(0, dtype=int)
-        self.update(data)
-
-    def update(self, data: Data) -> None:
-        """Fit the regression again with further labels."""
         is_labelled = ~np.isnan(data.labels)
-        first = self.seen_problems.max(initial=-1) + 1
-        self.seen = np.concatenate([self.seen, self._design(data.x[is_labelled])])
-        self.seen_labels = np.concatenate([self.seen_labels, data.labels[is_labelled]])
-        self.seen_problems = np.concatenate([self.seen_problems, data.problem[is_labelled] + first])
-        groups = np.unique(self.seen_problems, return_inverse=True)[1]
-        if not len(groups) or groups.max() < 1 or np.ptp(self.seen_labels) == 0:
+        x, labels = self._design(data.x[is_labelled]), data.labels[is_labelled]
+        groups = np.unique(data.problem[is_labelled], return_inverse=True)[1]
+        if not len(groups) or groups.max() < 1 or np.ptp(labels) == 0:
             raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
-        penalty, self.held_out = self._cross_validate(groups)
-        self.line = ridge_logistic(self.seen, self.seen_labels, penalty)
-        self.report.class_balance = float(self.seen_labels.mean())
+        penalty, self.held_out = self._cross_validate(x, labels, groups)
+        self.line = ridge_logistic(x, labels, penalty)
+        self.report.class_balance = float(labels.mean())
         self.report.details.update(
             penalty=penalty,
             log_loss=None if np.isnan(self.held_out).all() else float(np.nanmean(self.held_out)),
@@ -73,23 +60,23 @@ class AnchoredLogistic(Aggregator):
         )
         # A verifier's weight is its coefficient, and its part of the mean's.
         weights = self.line[2:] + self.line[1] / len(data.columns)
-        z, right = self.seen[:, 2:], self.seen_labels == 1
+        z, right = x[:, 2:], labels == 1
         separation = (z[right].mean(0) - z[~right].mean(0)) / (z.std(0) + 1e-12)
         for name, weight, distance in zip(data.names, weights, separation, strict=True):
             self.report.verifiers[name].update(weight=float(weight), separation=float(distance))
 
-    def _cross_validate(self, groups: np.ndarray) -> tuple[float, np.ndarray]:
+    def _cross_validate(self, x: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> tuple[float, np.ndarray]:
         """The penalty with the least log loss on held-out problems, and that loss of each response."""
         # Whole problems: responses to one are not independent.
         fold = groups % min(self.folds, groups.max() + 1)
         losses = np.full((len(self.penalties), len(fold)), np.nan)
         for number in range(fold.max() + 1):
             out = fold == number
-            if np.ptp(self.seen_labels[~out]) == 0:
+            if np.ptp(labels[~out]) == 0:
                 continue
             for row, penalty in enumerate(self.penalties):
-                line = ridge_logistic(self.seen[~out], self.seen_labels[~out], penalty)
-                score = (2 * self.seen_labels[out] - 1) * (self.seen[out] @ line)
+                line = ridge_logistic(x[~out], labels[~out], penalty)
+                score = (2 * labels[out] - 1) * (x[out] @ line)
                 losses[row, out] = np.logaddexp(0, -score)
         if np.isnan(losses).all():
             return max(self.penalties), losses[0]

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .aggregator import Aggregator, Data, check_balance
-from .agreement import TopAgreement
 from .anchored import AnchoredLogistic
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .calibration import log_loss
@@ -161,12 +160,6 @@ class Auto(Aggregator):
                 break
         return mixture, agreement
 
-    def update(self, data: Data) -> None:
-        """Update the selected method."""
-        self.chosen.partial_fit(data.table)
-        report = self.report
-        self._merge_report(report.residual_correlation, np.array(report.correlation), report.correlated)
-
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probability by the selected method."""
         return self.chosen.posterior(data)
@@ -194,7 +187,6 @@ METHODS: dict[str, type[Aggregator]] = {
     "naive_mean": NaiveMean,
     "online": Online,
     "rank_mean": RankMean,
-    "top_agreement": TopAgreement,
     "weaver": PublishedWeaver,
 }
 USE_LABELS = ("auto", "anchored")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from .aggregator import Aggregator, Data
 from .em import Counts, Prior, Solution, evidence, search, solve
 from .means import rank_means
 from .normalise import NormalScores, bin_edges, thresholds, to_bins
+from .table import ScoreTable
 
 
 @dataclasses.dataclass
@@ -27,16 +29,14 @@ class BinnedDawidSkene(Aggregator):
         class_balance: the fraction of right responses, if known.
         shrink: pseudo-responses per bin that shrink its log ratio to 0.
         steps: maximum steps of expectation maximisation.
-        by_problem: each problem has its own rate of right responses, so the responses to one inform each other.
     """
 
     bins: int = 8
     class_balance: float | None = None
     shrink: float = 2.0
     steps: int = 200
-    by_problem: bool = True
 
-    LEARNED: ClassVar[tuple[str, ...]] = ("edges", "ratios", "right", "wrong", "totals", "rates", "weights", "tally")
+    LEARNED: ClassVar[tuple[str, ...]] = ("edges", "ratios", "right", "wrong", "rates", "weights", "tally")
 
     MONOTONE: ClassVar = True
 
@@ -45,21 +45,12 @@ class BinnedDawidSkene(Aggregator):
         self.edges = self.cut(data)
         codes = self.codes(data)
         u = rank_means(NormalScores.fit(data.x)(data.x))
-        settings: dict[str, Any] = {**self._settings(), "by_problem": self.by_problem}
+        settings = self._settings()
         solution = search(codes, self.bins, data.problem, u, **settings)
         if not self.MONOTONE and solution.r @ (u - u.mean()) < 0:
             # The classes have swapped, which monotone log ratios rule out.
             solution = search(codes, self.bins, data.problem, u, **{**settings, "monotone": True})
         self._keep(solution, data)
-
-    def update(self, data: Data) -> None:
-        """Continue EM from the counts so far."""
-        prior = Prior(self.rates, self.weights, self.remembered(data))
-        past = Counts(self.right, self.wrong, self.totals)
-        start, codes, decay = self.posterior(data), self.codes(data), self.fading(data)
-        self._keep(
-            solve(codes, self.bins, data.problem, start, prior, past=past, decay=decay, **self._settings()), data
-        )
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -68,14 +59,6 @@ class BinnedDawidSkene(Aggregator):
             "balance": self.class_balance,
             "steps": self.steps,
         }
-
-    def fading(self, data: Data) -> float:
-        """Weight of an earlier response after an update on `data`."""
-        return 1.0
-
-    def remembered(self, data: Data) -> np.ndarray:
-        """[rates] earlier problems at each rate, as in `Prior.past`."""
-        return self.tally
 
     def cut(self, data: Data) -> np.ndarray:
         """[verifiers, bins - 1] bin edges."""
@@ -95,7 +78,7 @@ class BinnedDawidSkene(Aggregator):
 
     def _keep(self, solution: Solution, data: Data) -> None:
         self.ratios, self.rates, self.weights = solution.ratios, solution.prior.rates, solution.prior.weights
-        self.right, self.wrong, self.totals = solution.counts.right, solution.counts.wrong, solution.counts.balance
+        self.right, self.wrong = solution.counts
         self.tally = solution.prior.counts
         self.report.class_balance = solution.prior.balance
         self.report.details.update(steps=solution.steps, converged=solution.converged)
@@ -180,15 +163,6 @@ class Online(BinnedDawidSkene):
 
     LEARNED: ClassVar[tuple[str, ...]] = (*BinnedDawidSkene.LEARNED, "levels", "origin", "watch", "muted")
 
-    def fading(self, data: Data) -> float:
-        """Factor of the counts so far, by the number of new responses."""
-        return self.decay ** (len(data.x) / BATCH)
-
-    def remembered(self, data: Data) -> np.ndarray:
-        """Pseudo-counts of the share of right responses, of at most the last `memory` problems."""
-        problems = self.tally.sum() if self.by_problem else self.tally.sum() / max(np.bincount(data.problem).max(), 1)
-        return self.tally * min(1.0, self.memory / problems)
-
     def learn(self, data: Data) -> None:
         """Fit with all verifiers in use, and record the reference for alarms."""
         self.muted = np.zeros(len(data.columns), dtype=bool)
@@ -203,9 +177,30 @@ class Online(BinnedDawidSkene):
         self.origin = self._sums(data)
         self.watch = np.zeros_like(self.origin)
 
-    def update(self, data: Data) -> None:
-        """Continue EM; then raise alarms, and mute verifiers that are being gamed."""
-        super().update(data)
+    def partial_fit(self, table: ScoreTable) -> Self:
+        """Update on a further table; the first call is a fit. What the fit froze (scales, bins) stays. A table without
+        scores has no effect."""
+        if not hasattr(self, "report"):
+            return self.fit(table)
+        table = self._matched(table)
+        data = self._data(table)
+        if len(data.x):
+            # A copy, as updates add to arrays in place: a failed one leaves the state as it was.
+            updated = copy.deepcopy(self)
+            updated._update(data)
+            vars(self).update(vars(updated))
+        return self
+
+    def _update(self, data: Data) -> None:
+        """Continue EM from counts that fade; then raise alarms, and mute verifiers that are being gamed."""
+        self.report.grow(data)
+        # Of the share of right responses at most the last `memory` problems are remembered.
+        prior = Prior(self.rates, self.weights, self.tally * min(1.0, self.memory / self.tally.sum()))
+        decay = self.decay ** (len(data.x) / BATCH)
+        past = Counts(decay * self.right, decay * self.wrong)
+        start, codes = self.posterior(data), self.codes(data)
+        solution = solve(codes, self.bins, data.problem, start, prior, past=past, **self._settings())
+        self._keep(solution, data)
         self.watch = self.watch * np.exp(-len(data.x) / ALARM_WINDOW) + self._sums(data)
         self._raise_alarm(data.names)
 

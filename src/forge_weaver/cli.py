@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import time
 import warnings
@@ -15,12 +14,8 @@ from typing import Any
 # Imports within the steps take seconds.
 
 COLUMN = "weaver"  # holds the probabilities
-EXAMPLES = {
-    "score": "responses.jsonl --verifiers verifiers.yaml --out scores.npz",
-    "fit": "scores.npz --out ensemble --verifiers verifiers.yaml",
-    "predict": "scores.npz --aggregator ensemble --out probabilities.npz",
-    "distil": "scores.npz --aggregator ensemble --model ENCODER --out distilled",
-}
+SCORES = ("scores", {"help": ".npz"})
+AGGREGATOR = ("--aggregator", {"required": True, "help": "what fit left: a .npz file, or a folder"})
 
 
 def add_to(commands: Any) -> None:
@@ -33,76 +28,36 @@ def add_to(commands: Any) -> None:
         epilog="example: forge weaver fit scores.npz --out aggregator.npz",
     )
     steps = weaver.add_subparsers(dest="step", required=True, metavar="STEP")
-
-    # One step of the procedure each; `apps/weaver` runs all of them.
-    score = _step(steps, "score", _score, "score responses by verifiers")
-    score.add_argument("responses", help="JSON lines: prompt, responses and, where known, target, labels, answers")
-    score.add_argument("--verifiers", required=True, help="YAML file that says which, see docs/configuration.md")
-    score.add_argument("--out", required=True, help="scores, .npz")
-    score.add_argument("--concurrency", type=int, default=16, help="problems that are scored at once")
-
-    fit = _step(steps, "fit", _fit, "put the scores together")
-    fit.add_argument("scores", help=".npz, or .parquet in the public layout of Weaver")
-    fit.add_argument("--method", default="auto", help="auto, or another of docs/weaver.md")
-    fit.add_argument("--class-balance", type=float, help="share of right responses, where it is known")
-    fit.add_argument("--one-right", action="store_true", help="exactly one response of each problem is right")
-    fit.add_argument("--labelled", type=int, default=0, help="let it see the labels of the first so many problems")
-    fit.add_argument("--out", required=True, help="the aggregator, .npz; with --verifiers the folder of an ensemble")
-    fit.add_argument("--verifiers", help="YAML file of the verifiers that gave the scores")
-
-    predict = _step(steps, "predict", _predict, "add the probability of being right as one more column")
-    predict.add_argument("scores", help=".npz")
-    predict.add_argument("--aggregator", required=True, help="what fit left: a .npz file, or a folder")
-    predict.add_argument("--out", required=True, help=f".npz, with a column `{COLUMN}`")
-
-    distil = _step(steps, "distil", _distil, "train one model to say what the ensemble says")
-    distil.add_argument("scores", help=".npz, with prompts and responses")
-    distil.add_argument("--aggregator", required=True, help="what fit left: a .npz file, or a folder")
-    distil.add_argument("--model", required=True, help="encoder: folder or hub id")
-    distil.add_argument("--out", required=True, help="folder")
-    distil.add_argument("--epochs", type=int, default=4, help="passes over the responses")
-    distil.add_argument("--batch-size", type=int, default=64, help="responses a step")
-    distil.add_argument("--learning-rate", type=float, default=5e-5, help="highest of the schedule")
-    distil.add_argument("--max-tokens", type=int, help="of prompt and response; the model's own if not given")
-    distil.add_argument("--joined", action="store_true", help="one text, ended by eos, instead of the tokenizer's pair")
-    distil.add_argument("--seed", type=int, default=0, help="of the division of problems and of training")
+    for name, (run, summary, example, options) in STEPS.items():
+        step = steps.add_parser(
+            name,
+            help=summary,
+            description=f"{summary.capitalize()}.",
+            epilog=f"example: forge weaver {name} {example}",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        for option, settings in options:
+            step.add_argument(option, **settings)
+        step.set_defaults(run=_run_step, step=run)
 
 
-def _step(steps: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-    parser = steps.add_parser(
-        name,
-        help=summary,
-        description=f"{summary.capitalize()}.",
-        epilog=f"example: forge weaver {name} {EXAMPLES[name]}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-
-    def guarded(args: argparse.Namespace) -> None:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: rules are modules of the user
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they are in the report
-                run(args)
-        except (ValueError, OSError, ImportError) as error:
-            raise SystemExit(f"error: {error}") from None
-        except KeyboardInterrupt:
-            raise SystemExit(128 + signal.SIGINT) from None
-
+def _run_step(args: argparse.Namespace) -> None:
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: rules are modules of the user
     # Users see one line for their errors, a traceback for faults of the program.
-    parser.set_defaults(run=guarded)
-    return parser
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are in the report
+            args.step(args)
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def _score(args: argparse.Namespace) -> None:
-    from forge.config import read
-    from forge_verifiers.settings import VerifiersConfig
-
     from . import read_problems, score_table
     from .formats import check_path
 
     problems = read_problems(args.responses)
-    verifiers = read(VerifiersConfig, Path(args.verifiers))
-    verifiers.check_sources()
+    verifiers = _read_verifiers(args.verifiers)
     if COLUMN in verifiers.names:
         raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
     check_path(args.out)
@@ -123,16 +78,10 @@ def _score(args: argparse.Namespace) -> None:
 
 
 def _fit(args: argparse.Namespace) -> None:
-    from forge.config import read
-    from forge_verifiers.settings import VerifiersConfig
+    from . import fit_table, save_ensemble
 
-    from . import save_ensemble
-    from .auto import fit_table
-
-    table = _scores(args.scores)
-    verifiers = None if args.verifiers is None else read(VerifiersConfig, Path(args.verifiers))
-    if verifiers is not None:
-        verifiers.check_sources()
+    table = _read_scores(args.scores)
+    verifiers = None if args.verifiers is None else _read_verifiers(args.verifiers)
     # All outputs are checked before the fit, which may take minutes.
     if args.out.endswith(".npz") == (verifiers is not None):
         raise ValueError("--out is a folder with --verifiers, and a .npz file without")
@@ -152,22 +101,12 @@ def _fit(args: argparse.Namespace) -> None:
     print(f"written: {args.out}")
 
 
-def _scores(path: str) -> Any:
-    """Load the table. ValueError: it already has the ensemble's column."""
-    from . import ScoreTable
-
-    table = ScoreTable.load(path)
-    if COLUMN in table.verifiers:
-        raise ValueError(f"{path} has a column {COLUMN}, which predict adds: give the scores without it")
-    return table
-
-
 def _predict(args: argparse.Namespace) -> None:
     from . import load
     from .formats import check_path
 
     check_path(args.out)
-    table, aggregator = _scores(args.scores), load(args.aggregator)
+    table, aggregator = _read_scores(args.scores), load(args.aggregator)
     p = aggregator.predict_proba(table.select(aggregator.verifiers))
     table.with_verifier(COLUMN, p).save(args.out)
     print(f"written: {args.out}")
@@ -194,3 +133,76 @@ def _distil(args: argparse.Namespace) -> None:
         as_pair=not args.joined,
     )
     print(report)
+
+
+def _read_verifiers(path: str) -> Any:
+    """The section that says which verifiers there are. ValueError, FileNotFoundError: it, or a model, is wrong."""
+    from forge.config import read
+    from forge_verifiers.settings import VerifiersConfig
+
+    verifiers = read(VerifiersConfig, Path(path))
+    verifiers.check_sources()
+    return verifiers
+
+
+def _read_scores(path: str) -> Any:
+    """Load the table. ValueError: it already has the ensemble's column."""
+    from . import ScoreTable
+
+    table = ScoreTable.load(path)
+    if COLUMN in table.verifiers:
+        raise ValueError(f"{path} has a column {COLUMN}, which predict adds: give the scores without it")
+    return table
+
+
+# By name: the function, its summary, an example and the options. `apps/weaver` runs all of them.
+STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
+    "score": (
+        _score,
+        "score responses by verifiers",
+        "responses.jsonl --verifiers verifiers.yaml --out scores.npz",
+        [
+            ("responses", {"help": "JSON lines: prompt, responses and, where known, target, labels, answers"}),
+            ("--verifiers", {"required": True, "help": "YAML file that says which, see docs/configuration.md"}),
+            ("--out", {"required": True, "help": "scores, .npz"}),
+            ("--concurrency", {"type": int, "default": 16, "help": "problems that are scored at once"}),
+        ],
+    ),
+    "fit": (
+        _fit,
+        "put the scores together",
+        "scores.npz --out ensemble --verifiers verifiers.yaml",
+        [
+            ("scores", {"help": ".npz, or .parquet in the public layout of Weaver"}),
+            ("--method", {"default": "auto", "help": "auto, or another of docs/weaver.md"}),
+            ("--class-balance", {"type": float, "help": "share of right responses, where it is known"}),
+            ("--one-right", {"action": "store_true", "help": "exactly one response of each problem is right"}),
+            ("--labelled", {"type": int, "default": 0, "help": "let it see the labels of the first so many problems"}),
+            ("--out", {"required": True, "help": "the aggregator, .npz; with --verifiers the folder of an ensemble"}),
+            ("--verifiers", {"help": "YAML file of the verifiers that gave the scores"}),
+        ],
+    ),
+    "predict": (
+        _predict,
+        "add the probability of being right as one more column",
+        "scores.npz --aggregator ensemble --out probabilities.npz",
+        [SCORES, AGGREGATOR, ("--out", {"required": True, "help": f".npz, with a column `{COLUMN}`"})],
+    ),
+    "distil": (
+        _distil,
+        "train one model to say what the ensemble says",
+        "scores.npz --aggregator ensemble --model ENCODER --out distilled",
+        [
+            ("scores", {"help": ".npz, with prompts and responses"}),
+            AGGREGATOR,
+            ("--model", {"required": True, "help": "encoder: folder or hub id"}),
+            ("--out", {"required": True, "help": "folder"}),
+            ("--epochs", {"type": int, "default": 4, "help": "passes over the responses"}),
+            ("--batch-size", {"type": int, "default": 64, "help": "responses a step"}),
+            ("--learning-rate", {"type": float, "default": 5e-5, "help": "highest of the schedule"}),
+            ("--max-tokens", {"type": int, "help": "of prompt and response; the model's own if not given"}),
+            ("--joined", {"action": "store_true", "help": "one text, ended by eos, instead of the tokenizer's pair"}),
+            ("--seed", {"type": int, "default": 0, "help": "of the division of problems and of training"}),
+        ],
+    ),
+}

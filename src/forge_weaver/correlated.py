@@ -101,10 +101,7 @@ class CorrelatedMixture(Aggregator):
     most: int = 20_000
     seed: int = 0
 
-    LEARNED: ClassVar[tuple[str, ...]] = (
-        *("values", "heights", "precision", "line", "offset"),
-        *("rates", "weights", "tally", "mass", "sums", "moments"),
-    )
+    LEARNED: ClassVar[tuple[str, ...]] = ("values", "heights", "precision", "line", "offset", "rates", "weights")
 
     def learn(self, data: Data) -> None:
         """Fit two Gaussians with one covariance to normal scores by EM."""
@@ -120,12 +117,11 @@ class CorrelatedMixture(Aggregator):
         selected = np.isin(data.problem, drawn[: max(1, (np.cumsum(sizes) <= self.most).sum())])
         unscored, data = data.unscored, data.take(selected)
         x, self.precision = imputed(scattered(data.x, data.names, self.seed))
-        problem, m = data.problem, x.shape[1]
-        past = np.zeros(2), np.zeros((2, m)), np.zeros((m, m))
+        problem = data.problem
 
         def from_balance(subset: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
-            start = first_guess(x[subset].mean(1), balance), Prior.start(balance, by_problem=True)
-            return self._maximise(x[subset], problem[subset], past, start, unscored)
+            start = first_guess(x[subset].mean(1), balance), Prior.start(balance)
+            return self._maximise(x[subset], problem[subset], start, unscored)
 
         # With a known balance one start is enough.
         balance = len(data.table) / data.table.present.sum() if self.one_right else self.class_balance
@@ -139,47 +135,35 @@ class CorrelatedMixture(Aggregator):
                 likelihood = self._log_likelihood(x[subset], problem[subset], prior)
                 candidates.append((likelihood, self._judge(x @ self.line - self.offset, problem, prior, unscored)))
             r, prior = max(candidates, key=lambda pair: pair[0])[1]
-            r, _ = self._maximise(x, problem, past, (r, Prior(prior.rates, prior.weights)), unscored)
-        self._report_weights(data.names)
+            r, _ = self._maximise(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
+        _, distance, covariance = self._model()
+        for name, weight, apart in zip(data.names, self.line, distance / np.sqrt(np.diag(covariance)), strict=True):
+            self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
         residual = x - np.stack([r, 1 - r], axis=1) @ (self.sums / (self.mass[:, None] + 1e-9))
         self.report.details["problem_effect"] = problem_correlation(residual, problem)
 
-    def update(self, data: Data) -> None:
-        """Continue EM from the sums so far."""
-        x, _ = imputed(NormalScores(self.values, self.heights)(data.x), self.precision)
-        prior, past = Prior(self.rates, self.weights, self.tally), (self.mass, self.sums, self.moments)
-        start = self._judge(x @ self.line - self.offset, data.problem, prior, data.unscored)[0], prior
-        self._maximise(x, data.problem, past, start, data.unscored)
-        self._report_weights(data.names)
-
     def _maximise(
-        self,
-        x: np.ndarray,
-        problem: np.ndarray,
-        past: tuple[np.ndarray, np.ndarray, np.ndarray],
-        start: tuple[np.ndarray, Prior],
-        unscored: np.ndarray,
+        self, x: np.ndarray, problem: np.ndarray, start: tuple[np.ndarray, Prior], unscored: np.ndarray
     ) -> tuple[np.ndarray, Prior]:
         """Expectation maximisation on x [responses, verifiers] without NaN.
 
         Args:
-            past: mass, sums and moments of earlier responses.
             start: initial probabilities and prior.
         """
         r, prior = start
-        self.moments = past[2] + x.T @ x
+        self.moments = x.T @ x
         step, moved = 0, np.inf
         # M step: sums of each class, and the discriminant; E step: the posterior.
         while step < self.steps and moved >= TOLERANCE:
             step += 1
             classes = np.stack([r, 1 - r])
-            self.mass, self.sums = past[0] + classes.sum(1), past[1] + classes @ x
+            self.mass, self.sums = classes.sum(1), classes @ x
             means, distance, covariance = self._model()
             self.line = np.linalg.solve(covariance, distance)
             self.offset, last = np.array(means.mean(0) @ self.line), r
             r, prior = self._judge(x @ self.line - self.offset, problem, prior, unscored)
             moved = np.abs(r - last).max()
-        self.rates, self.weights, self.tally = prior.rates, prior.weights, prior.counts
+        self.rates, self.weights = prior.rates, prior.weights
         self.report.class_balance = float(self.mass[0] / self.mass.sum())
         self.report.details.update(steps=step, converged=bool(moved < TOLERANCE))
         return r, prior
@@ -201,11 +185,6 @@ class CorrelatedMixture(Aggregator):
         return float(
             prior.log_likelihood(evidence, problem) - (squares + len(x) * np.linalg.slogdet(covariance)[1]) / 2
         )
-
-    def _report_weights(self, names: list[str]) -> None:
-        _, distance, covariance = self._model()
-        for name, weight, apart in zip(names, self.line, distance / np.sqrt(np.diag(covariance)), strict=True):
-            self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
 
     def _judge(
         self, evidence: np.ndarray, problem: np.ndarray, prior: Prior, unscored: np.ndarray

@@ -255,20 +255,14 @@ def _train(
 def _truth(
     table: ScoreTable, indices: np.ndarray, student: np.ndarray, teacher: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    if table.labels is None:
-        return {}
+    """Metrics of both against the labels of the held-out responses; empty if there are none."""
     index = tuple(indices.T)
-
-    def spread(values: np.ndarray) -> np.ndarray:
-        out = np.full(table.present.shape, np.nan)
-        out[index] = values
-        return out
-
-    # Held-out responses only, at their places in the table: selection needs whole problems.
-    labels = spread(table.labels[index])
-    if np.isnan(labels).all():
+    if table.labels is None or np.isnan(table.labels[index]).all():
         return {}
+    # At their places in the table: selection needs whole problems.
+    labels, own, ensemble = np.full((3, *table.present.shape), np.nan)
+    labels[index], own[index], ensemble[index] = table.labels[index], student, teacher
     return {
         name: {"auc": auc(p, labels), "selection": selection_accuracy(p, labels), "ece": ece(p, labels)}
-        for name, p in (("distilled", spread(student)), ("ensemble", spread(teacher)))
+        for name, p in (("distilled", own), ("ensemble", ensemble))
     }

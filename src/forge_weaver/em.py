@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq, isotonic_regression
 from scipy.special import expit as sigmoid
-from scipy.special import logit, softmax
+from scipy.special import softmax
 
 TOLERANCE = 1e-3  # movement of a probability at which expectation maximisation has converged
 # The grid of rates, finer at the ends, where a logit's step is larger.
@@ -20,14 +20,14 @@ PSEUDO_PROBLEMS = 0.01
 
 @dataclasses.dataclass
 class Prior:
-    """Discrete prior on each problem's rate of right responses; a single value is one rate for all problems.
+    """Discrete prior on each problem's rate of right responses.
 
     The weights are a nonparametric maximum likelihood estimate (Kiefer & Wolfowitz 1956; Laird 1978) by expectation
     maximisation. Responses to one problem inform each other; the order within a problem is that of the evidence.
 
     Args:
         rates, weights: [values]
-        past: [values] earlier problems at each rate; for a single rate, [2] earlier right and wrong responses.
+        past: [values] earlier problems at each rate.
         counts: the same including the last step; empty before it.
     """
 
@@ -37,10 +37,8 @@ class Prior:
     counts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def start(cls, balance: float, by_problem: bool) -> Prior:
-        """Before any data: one rate, or a grid of rates that problems differ in."""
-        if not by_problem:
-            return cls(np.array([balance]), np.ones(1))
+    def start(cls, balance: float) -> Prior:
+        """Before any data: a grid of rates that problems differ in."""
         rates = RATES
         if not rates[0] <= balance <= rates[-1]:
             # The mean must lie within the range of the rates.
@@ -65,10 +63,6 @@ class Prior:
         """The posterior and the updated prior, whose mean is held at `balance` if given."""
         r, expected, _ = self._infer(evidence, problem)
         counts = self.past + expected
-        if len(self.rates) == 1:
-            # One pseudo-response of each class keeps the rate inside (0, 1).
-            rate = balance if balance is not None else (counts[0] + 1) / (counts.sum() + 2)
-            return r, Prior(np.array([rate]), self.weights, self.past, counts)
         weights = (counts + PSEUDO_PROBLEMS) / (counts + PSEUDO_PROBLEMS).sum()
         if balance is not None:
             weights = _tilted(weights, self.rates, balance)
@@ -79,12 +73,6 @@ class Prior:
         return self._infer(evidence, problem)[2]
 
     def _infer(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        # One rate: responses are independent.
-        if len(self.rates) == 1:
-            rate = self.rates[0]
-            r = sigmoid(evidence + logit(rate))
-            fit = np.logaddexp(evidence + np.log(rate), np.log1p(-rate)).sum()
-            return r, np.array([r.sum(), len(r) - r.sum()]), float(fit)
         evidence = np.clip(evidence, -MAX_EVIDENCE, MAX_EVIDENCE)
         # The larger of the two likelihoods is factored out, against overflow.
         up, down = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
@@ -113,32 +101,19 @@ STARTS = (0.05, 0.5, 0.95)  # initial class balances
 SAMPLE = 4000  # about so many responses select the best of them: the full fit takes its time once, not three times
 
 
-@dataclasses.dataclass
-class Counts:
-    """Expected counts of each bin among right and among wrong responses.
-
-    Args:
-        right, wrong: [verifiers, bins]
-        balance: [2] total right and wrong responses.
-    """
+class Counts(NamedTuple):
+    """Expected counts of each bin among right and among wrong responses, [verifiers, bins]."""
 
     right: np.ndarray
     wrong: np.ndarray
-    balance: np.ndarray
 
-    @classmethod
-    def of(cls, codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
-        """Counts from codes [verifiers, responses], `bins` for missing, and r [responses], the probabilities of being
-        right."""
-        right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
-        every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
-        return cls(right, every - right, np.array([r.sum(), len(r) - r.sum()]))
 
-    def plus(self, counts: Counts, decay: float = 1.0) -> Counts:
-        """Add counts to these, which are multiplied by `decay`."""
-        return Counts(
-            decay * self.right + counts.right, decay * self.wrong + counts.wrong, decay * self.balance + counts.balance
-        )
+def count_bins(codes: np.ndarray, bins: int, r: np.ndarray) -> Counts:
+    """Counts from codes [verifiers, responses], `bins` for missing, and r [responses], the probabilities of being
+    right."""
+    right = np.stack([np.bincount(code, r, bins + 1)[:bins] for code in codes])
+    every = np.stack([np.bincount(code, minlength=bins + 1)[:bins] for code in codes])
+    return Counts(right, every - right)
 
 
 def log_ratios(counts: Counts, shrink: float, monotone: bool) -> np.ndarray:
@@ -175,8 +150,7 @@ def first_guess(rank_mean: np.ndarray, balance: float) -> np.ndarray:
     return sigmoid(4 * (rank_mean - np.quantile(rank_mean, 1 - balance)) / (rank_mean.std() + 1e-9))
 
 
-@dataclasses.dataclass
-class Solution:
+class Solution(NamedTuple):
     """Result of expectation maximisation.
 
     Args:
@@ -207,7 +181,6 @@ def solve(
     monotone: bool,
     balance: float | None = None,
     past: Counts | None = None,
-    decay: float = 1.0,
     steps: int = 200,
 ) -> Solution:
     """Expectation maximisation: alternate between bin frequencies per class and class probabilities.
@@ -217,14 +190,15 @@ def solve(
         problem: [responses] index, non-decreasing.
         r: [responses] initial probabilities.
         balance: the fraction of right responses, if known.
-        past: counts of earlier responses, weighted by `decay`.
+        past: counts of earlier responses.
     """
     step, moved = 0, np.inf
     # M step: counts of bins in each class, earlier ones faded; E step: the posterior.
     while step < steps and moved >= TOLERANCE:
         step += 1
-        counts = Counts.of(codes, bins, r)
-        counts = counts if past is None else past.plus(counts, decay)
+        counts = count_bins(codes, bins, r)
+        if past is not None:
+            counts = Counts(past.right + counts.right, past.wrong + counts.wrong)
         ratios = log_ratios(counts, shrink, monotone)
         last = r
         r, prior = prior.step(evidence(codes, ratios), problem, balance)
@@ -241,7 +215,6 @@ def search(
     shrink: float,
     monotone: bool,
     balance: float | None = None,
-    by_problem: bool = True,
     steps: int = 200,
 ) -> Solution:
     """`solve` from the rank mean. Without a known balance it is run from each of STARTS on a sample of problems, since
@@ -250,13 +223,12 @@ def search(
     Args:
         codes, bins, problem, shrink, monotone, balance, steps: as in `solve`.
         rank_mean: [responses]
-        by_problem: each problem has its own rate of right responses.
     """
     settings: dict[str, Any] = {"shrink": shrink, "monotone": monotone, "balance": balance, "steps": steps}
 
     def from_balance(subset: np.ndarray, share: float) -> Solution:
         guess = first_guess(rank_mean[subset], share)
-        return solve(codes[:, subset], bins, problem[subset], guess, Prior.start(share, by_problem), **settings)
+        return solve(codes[:, subset], bins, problem[subset], guess, Prior.start(share), **settings)
 
     everything = np.ones(len(problem), dtype=bool)
     if balance is not None:

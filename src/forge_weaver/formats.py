@@ -1,4 +1,4 @@
-"""Score table files: .npz, and the layout of the public Weaver data sets."""
+"""Score table files: .npz, and rows of the public Weaver data sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import lzma
 import math
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,10 @@ def check_path(path: str | Path) -> None:
 def save_table(table: ScoreTable, path: Path) -> None:
     """Write a .npz file."""
     check_path(path)
-    names = ("verifiers", "families", "answers", "prompts", "responses")
-    texts = {name: value for name in names if (value := getattr(table, name)) is not None}
     # Texts as JSON, numbers as arrays: nothing is pickled.
-    arrays = {"scores": table.scores, "present": table.present}
-    if table.labels is not None:
-        arrays["labels"] = table.labels
+    columns = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    arrays = {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}
+    texts = {name: value for name, value in columns.items() if name not in arrays and value is not None}
     with written_aside(path) as aside:
         write_npz(aside, {"texts": texts}, arrays)
 
@@ -101,82 +99,53 @@ def from_public(rows: Iterable[Mapping[str, Any]]) -> ScoreTable:
     None is missing. `answer_correct`, `extracted_answers`, `instruction` and `samples` become labels, answers, prompts
     and responses. Step scores and the published ensemble's own scores are skipped.
     """
-    rows = list(rows)
-    if not rows:
-        raise ValueError("there are no rows")
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise ValueError("a row must be an object with the columns of one problem")
+    try:
+        return _table_of([dict(row) for row in rows])
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"these are not rows of the public Weaver layout: {error}") from None
+
+
+def _table_of(rows: list[dict[str, Any]]) -> ScoreTable:
     # Columns of scores; those of steps have several numbers a response, and `weaver_scores` is the published result.
     names = sorted({name for row in rows for name in row if name.endswith(("_scores", "_verdicts"))})
     names = [name for name in names if not name.endswith("_step_scores") and name != "weaver_scores"]
     if not names:
         raise ValueError("no column ends in _scores or _verdicts: these are not rows of the public Weaver layout")
-    for i, row in enumerate(rows):
-        for name in ("samples", "extracted_answers", "answer_correct", *names):
-            if not isinstance(row.get(name), list | tuple | np.ndarray | None):
-                raise ValueError(f"problem {i}: {name} must be a list, not {row[name]!r:.60}")
     # Problems may have different numbers of responses: those of the longest column.
-    counts = [
-        max((len(row[name]) for name in ("samples", *names) if row.get(name) is not None), default=0) for row in rows
-    ]
+    counts = [max(len(row.get(name) or ()) for name in ("samples", *names)) for row in rows]
     present = np.arange(max(counts)) < np.array(counts)[:, None]
-
     scores, labels = np.full((*present.shape, len(names)), np.nan), np.full(present.shape, np.nan)
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         for name in (*names, "answer_correct"):
-            if (values := row.get(name)) is None:
-                continue
+            values = row.get(name) or [None] * count
             if len(values) != count:
                 raise ValueError(f"problem {i}: {len(values)} values in {name} for {count} responses")
-            location = f"problem {i}, {name}"
-            if name == "answer_correct":
-                labels[i, :count] = _labels(values, location)
-            else:
-                scores[i, :count, names.index(name)] = [_number(value, location) for value in values]
-
-    def column(name: str) -> list[Any] | None:
-        values = [row.get(name) for row in rows]
-        return None if all(value is None for value in values) else values
+            column = labels if name == "answer_correct" else scores[:, :, names.index(name)]
+            column[i, :count] = [_number(value) for value in values]
 
     def texts(name: str) -> list[list[str]] | None:
-        if (lists := column(name)) is None:
-            return None
-        filled = [[None] * count if texts is None else texts for texts, count in zip(lists, counts, strict=True)]
-        return [list(map(_text, texts)) for texts in filled]
+        lists = [row.get(name) or [None] * count for row, count in zip(rows, counts, strict=True)]
+        filled = [["" if text is None else str(text) for text in texts] for texts in lists]
+        return filled if any(row.get(name) is not None for row in rows) else None
 
     # Names without their suffix, where that leaves them unique.
     short = [name.removesuffix("_scores").removesuffix("_verdicts") for name in names]
-    prompts = column("instruction")
+    prompts = [str(row.get("instruction") or "") for row in rows]
     return ScoreTable(
         scores,
         tuple(full if short.count(name) > 1 else name for full, name in zip(names, short, strict=True)),
-        labels=None if column("answer_correct") is None else labels,
+        labels=labels if any(row.get("answer_correct") is not None for row in rows) else None,
         answers=texts("extracted_answers"),
-        prompts=None if prompts is None else list(map(_text, prompts)),
+        prompts=prompts if any(prompts) else None,
         responses=texts("samples"),
         families=families_by_name(short),
         present=present,
     )
 
 
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
-
-
-def _number(value: object, location: str) -> float:
+def _number(value: Any) -> float:
     """A score, or the mean of a list of votes; NaN for None."""
-    if value is None:
-        return math.nan
-    if isinstance(value, bool | int | float | np.number | np.bool_):
-        return float(value)
-    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
-        votes = [score for score in (_number(vote, location) for vote in value) if not math.isnan(score)]
+    if isinstance(value, list | tuple | np.ndarray):
+        votes = [vote for vote in map(_number, value) if not math.isnan(vote)]
         return sum(votes) / len(votes) if votes else math.nan
-    raise ValueError(f"{location}: {value!r} is not a score")
-
-
-def _labels(values: Iterable[Any], location: str) -> list[float]:
-    try:
-        return [math.nan if value is None else float(value) for value in values]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{location}: labels are 1, 0 or missing: {error}") from error
+    return math.nan if value is None else float(value)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -45,17 +45,15 @@ class Problem:
             raise ValueError(f"the prompt must be text, got {self.prompt!r:.60}")
         # Types first, as they come from JSON; then labels, and the lengths of lists.
         subject = f"to {self.prompt[:60]!r}"
-        for name, texts in (("responses", self.responses), ('answers ("" for none)', self.answers)):
-            if texts is None and name != "responses":
-                continue
+        for name, texts in (("responses", self.responses), ('answers ("" for none)', self.answers or ())):
             if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
                 raise ValueError(f"{name} must be a list of texts {subject}, got {texts!r:.60}")
-        if not len(self.responses):
+        if not self.responses:
             raise ValueError(f"there are no responses {subject}")
         if not isinstance(self.target, str | None):
             raise ValueError(f"the target must be text or left out {subject}, got {self.target!r:.60}")
         if self.labels is not None:
-            if isinstance(self.labels, str) or not hasattr(self.labels, "__iter__"):
+            if not isinstance(self.labels, Sequence | np.ndarray) or isinstance(self.labels, str):
                 raise ValueError(f"labels must be a list of 1, 0 and null {subject}, got {self.labels!r:.60}")
             labels = [math.nan if label is None else label for label in self.labels]
             if wrong := [label for label in labels if label not in (0, 1) and label == label]:
@@ -66,19 +64,12 @@ class Problem:
                 raise ValueError(f"{len(values)} {name} for {len(self.responses)} responses {subject}")
 
 
-async def score_table(
-    panel: Verifier,
-    problems: Sequence[Problem],
-    *,
-    concurrency: int = 16,
-    progress: Callable[[int, int], None] | None = None,
-) -> ScoreTable:
+async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurrency: int = 16) -> ScoreTable:
     """Score all responses of all problems. Failures become NaN; a warning per verifier counts them, with reasons.
 
     Args:
         panel: any verifier; a `Panel` never raises for one problem.
         concurrency: problems at a time.
-        progress: called with the numbers of finished and of all problems.
 
     Raises:
         ValueError: no problems, answers of some problems only, or a concurrency below 1.
@@ -88,27 +79,21 @@ async def score_table(
     with_answers = all(problem.answers is not None for problem in problems)
     if not with_answers and any(problem.answers is not None for problem in problems):
         raise ValueError("some problems have answers and others none: give all or omit all")
-    scores_of: dict[int, Scores] = {}
-    waiting = iter(enumerate(problems))
+    free = asyncio.Semaphore(concurrency)
 
-    async def work() -> None:
-        for number, problem in waiting:
+    async def score(problem: Problem) -> Scores:
+        async with free:
             try:
-                scores_of[number] = await panel.score(problem.prompt, problem.responses, problem.target)
+                return await panel.score(problem.prompt, problem.responses, problem.target)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                scores_of[number] = Scores.none(len(problem.responses), len(panel.names), reason)
-            if progress is not None:
-                progress(len(scores_of), len(problems))
+                return Scores.none(len(problem.responses), len(panel.names), reason)
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(concurrency, len(problems))):
-            tasks.create_task(work())
-
+    scored = await asyncio.gather(*map(score, problems))
     # One warning a verifier, with the reasons that are most frequent.
     total = sum(len(problem.responses) for problem in problems)
     for column, name in enumerate(panel.names):
-        missing = Counter(text for part in scores_of.values() for (_, j), text in part.reasons.items() if j == column)
+        missing = Counter(text for part in scored for (_, j), text in part.reasons.items() if j == column)
         if missing:
             common = "; ".join(f"{count} x {reason}" for reason, count in missing.most_common(3))
             log.warning("%s: %d of %d scores are missing: %s", name, missing.total(), total, common)
@@ -120,7 +105,7 @@ async def score_table(
     present = np.zeros(shape, bool)
     for row, problem in enumerate(problems):
         count = len(problem.responses)
-        scores[row, :count], present[row, :count] = scores_of[row].values, True
+        scores[row, :count], present[row, :count] = scored[row].values, True
         if problem.labels is not None:
             labels[row, :count] = problem.labels
     return ScoreTable(

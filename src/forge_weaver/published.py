@@ -44,7 +44,7 @@ class PublishedWeaver(Aggregator):
     converged: bool = False
     seed: int = 0
 
-    LEARNED: ClassVar[tuple[str, ...]] = ("cuts", "used", "mu", "balance", "accepted", "responses", "swapped")
+    LEARNED: ClassVar[tuple[str, ...]] = ("cuts", "used", "mu", "balance")
 
     def learn(self, data: Data) -> None:
         """Turn scores into verdicts, and estimate the verifiers' rates from their moments."""
@@ -68,28 +68,12 @@ class PublishedWeaver(Aggregator):
                 f"{m} verifiers accept between {low:.0%} and {high:.0%} of the responses, 3 are needed: "
                 "give another threshold or other marginals"
             )
-        self.accepted, self.responses, self.swapped = np.zeros((m, m)), np.array(0.0), np.array(False)
-        self.mu: np.ndarray = np.zeros((2 * m, 2))
-        self.update(data)
-        u = rank_means(NormalScores.fit(data.x)(data.x))
-        if self.posterior(data) @ (u - u.mean()) < 0:
-            # The moments do not identify the classes; most verifiers are better than chance.
-            self.swapped = np.array(True)
-            self.mu = self.mu[:, ::-1]
-            self._report_rates(data)
-
-    def update(self, data: Data) -> None:
-        """Accumulate second moments of acceptance, then estimate, with a note in the report where verdicts are
-        missing."""
-        note = "missing verdicts counted as rejections, as in the public code"
-        if np.isnan(data.x[:, self.used]).any() and note not in self.report.warnings:
-            self.report.warnings.append(note)
+        if np.isnan(data.x[:, self.used]).any():
+            self.report.warnings.append("missing verdicts counted as rejections, as in the public code")
         accepts = self._accepts(data).astype(np.float64)
-        self.accepted = self.accepted + accepts.T @ accepts
-        self.responses = self.responses + len(accepts)
         # Missing verdicts are rejections: every moment follows from those of acceptance.
-        m, pi = len(self.accepted), float(self.balance)
-        both = self.accepted / float(self.responses)
+        pi = float(self.balance)
+        both = accepts.T @ accepts / len(accepts)
         accept = np.diag(both)
         # Rows and columns alternate: rejects, accepts.
         o = np.empty((2 * m, 2 * m))
@@ -100,8 +84,15 @@ class PublishedWeaver(Aggregator):
         mu = minimise(o, pi, converged=self.converged, seed=self.seed)
         self.report.details["loss"] = loss(mu, o, pi)
         mu = np.clip(mu, CLIP, 1 - CLIP)
-        self.mu = mu[:, ::-1] if self.swapped else mu
-        self._report_rates(data)
+        self.mu = mu
+        u = rank_means(NormalScores.fit(data.x)(data.x))
+        if self.posterior(data) @ (u - u.mean()) < 0:
+            # The moments do not identify the classes; most verifiers are better than chance.
+            self.mu = mu[:, ::-1]
+        names = [name for name, used in zip(data.names, self.used, strict=True) if used]
+        rejects, accepts = self._evidence()
+        for name, tpr, tnr, weight in zip(names, self.mu[1::2, 1], self.mu[0::2, 0], accepts - rejects, strict=True):
+            self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
 
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probability by Bayes' rule from verdicts."""
@@ -116,12 +107,6 @@ class PublishedWeaver(Aggregator):
     def _evidence(self) -> np.ndarray:
         """[2, used verifiers] log ratios of a rejection and of an acceptance."""
         return (np.log(self.mu[:, 1]) - np.log(self.mu[:, 0])).reshape(-1, 2).T
-
-    def _report_rates(self, data: Data) -> None:
-        names = [name for name, used in zip(data.names, self.used, strict=True) if used]
-        rejects, accepts = self._evidence()
-        for name, tpr, tnr, weight in zip(names, self.mu[1::2, 1], self.mu[0::2, 0], accepts - rejects, strict=True):
-            self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
 
 
 def loss(mu: np.ndarray, o: np.ndarray, pi: float) -> float:

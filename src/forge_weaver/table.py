@@ -87,9 +87,11 @@ class ScoreTable:
         if self.prompts is not None and len(self.prompts) != len(self):
             raise ValueError(f"{len(self.prompts)} prompts for {len(self)} problems")
         for name, lists in (("answers", self.answers), ("responses", self.responses)):
-            if lists is not None and len(lists) != len(self):
+            if lists is None:
+                continue
+            if len(lists) != len(self):
                 raise ValueError(f"{name} of {len(lists)} problems, the table has {len(self)}")
-            for i, (texts, count) in enumerate(zip(lists or (), self.present.sum(1), strict=False)):
+            for i, (texts, count) in enumerate(zip(lists, self.present.sum(1), strict=True)):
                 if len(texts) != count:
                     raise ValueError(f"problem {i} has {count} responses and {len(texts)} {name}")
 

@@ -7,7 +7,7 @@ import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import yaml
@@ -52,14 +52,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     file = Path(folder) / VERIFIERS
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is not an ensemble: it has no {VERIFIERS}")
-    values = read_yaml(file) or {}
-    if isinstance(values, dict):  # migrate keys of earlier versions
-        plugins = [{"use": "forge_weaver:Distilled", **settings} for settings in values.pop("distilled", None) or ()]
-        if (code := values.pop("code", None)) is not None:
-            plugins.append({"use": "forge_sandbox:CodeVerifier", **code})
-        if plugins:
-            values["plugins"] = [*(values.get("plugins") or ()), *plugins]
-    verifiers = build(VerifiersConfig, values)
+    verifiers = build(VerifiersConfig, read_yaml(file) or {})
     verifiers.check_sources()
     return verifiers, load(Path(folder) / AGGREGATOR)
 
@@ -100,12 +93,12 @@ class Ensemble:
         decide: tuple[str, ...] = (),
         follow: int = 0,
     ) -> None:
-        if form not in (forms := ("probability", "logit", "threshold")):
-            raise ValueError(f"form must be one of {', '.join(forms)}, got {form!r}")
-        for name, value, used in (("threshold", threshold, "threshold"), ("clip", clip, "logit")):
-            if value is not None and form != used:
-                raise ValueError(f"{name} is only used if form is {used}")
-        # Ranges last: a setting that does not apply is the clearer error.
+        if form not in get_args(Form):
+            raise ValueError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
+        if threshold is not None and form != "threshold":
+            raise ValueError("threshold is only used if form is threshold")
+        if clip is not None and form != "logit":
+            raise ValueError("clip is only used if form is logit")
         self.form: Form = form
         self.threshold, self.clip = (0.5 if threshold is None else threshold), (CLIP if clip is None else clip)
         if not 0 < self.threshold <= 1 or self.clip <= 0 or follow < 0:
@@ -188,7 +181,7 @@ class Ensemble:
             logits = np.clip(np.log(p) - np.log1p(-p), -self.clip, self.clip)
         values = {"probability": p, "logit": logits, "threshold": np.where(p >= self.threshold, 1.0, 0.0)}[self.form]
         values = np.where(np.isnan(p), np.nan, values)
-        if self.learns:
+        if self.learns and not np.isnan(scores.values[:, self._columns]).all():
             await self._learn(scores.values[:, self._columns])
         first = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
         unscored = map(int, np.flatnonzero(np.isnan(p)))
@@ -217,9 +210,6 @@ class Ensemble:
         """Restore. ValueError: the state of another ensemble."""
         # Only the state of an equal ensemble fits the columns.
         learned = restored(state["aggregator"])
-        if not self.learns or type(learned) is not type(self.aggregator):
-            expected = type(self.aggregator).__name__ + ("" if self.learns else " that does not follow")
-            raise ValueError(f"{type(learned).__name__} that follows was saved, and this is {expected}")
         if learned.verifiers != self.aggregator.verifiers:
             raise ValueError(
                 f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "
@@ -228,13 +218,12 @@ class Ensemble:
         self.aggregator, self._seen = learned, list(state["seen"])
 
     async def _learn(self, values: np.ndarray) -> None:
-        if np.isnan(values).all():
-            return
         self._seen.append(values)
         async with self._learning:
             while len(self._seen) >= self._follow:
                 # Update a copy: concurrent calls must not see a partial update.
                 learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
+                assert isinstance(learned, Online)
                 await asyncio.to_thread(learned.partial_fit, self._table(groups))
                 self.aggregator, self._seen = learned, self._seen[len(groups) :]
                 record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
@@ -242,8 +231,8 @@ class Ensemble:
     def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """A padded table from scores [responses, verifiers] of each group."""
         # Groups of different sizes are padded with absent responses.
-        widest = max(len(group) for group in groups)
-        present = np.array([[i < len(group) for i in range(widest)] for group in groups])
+        sizes = np.array([len(group) for group in groups])
+        present = np.arange(sizes.max()) < sizes[:, None]
         scores = np.full((*present.shape, len(self.aggregator.verifiers)), np.nan)
         scores[present] = np.concatenate(groups)
         return ScoreTable(scores, self.aggregator.verifiers, present=present)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -33,7 +32,7 @@ COMMANDS = commands(PARSER)
 
 def test_all_commands_are_listed():
     names = "train sft dpo reward-model distill serve clean worker doctor launch table runs compare watch report"
-    assert {*names.split(), "completion", "weaver", "weaver fit"} <= {*COMMANDS}
+    assert {*names.split(), "weaver", "weaver fit"} <= {*COMMANDS}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -80,31 +79,3 @@ def test_a_configuration_of_the_installed_recipes_is_found_from_elsewhere(tmp_pa
         main(["train", "apps/grpo/tiny.yaml"])
     with pytest.raises(SystemExit, match=r"error: configuration file apps/grpo/none.yaml does not exist"):
         main(["train", "apps/grpo/none.yaml"])
-
-
-@pytest.mark.processes
-def test_completion_of_a_shell(tmp_path, capsys):
-    main(["completion", "bash"])
-    (tmp_path / "forge.bash").write_text(capsys.readouterr().out)
-    ask = "source forge.bash; COMP_WORDS=(forge {0}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_forge"
-    ask += "; echo ${{COMPREPLY[@]}}"
-    for words, wanted in (("wat", "watch"), ("serve --po", "--port"), ("weaver pre", "predict")):
-        done = subprocess.run(["bash", "-c", ask.format(words)], cwd=tmp_path, capture_output=True, text=True)
-        assert done.stdout.split() == [wanted], done
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["apps/sft/tiny.yaml"], r"unknown key 'eval.stop_at'.*read as a configuration of forge train, see --recipe"),
-        (
-            ["apps/sft/tiny.yaml", "--recipe", "sft", "--dry-run"],
-            "a launched run resumes after a requeue: set checkpoint.every",
-        ),
-        (["apps/grpo/gsm8k.yaml"], "runs on several machines need certificates: pip install cryptography"),
-    ],
-)
-def test_what_would_fail_in_the_queue_is_an_error_at_submission(words: list[str], message: str, monkeypatch):
-    monkeypatch.setattr("forge_cluster.credentials.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=f"error: {message}"):
-        main(["launch", "slurm", *words])

@@ -1,4 +1,4 @@
-"""The audit of a run: clean runs pass, also after deaths; what is skipped, doubled or biased is found."""
+"""The audit of a run: clean runs pass, also after deaths; what is skipped or doubled is found."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from forge.cli import main
 from forge.observability.rollouts import ROLLOUTS, batches, schema
 from forge.observability.schedule import SCHEDULE
 from forge_inspect.alerts import AUDIT, folder_alerts
-from forge_inspect.audit import audit, rank_effect
+from forge_inspect.audit import audit
 
 SETTINGS = {
     "from_scratch": {"alphabet": "abcdefghijkl>", "hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1},
@@ -94,16 +94,6 @@ def other_weights(rows):
     return [row | ({"origins": origins} if number == 1 else {}) for number, row in enumerate(rows)]
 
 
-def biased(rows):
-    """Long episodes are dropped."""
-    longest = sorted((row for row in rows if row["dropped"] is None), key=lambda row: -row["length"])[:20]
-    keys = {(row["group"], row["sample"]) for row in longest}
-    return [
-        row | ({"dropped": "too_old", "length": row["length"] + 8} if (row["group"], row["sample"]) in keys else {})
-        for row in rows
-    ]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("change", "fault"),
@@ -114,7 +104,6 @@ def biased(rows):
         (failed, "episodes that failed were trained"),
         (stale, "trained tokens of version 0: the bound is 2"),
         (other_weights, "versions have several identities of weights: 0"),
-        (biased, "the 20 episodes dropped as too_old are longer than those that trained"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -152,16 +141,6 @@ def test_runs_that_are_resumed_and_lose_processes_are_sound(tmp_path):
             train(tmp_path, resume="auto", on_step=interrupted, **settings)
         assert audit(tmp_path / "run").faults == []
     assert max(row["step"] for row in forge.Result(tmp_path / "run").metrics) > 20
-
-
-def test_the_rank_effect_is_that_of_all_pairs():
-    first, second = [3.0, 1.0, 4.0, 1.0, 5.0], [9.0, 2.0, 6.0, 5.0, 3.0, 5.0]
-    pairs = [(a > b) - (a < b) for a in first for b in second]
-    effect, probability = rank_effect(first, second)
-    assert effect == pytest.approx(sum(pairs) / len(pairs))
-    assert 0.05 < probability < 0.3
-    assert rank_effect([1.0] * 9, [1.0] * 9) == (0.0, 1.0)
-    assert rank_effect([2.0] * 30, [1.0] * 30)[1] < 1e-6
 
 
 @pytest.mark.parametrize("words", [["audit", "nowhere"]])

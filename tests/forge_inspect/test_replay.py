@@ -149,10 +149,6 @@ def test_a_run_that_was_killed_and_resumed_is_replayed(tmp_path: Path) -> None:
     assert code == 0, output
     assert states(tmp_path / "runs/test-replay") == states(tmp_path / "runs/test")
     assert len(states(tmp_path / "runs/test")) == 3
-    # It may begin where the run was resumed: what was in flight had been begun once more.
-    code, output = forge("replay", str(tmp_path / "runs/test"), "--from", "3", "--name", "late")
-    assert code == 0, output
-    assert f"steps 4 to {STEPS} are those of the run, bit for bit" in output
 
 
 def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
@@ -171,8 +167,6 @@ def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"until": 99}, "--until 99: the schedule has the steps 1 to 8"),
-        ({"start": 8}, "--from 8: there is no step to compute up to 8"),
-        ({"start": 0}, "--from 0: the run has no checkpoint of this step; it has 1, 2, 3, 4, 5, 6, 7, 8"),
         ({"changes": [("training.batch_size", "2")]}, "--change training.batch_size: the schedule lists what depends"),
         ({"changes": [("seed", "2")]}, "--change seed: the schedule lists what depends on it"),
         ({"changes": [("training.nothing", "2")]}, "training.nothing"),

@@ -120,7 +120,7 @@ def test_a_good_reward_is_left_alone(rewards):
     assert [finding.line for finding in result.findings if finding.severity != "note"] == []
     assert (result.right, result.wrong) == (1.0, 0.0)
     # What it does not read is said: forms that are not marked.
-    assert {finding.kind for finding in result.findings} <= {"form", "digits"}
+    assert {finding.kind for finding in result.findings} <= {"form"}
 
 
 def test_a_process_that_hangs_is_ended_and_replaced(rewards):

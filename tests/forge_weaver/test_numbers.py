@@ -84,7 +84,7 @@ def test_the_rates_of_problems_are_found():
     rate = np.where(rng.random(300) < 0.5, 0.1, 0.8)
     right = rng.random((300, 20)) < rate[:, None]
     evidence = (2 * right - 1 + rng.normal(size=right.shape)).ravel() * 2
-    problem, prior = np.repeat(np.arange(300), 20), Prior.start(0.5, by_problem=True)
+    problem, prior = np.repeat(np.arange(300), 20), Prior.start(0.5)
     for _ in range(60):
         _, prior = prior.step(evidence, problem, None)
     assert prior.balance == pytest.approx(right.mean(), abs=0.01)

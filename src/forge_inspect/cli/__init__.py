@@ -1,1 +1,26 @@
-"""Commands of this extension."""
+"""The commands of this package, and what they have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from forge.cli.subparsers import Subparsers
+
+Option = tuple[str, dict[str, Any]]  # an argument's name and its settings
+
+
+def add_command(
+    commands: Subparsers,
+    name: str,
+    text: str,
+    example: str,
+    run: Callable[[argparse.Namespace], None],
+    options: list[Option],
+) -> None:
+    """Add a command to the parser."""
+    parser = commands.add_parser(name, help=text, description=text, epilog=f"example: forge {name} {example}")
+    for option, settings in options:
+        parser.add_argument(option, **settings)
+    parser.set_defaults(run=run)

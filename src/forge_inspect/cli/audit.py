@@ -7,15 +7,18 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 TEXT = "count what became of each prompt and token of a run, from its files alone"
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("audit", help=TEXT, description=TEXT, epilog="example: forge audit runs/x --json")
-    parser.add_argument("folder", type=Path, help="the folder of a run")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        ("folder", {"type": Path, "help": "the folder of a run"}),
+        ("--json", {"action": "store_true", "help": "print JSON"}),
+    ]
+    add_command(commands, "audit", TEXT, "runs/x --json", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -34,8 +37,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"{result.steps} steps")
         for name, count in result.counts.items():
             print(f"{name:<46} {count}")
-        for name, (effect, probability) in result.biases.items():
-            print(f"bias of {name:<38} {effect:+.2f}, p {probability:.2g}")
         for fault in result.faults:
             print(f"fault: {fault}")
         if result.is_sound:

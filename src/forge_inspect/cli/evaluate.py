@@ -8,20 +8,21 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 TEXT = "evaluate a model on the held-out problems of a recipe's configuration, eval and eval.sets"
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "eval", help=TEXT, description=TEXT, epilog="example: forge eval runs/x/model --suite runs/x/config.yaml"
-    )
-    parser.add_argument("model", help="folder or hub id")
-    parser.add_argument("--suite", required=True, help="YAML file of an RL recipe, or config.yaml of a run")
-    parser.add_argument("--answers", type=Path, help="write the answers to this file, as JSON lines")
-    parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
-    parser.add_argument("overrides", nargs="*", help="-- --section.key VALUE")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        ("model", {"help": "folder or hub id"}),
+        ("--suite", {"required": True, "help": "YAML file of an RL recipe, or config.yaml of a run"}),
+        ("--answers", {"type": Path, "help": "write the answers to this file, as JSON lines"}),
+        ("--json", {"action": "store_true", "help": "print the metrics as JSON"}),
+        ("overrides", {"nargs": "*", "help": "-- --section.key VALUE"}),
+    ]
+    add_command(commands, "eval", TEXT, "runs/x/model --suite runs/x/config.yaml", run, options)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 if TYPE_CHECKING:
     from ..mismatch.verdict import Mismatch
 
@@ -18,21 +20,22 @@ BAD_INPUT = 2  # exit code; 1 is a fault of the run
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "mismatch", help=TEXT, description=TEXT, epilog="example: forge mismatch runs/x --bisect"
-    )
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--bisect", action="store_true", help="walk the layers to the first whose states differ")
-    parser.add_argument("--step", type=int, default=None, help="whose batch; default: the newest that can be compared")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        ("folder", {"type": Path, "metavar": "RUN", "help": "the folder of a run"}),
+        ("--bisect", {"action": "store_true", "help": "walk the layers to the first whose states differ"}),
+        ("--step", {"type": int, "help": "whose batch; default: the newest that can be compared"}),
+        ("--json", {"action": "store_true", "help": "print JSON"}),
+    ]
+    add_command(commands, "mismatch", TEXT, "runs/x --bisect", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the comparison; exit code 1 if there is a fault, 2 if there is nothing to compare."""
     from forge.models.find import quiet_loading
+    from forge.system.files import write_atomic
 
-    from ..mismatch.verdict import compare, write
+    from ..alerts import MISMATCH
+    from ..mismatch.verdict import compare
 
     try:
         with quiet_loading():
@@ -41,7 +44,11 @@ def run(args: argparse.Namespace) -> None:
         _reject(f"{args.folder} is not a run that has made a step")
     except (ValueError, ImportError) as error:
         _reject(str(error))
-    write(result, args.folder)
+    try:
+        # Where `forge watch` and `forge runs` look for its fault.
+        write_atomic(args.folder / MISMATCH, result.json() + "\n")
+    except OSError as error:  # a run of somebody else, that can be read alone
+        print(f"{args.folder / MISMATCH} could not be written: {error.strerror or error}", file=sys.stderr)
     print(result.json() if args.json else "\n".join(_lines(result)))
     if not result.is_sound:
         raise SystemExit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from forge.cli.recipes import RECIPES
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 TEXT = "what a configuration needs: memory of each process, seconds of a step; without a GPU and without weights"
 # The section that one recipe alone has.
 SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
@@ -19,16 +22,13 @@ SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model":
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "plan", help=TEXT, description=TEXT, epilog="example: forge plan apps/grpo/qwen3_1_7b.yaml --gpus 2xH100"
-    )
-    parser.add_argument("config", help="YAML file of a recipe; apps/... are those of the installed recipes")
-    parser.add_argument("--gpus", default=None, help="a number and a device, as 8xH100 or 64xH200; cpu")
-    parser.add_argument(
-        "--price", type=float, default=None, help="dollars of a GPU's hour: adds the cost of 1,000 steps"
-    )
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key VALUE")
-    parser.set_defaults(run=run)
+    options: list[Option] = [
+        ("config", {"help": "YAML file of a recipe; apps/... are those of the installed recipes"}),
+        ("--gpus", {"help": "a number and a device, as 8xH100 or 64xH200; cpu"}),
+        ("--price", {"help": "dollars of a GPU's hour: adds the cost of 1,000 steps"}),
+        ("overrides", {"nargs": argparse.REMAINDER, "help": "--section.key VALUE"}),
+    ]
+    add_command(commands, "plan", TEXT, "apps/grpo/qwen3_1_7b.yaml --gpus 2xH100", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,35 +40,26 @@ def run(args: argparse.Namespace) -> None:
         gpus = _take(args.overrides, "--gpus") or args.gpus
         price = _take(args.overrides, "--price") or args.price
         _, plan = planned(args.config, args.overrides, gpus)
-        dollars = None if price is None else _dollars(price)
+        if price is not None and not re.fullmatch(r"\d*\.?\d+", price):
+            raise ValueError(f"--price is dollars of a GPU's hour, got {price!r}")
     except (ConfigError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     from ..plan.text import plan_lines
 
-    print("\n".join(plan_lines(plan, dollars)))
+    print("\n".join(plan_lines(plan, float(price) if price else None)))
     if not plan.fits:
         raise SystemExit(1)
 
 
-def _dollars(price: float | str) -> float:
-    try:
-        return float(price)
-    except ValueError:
-        raise ValueError(f"--price is dollars of a GPU's hour, got {price!r}") from None
-
-
 def _take(words: list[str], option: str) -> str | None:
     """Remove an option and return its value, if it is there. ValueError: it has none."""
-    # Both `--gpus 8xH100` and `--gpus=8xH100`.
     for number, word in enumerate(words):
         name, joined, value = word.partition("=")
-        if name != option:
-            continue
-        if not joined and number + 1 == len(words):
-            raise ValueError(f"{option} needs a value")
-        taken = words[number : number + (1 if joined else 2)]
-        del words[number : number + len(taken)]
-        return value if joined else taken[1]
+        if name == option:
+            del words[number]
+            if not joined and number == len(words):
+                raise ValueError(f"{option} needs a value")
+            return value if joined else words.pop(number)
     return None
 
 
@@ -92,9 +83,15 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in further):
         module, kind = "forge_agents.several", "SeveralPoliciesConfig"
     config_type = getattr(importlib.import_module(module), kind)
-    # Checked as a run would be, but for what the run would look for on this machine.
-    with run_elsewhere():
-        cfg = load(config_type, ["--config", config, *overrides])
+
+    def change(settings: dict[str, Any]) -> Any:
+        """The configuration, with further settings."""
+        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        # Checked as a run would be, but for what the run would look for on this machine.
+        with run_elsewhere():
+            return load(config_type, ["--config", config, *overrides, *words])
+
+    cfg = change({})
     from forge.models.find import build_small_model
     from forge.runtime.inventory import memory_limit
 
@@ -108,6 +105,7 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     with tempfile.TemporaryDirectory() as scratch:
         find = partial(shape_folder, scratch=Path(scratch))
         if cfg.model is None:
-            built = build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch)
-            return cfg, make_plan(cfg, Path(built), "a model from scratch", machines, find=find, grows=True)
-        return cfg, make_plan(cfg, find(cfg.model), cfg.model, machines, find=find, grows=True)
+            folder = Path(build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch))
+        else:
+            folder = find(cfg.model)
+        return cfg, make_plan(cfg, folder, cfg.model or "a model from scratch", machines, find, change)

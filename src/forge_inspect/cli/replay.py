@@ -7,26 +7,22 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
 
+from . import Option, add_command
+
 TEXT = "compute a run again by its schedule, and compare each step with it, bit for bit"
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    epilog = "example: forge replay runs/x --replicas 3"
-    parser = commands.add_parser("replay", help=TEXT, description=TEXT, epilog=epilog)
-    parser.add_argument("folder", type=Path, help="the folder of a run")
-    parser.add_argument("--from", type=int, metavar="STEP", dest="start", help="begin with the checkpoint of this step")
-    parser.add_argument("--until", type=int, metavar="STEP", help="the last step; by default that of the run")
-    parser.add_argument("--replicas", type=int, help="generators; by default as many as the run had")
-    parser.add_argument(
-        "--change",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting that differs: the step is named in which the runs part",
-    )
-    parser.add_argument("--name", help="of the new run, beside the first; by default its name with -replay")
-    parser.set_defaults(run=run)
+    changes = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+    options: list[Option] = [
+        ("folder", {"type": Path, "help": "the folder of a run"}),
+        ("--until", {"type": int, "metavar": "STEP", "help": "the last step; by default that of the run"}),
+        ("--replicas", {"type": int, "help": "generators; by default as many as the run had"}),
+        ("--change", {**changes, "help": "a setting that differs: the step is named in which the runs part"}),
+        ("--name", {"help": "of the new run, beside the first; by default its name with -replay"}),
+    ]
+    add_command(commands, "replay", TEXT, "runs/x --replicas 3", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -47,11 +43,4 @@ def run(args: argparse.Namespace) -> None:
         from ..replay import replay
 
         with one_line_errors():
-            replay(
-                args.folder,
-                start=args.start,
-                until=args.until,
-                replicas=args.replicas,
-                changes=changes,
-                name=args.name,
-            )
+            replay(args.folder, until=args.until, replicas=args.replicas, changes=changes, name=args.name)

@@ -9,6 +9,8 @@ from pathlib import Path
 from forge.cli.subparsers import Subparsers
 from forge.system.files import printable
 
+from . import Option, add_command
+
 LIST = "list runs with their state and last values; of a single run, also its alerts"
 COMPARE = "compare runs: settings that differ, and metrics at the last step that all of them reached"
 MAX_REASON = 60  # characters of the reason why a run ended, in a list
@@ -20,15 +22,13 @@ METRICS = [
 
 def add_to(commands: Subparsers) -> None:
     """Add the commands to the parser."""
-    runs = commands.add_parser("runs", help=LIST, description=LIST, epilog="example: forge runs runs/")
-    runs.add_argument("folders", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders with runs: runs/")
-    runs.set_defaults(run=list_runs)
-    compare = commands.add_parser(
-        "compare", help=COMPARE, description=COMPARE, epilog="example: forge compare runs/a runs/b --metrics reward"
-    )
-    compare.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="two or more folders of runs")
-    compare.add_argument("--metrics", nargs="+", default=METRICS, metavar="NAME", help="columns of metrics.jsonl")
-    compare.set_defaults(run=compare_runs)
+    runs = {"nargs": "*", "type": Path, "default": [Path("runs")], "help": "runs, or folders with runs: runs/"}
+    add_command(commands, "runs", LIST, "runs/", list_runs, [("folders", runs)])
+    options: list[Option] = [
+        ("folders", {"nargs": "+", "type": Path, "metavar": "RUN", "help": "two or more folders of runs"}),
+        ("--metrics", {"nargs": "+", "default": METRICS, "metavar": "NAME", "help": "columns of metrics.jsonl"}),
+    ]
+    add_command(commands, "compare", COMPARE, "runs/a runs/b --metrics reward", compare_runs, options)
 
 
 def list_runs(args: argparse.Namespace) -> None:
@@ -47,40 +47,33 @@ def list_runs(args: argparse.Namespace) -> None:
     lines = []
     for folder in folders:
         # A damaged run is a line like any other, with a remark: the others are worth showing.
-        written = _written(folder)
-        damaged = ""
-        try:
-            numbers = rows(folder)
-        except ValueError:
-            numbers = []
-            damaged = " (metrics.jsonl is too large)"
+        numbers, config, damaged = [], {}, ""
         try:
             config = settings(folder)
-        except (ValueError, OSError):
-            config = {}
-            damaged = " (damaged config.yaml)"
-        steps = config.get("training.steps") or "?"
+            numbers = rows(folder)
+        except (ValueError, OSError) as error:
+            damaged = f" (damaged: {error})"[:MAX_REASON]
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
-        reached = f"{numbers[-1]['step']:g}" if numbers else "0"
-        held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else ""
+        written = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
         # A run that continues or is complete needs no reason.
         reason = ending(folder)[:MAX_REASON] if state(folder) in ("failed", "stopped") else ""
         cells = [
             printable(folder.name),
-            printable(reason or state(folder)) + damaged,
-            f"{reached}/{steps}",
+            printable((reason or state(folder)) + damaged),
+            f"{numbers[-1]['step'] if numbers else 0:g}/{config.get('training.steps') or '?'}",
             _number(last(numbers, "reward")),
-            held_out,
+            f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else "",
+            _number(last(numbers, "train/entropy")),
+            _ago(time.time() - written),
         ]
-        lines.append((written, [*cells, _number(last(numbers, "train/entropy")), _ago(time.time() - written)]))
+        lines.append((written, cells))
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
-    _print([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+    _print([head, *(cells for _, cells in sorted(lines))])
     # One run leaves room for details.
     if len(folders) == 1:
         for alert in (*folder_alerts(folders[0]), *alerts(numbers, config)):
             print(f"alert: {alert}")
-        text = ending(folders[0])
-        if text:
+        if text := ending(folders[0]):
             print(f"{printable(text)}; more in {printable(folders[0] / ENDED)}")
 
 
@@ -120,11 +113,6 @@ def compare_runs(args: argparse.Namespace) -> None:
             change = f"{present[1] - present[0]:+.4g}" if len(present) == 2 else ""
             lines.append([metric, *map(_number, values), *[change] * two])
     _print(lines)
-
-
-def _written(folder: Path) -> float:
-    """Return the time of the last write, in seconds since the epoch."""
-    return max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
 
 
 def _number(value: float | None) -> str:

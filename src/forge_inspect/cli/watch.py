@@ -9,24 +9,24 @@ from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
 
-WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts, chat"
+from . import Option, add_command
+
+WATCH = "show runs in a browser, also while they run: curves, time, every token of rollouts"
 REPORT = "write report.html of a run: the page of `forge watch` as one file"
 PORT = 8420
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the commands to the parser."""
-    watch = commands.add_parser("watch", help=WATCH, description=WATCH, epilog="example: forge watch runs/")
-    watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="of runs, or a run: runs/")
-    watch.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}; 0 takes a free one")
-    watch.add_argument("--host", default="127.0.0.1", help="others than this machine need FORGE_API_KEY")
-    watch.add_argument("--base", help="the model beside a run's in the chat; default: the one that it started from")
-    watch.set_defaults(run=run_watch)
-    report = commands.add_parser(
-        "report", help=REPORT, description=REPORT, epilog="example: forge report runs/quickstart"
+    options: list[Option] = [
+        ("folder", {"nargs": "?", "type": Path, "default": Path("runs"), "help": "of runs, or a run: runs/"}),
+        ("--port", {"type": int, "default": PORT, "help": f"default: {PORT}; 0 takes a free one"}),
+        ("--host", {"default": "127.0.0.1", "help": "others than this machine need FORGE_API_KEY"}),
+    ]
+    add_command(commands, "watch", WATCH, "runs/", run_watch, options)
+    add_command(
+        commands, "report", REPORT, "runs/quickstart", run_report, [("folder", {"type": Path, "metavar": "RUN"})]
     )
-    report.add_argument("folder", type=Path, metavar="RUN")
-    report.set_defaults(run=run_report)
 
 
 def run_watch(args: argparse.Namespace) -> None:
@@ -35,9 +35,9 @@ def run_watch(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
         from forge_http.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
-        from ..watch import Watch
+        from ..watch.server import Watch
 
-        watch = Watch(args.folder, args.base, required_key(args.host))
+        watch = Watch(args.folder, required_key(args.host))
         listener = bind(args.host, args.port)
     except (ImportError, ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error

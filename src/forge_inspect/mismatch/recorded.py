@@ -1,47 +1,53 @@
-"""The recorded batch of a run: sequences that one version of the weights sampled, and what the folder has of it."""
+"""The recorded batch of a run: sequences that one version of the weights sampled, and these weights."""
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from forge.config.sections import flat
 from forge.config.yaml_files import parse_yaml
 from forge.data.packing import pack
 from forge.models.find import resolve_model
+from forge.models.weight_layouts import adapters, merge_adapters
 from forge.observability.folder import CONFIG, MARK
 from forge.observability.rollouts import IDLE, ROLLOUTS, batches
+from forge.system.checksums import check_files
 from forge.training.checkpoint import checkpoints, step_of
+from forge.training.checkpoint_reader import Planner, Reader
+from forge.training.lora import add_adapters
+from forge.training.policy import Policy
+from forge.training.settings import LoraSettings
 from forge.types import Batch, Episode
 
-COLUMNS = (
-    *("step", "group", "sample", "branch", "prompt", "dropped", "tokens", "mask", "versions"),
-    *("engine_logprobs", "ref_logprobs", "logprobs"),
-)
-SEQUENCES = 8  # sequences of a comparison: enough for a mean, and few enough for a large model on a CPU
-TOKENS = 2048  # tokens of them together
+COLUMNS = ("step", "group", "dropped", "tokens", "mask", "versions", "engine_logprobs", "logprobs")
+SEQUENCES = 8  # of a comparison: enough for a mean, and few enough for a large model on a CPU
+TOKENS = 2048  # of them together
 
 
 @dataclass(frozen=True)
 class SampledTokens:
     """One recorded token sequence.
 
-    tokens: [length] ids. mask: [length], the tokens to compare: sampled by the version. engine, trainer, reference:
-    [length] recorded log-probabilities in nats, NaN where there is none. prompt: the text that the policy was asked.
+    tokens: [length] ids. mask: [length], the tokens to compare: sampled by the version. engine, trainer: [length]
+    recorded log-probabilities in nats, NaN where there is none.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
     engine: np.ndarray
     trainer: np.ndarray
-    reference: np.ndarray
-    group: int
-    prompt: str
 
     @property
     def context(self) -> int:
@@ -53,14 +59,14 @@ class SampledTokens:
 class RecordedRun:
     """A run's folder as far as a comparison needs it.
 
-    settings: the configuration by dotted keys. start: the folder of the model that training began with. checkpoints: by
-    version. version: that of the weights which sampled the sequences, at step `step`.
+    settings: the configuration by dotted keys. start: the folder of the model that training began with. checkpoint:
+    that of the version, which sampled the sequences at step `step`; None for version 0.
     """
 
     folder: Path
     settings: Mapping[str, Any]
     start: Path
-    checkpoints: Mapping[int, Path]
+    checkpoint: Path | None
     version: int
     step: int
     sequences: Sequence[SampledTokens] = field(repr=False)
@@ -71,27 +77,9 @@ class RecordedRun:
         return float(self.settings.get("grpo.temperature") or 1.0)
 
     @property
-    def lora(self) -> dict[str, Any] | None:
-        """The settings of the adapters; None: all weights train."""
-        prefix = "lora."
-        lora = {key.removeprefix(prefix): value for key, value in self.settings.items() if key.startswith(prefix)}
-        return lora or None
-
-    @property
     def updates(self) -> int:
         """Updates of a step: with one the trainer's recorded numbers are those of the version that sampled."""
         return int(self.settings.get("training.mini_batches") or 1) * int(self.settings.get("training.epochs") or 1)
-
-    @property
-    def saved_model(self) -> Path | None:
-        """The exported model, where the run has come to its end."""
-        folder = self.folder / "model"
-        return folder if (folder / "config.json").is_file() else None
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions whose weights the folder has, in order."""
-        return sorted({0, *self.checkpoints})
 
     def flat(self, name: str) -> np.ndarray:
         """A column of the compared tokens of all sequences, [compared]."""
@@ -101,10 +89,10 @@ class RecordedRun:
         """The number of the sequence of each compared token, [compared]."""
         return np.repeat(np.arange(len(self.sequences)), [int(sequence.mask.sum()) for sequence in self.sequences])
 
-    def batch(self, sequences: Sequence[SampledTokens] | None = None) -> Batch:
-        """The sequences as a trainer gets them, back to back."""
-        batch_sequences = self.sequences if sequences is None else sequences
-        return pack([Episode.given(s.tokens.tolist(), s.mask.tolist()) for s in batch_sequences])
+
+def trainer_batch(sequences: Sequence[SampledTokens]) -> Batch:
+    """The sequences as a trainer gets them, back to back."""
+    return pack([Episode.given(sequence.tokens.tolist(), sequence.mask.tolist()) for sequence in sequences])
 
 
 def open_run(folder: Path, step: int | None = None) -> RecordedRun:
@@ -125,18 +113,23 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
         raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")
     if settings.get("trainer.backend") == "titan":
         raise ValueError(f"{folder} was trained by TorchTitan, whose checkpoints are not read here: use backend fsdp")
+    try:
+        start = Path(resolve_model(str(settings.get("model") or folder.with_name(f"{folder.name}-initial"))))
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"the model that {folder} began with cannot be read: {error}") from None
+
     saved = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
-    start = _start_model(folder, settings)
     rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
         raise ValueError(f"{folder} has no recorded rollouts: set metrics.rollouts to 1 or more")
-    by_source: dict[tuple[int, int], list[SampledTokens]] = defaultdict(list)
+    # By version and step, then by group.
+    sampled: dict[tuple[int, int], dict[int, list[SampledTokens]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row["dropped"] in (None, IDLE) and (step is None or row["step"] == step):
+        if row["dropped"] in (None, IDLE) and step in (None, row["step"]):
             for version in {*row["versions"]} & {0, *saved}:
                 if (sequence := _sequence(row, version, settings)) is not None:
-                    by_source[row["step"], version].append(sequence)
-    if not by_source:
+                    sampled[version, -row["step"]][row["group"]].append(sequence)
+    if not sampled:
         which_ones = "recorded" if step is None else f"of step {step}"
         names = ", ".join(map(str, sorted({0, *saved})))
         raise ValueError(
@@ -144,59 +137,83 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
             "checkpoint.every and checkpoint.keep so that a step follows a checkpoint"
         )
     # The newest weights: a fault of publication shows only where they differ from the start.
-    newest_source = max(by_source, key=lambda source: (source[1], -source[0]))
-    sequences = _some(by_source[newest_source])
-    return RecordedRun(folder, settings, start, saved, newest_source[1], newest_source[0], sequences)
-
-
-def _start_model(folder: Path, settings: Mapping[str, Any]) -> Path:
-    """The model that the run began with. ValueError: it is not where it was."""
-    name = settings.get("model")
-    initial = folder.with_name(f"{folder.name}-initial")
-    try:
-        return Path(resolve_model(str(name or initial)))
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"the model that {folder} began with cannot be read: {error}") from None
+    version, negative_step = max(sampled)
+    groups = sampled[version, negative_step].values()
+    return RecordedRun(folder, settings, start, saved.get(version), version, -negative_step, _choose(groups))
 
 
 def _sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> SampledTokens | None:
     """The tokens of a row that a version sampled; None: there are none, or their context is of other weights."""
-    versions = np.array(row["versions"])
     sampled = np.array(row["mask"], dtype=bool)
-    mask = sampled & (versions == version)
+    mask = sampled & (np.array(row["versions"]) == version)
     keeps_cache = settings.get("generator.on_update", "continue") == "continue"
     # An engine that continues keeps the keys and values of older weights: that difference is by design.
     if not mask.any() or mask[0] or (keeps_cache and not np.array_equal(mask, sampled)):
         return None
-    columns = {name: np.array(row[name], dtype=np.float32) for name in ("engine_logprobs", "ref_logprobs", "logprobs")}
-    if np.isnan(columns["engine_logprobs"][mask]).any():
+    engine, trainer = (np.array(row[name], dtype=np.float32) for name in ("engine_logprobs", "logprobs"))
+    if np.isnan(engine[mask]).any():
         return None
-    # The trainer's numbers are of the weights that the step trained.
-    is_current = row["step"] - 1 == version
-    trainer = columns["logprobs"] if is_current else np.full(len(mask), np.nan, np.float32)
-    return SampledTokens(
-        tokens=np.array(row["tokens"], dtype=np.int64),
-        mask=mask,
-        engine=columns["engine_logprobs"],
-        trainer=trainer,
-        reference=columns["ref_logprobs"],
-        group=row["group"],
-        prompt=row["prompt"] or "",
-    )
+    if row["step"] - 1 != version:  # the trainer's numbers are of the weights that the step trained
+        trainer[:] = np.nan
+    return SampledTokens(np.array(row["tokens"], dtype=np.int64), mask, engine, trainer)
 
 
-def _some(sequences: Sequence[SampledTokens]) -> list[SampledTokens]:
+def _choose(groups: Collection[list[SampledTokens]]) -> list[SampledTokens]:
     """The first sequences, of as many groups as there are, within the limits of a comparison."""
-    by_group: dict[int, list[SampledTokens]] = defaultdict(list)
-    for sequence in sequences:
-        by_group[sequence.group].append(sequence)
-    turns = [group[turn] for turn in range(SEQUENCES) for group in by_group.values() if turn < len(group)]
-    compared_sequences: list[SampledTokens] = []
-    for sequence in turns[:SEQUENCES]:
-        if (
-            compared_sequences
-            and sum(len(earlier.tokens) for earlier in compared_sequences) + len(sequence.tokens) > TOKENS
-        ):
-            break
-        compared_sequences.append(sequence)
-    return compared_sequences
+    turns = [group[turn] for turn in range(SEQUENCES) for group in groups if turn < len(group)][:SEQUENCES]
+    ends = list(accumulate(len(sequence.tokens) for sequence in turns))
+    return [sequence for sequence, end in zip(turns, ends, strict=True) if end <= TOKENS] or turns[:1]
+
+
+@torch.no_grad()
+def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
+    """Read the weights of the run's version.
+
+    Returns:
+        the trainer's model, in float32 and in one process, with its adapters; and the weights that are published,
+        adapters merged, by the names of transformers' models; tied ones once.
+
+    Raises:
+        ValueError: the checkpoint is not of this model, or damaged.
+    """
+    settings = {key.removeprefix("lora."): value for key, value in run.settings.items() if key.startswith("lora.")}
+    lora = LoraSettings(**settings) if settings else None
+    policy = Policy.from_pretrained(run.start)
+    if lora is not None:
+        add_adapters(policy.model, lora)
+    # Version 0 of a resumed run may have a checkpoint of the same weights: the folder of the model is as good.
+    if run.version and run.checkpoint is not None:
+        try:
+            check_files(run.checkpoint)
+            _read_checkpoint(policy, run.checkpoint)
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException) as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ValueError(f"{run.checkpoint} cannot be read: {reason}") from error
+    policy.requires_grad_(False).eval()
+
+    tensors = {name: parameter.detach() for name, parameter in policy.named_weights()}
+    if lora is not None:
+        # W + (alpha / rank) B A, as a trainer publishes layers with adapters.
+        factors = adapters(tensors.items())
+        base = [(name, tensor) for name, tensor in tensors.items() if name not in factors]
+        scales = {name: lora.alpha / lora.rank if name.endswith(".lora_B.weight") else 1.0 for name in factors}
+        tensors = dict(merge_adapters(base, {name: factor * scales[name] for name, factor in factors.items()}))
+    return policy, tensors
+
+
+def _read_checkpoint(policy: nn.Module, folder: Path) -> None:
+    """Read a checkpoint's weights into a model, in place; those that it lacks are frozen ones of the base. A divided
+    model gets its parts, whatever the layout was that wrote them. ValueError: it is of another model."""
+    reader = Reader(folder)
+    stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    wanted = {name: weight for name, weight in policy.named_parameters() if f"model.{name}" in stored}
+    if not wanted:
+        raise ValueError(f"{folder} has no weights of the model that the run began with")
+    # In the checkpoint's own dtype: bfloat16 weights are read without rounding and widened.
+    buffers = {
+        name: torch.empty_like(tensor, dtype=stored[f"model.{name}"].properties.dtype)
+        for name, tensor in wanted.items()
+    }
+    dcp.load({"model": buffers}, storage_reader=reader, planner=Planner())
+    for name, tensor in wanted.items():
+        tensor.copy_(buffers[name])

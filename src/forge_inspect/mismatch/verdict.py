@@ -1,31 +1,50 @@
-"""The sides of a batch in a row, neighbours differ in one component: where they part, and why."""
+"""The sides of a batch in a row, neighbours differ in one component: where they part, and by how much."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from forge.models.architecture import sparse_layers
 from forge.models.tokenizer import model_config
-from forge.system.files import write_atomic
-from forge_inspect.alerts import MISMATCH
 
-from .differences import FLIPPED, FLOAT32, HALF_TIMES, distance, mean_gap
-from .layers import Part, first_part
-from .plain import Plain, rounded_logprobs
-from .recorded import RecordedRun, open_run
-from .saved import saved_faults
-from .sides import EngineSide, Side, TrainerSide
-from .weights import Store
+from .recorded import RecordedRun, open_run, read_policy
+from .sides import EngineSide, PlainSide, Side, TrainerSide
 
-log = logging.getLogger(f"forge.{__name__}")
+# Nats, mean over the tokens of the sequence that differs most. Between engine, trainer and transformers in float32 tiny
+# models of seven families differ by at most 2.5e-6 on a CPU; larger ones add up more terms, and are not measured.
+FLOAT32 = 1e-4
+# Several times the noise of half precision, measured on the same batch: two kernels round differently.
+HALF_TIMES = 3.0
+# A share of the tokens of a mixture of experts may flip between experts that are almost tied.
+FLIPPED = 0.02
+# Relative to the norm of the states. In float32 states of engine, trainer and transformers differ by at most 8e-7 of it
+# (tiny models), and one product that is rounded to bfloat16 moves them by 6e-4.
+STATES = 2e-5
+HALF = (3e-4, 2e-2)  # from one product of a layer to all of them
+
+RECORDED, TRAINED = "recorded engine", "recorded trainer"
+HALF_ENGINE, HALF_TRAINER = "engine now, in bfloat16", "trainer now, in bfloat16"
+# By the second side of a pair, but for the first pair.
+COMPONENTS = {
+    RECORDED: "the engine as it sampled",
+    "engine now": "the engine's dtype",
+    "engine now, without cache": "the engine's cache",
+    "plain forward pass": "the engine's forward pass",
+    "trainer now, unpacked": "the trainer's forward pass",
+    "trainer now, packed": "the trainer's packing",
+    HALF_TRAINER: "the trainer's dtype",
+    TRAINED: "the trainer as it trained",
+}
+# Where what was recorded agrees, and nothing that is computed now does.
+TOGETHER = "the saved weights, or the settings or the model of today"
 
 
 @dataclass(frozen=True)
@@ -85,9 +104,8 @@ class Mismatch:
     def json(self) -> str:
         """The comparison as JSON."""
         links = [asdict(link) | {"agrees": link.agrees} for link in self.links]
-        return json.dumps(
-            asdict(self) | {"links": links, "is_sound": self.is_sound, "sentence": self.sentence}, indent=1
-        )
+        verdict = {"links": links, "is_sound": self.is_sound, "sentence": self.sentence}
+        return json.dumps(asdict(self) | verdict, indent=1)
 
 
 def compare(folder: Path, *, step: int | None = None, bisect: bool = False) -> Mismatch:
@@ -102,166 +120,115 @@ def compare(folder: Path, *, step: int | None = None, bisect: bool = False) -> M
         ValueError: there is nothing to compare; in one line.
     """
     run = open_run(folder, step)
-    return _Comparison(run, Store(run)).result(bisect)
+    outcome = Mismatch(str(folder), run.step, run.version, len(run.owners()))
+    sides, noise = _compute_sides(run)
+    values = {RECORDED: run.flat("engine"), **{name: side.logprobs for name, side in sides.items()}}
+    recorded = run.flat("trainer")
+    if run.updates > 1:
+        reason = f"a step has {run.updates} updates, and they are from between those"
+        outcome.notes.append(f"the trainer's recorded numbers are not compared: {reason}")
+    elif np.isnan(recorded).all():
+        reason = f"step {run.step} trained these tokens with other weights than those that sampled them"
+        outcome.notes.append(f"the trainer's recorded numbers are not compared: {reason}")
+    else:
+        values[TRAINED] = recorded
 
-
-def write(result: Mismatch, folder: Path) -> None:
-    """Leave the comparison in the run's folder, where `forge watch` and `forge runs` show its fault."""
-    try:
-        write_atomic(folder / MISMATCH, result.json() + "\n")
-    except OSError as error:  # a run of somebody else, that can be read alone
-        log.info("%s could not be written: %s", folder / MISMATCH, error.strerror or error)
-
-
-class _Comparison:
-    def __init__(self, run: RecordedRun, store: Store) -> None:
-        self.run, self.store = run, store
-        self.current = store.version(run.version)
-        self.owners = run.owners()
-        self.config = model_config(run.start)
-        self.flipped = FLIPPED if sparse_layers(self.config) else 0.0
-        self.plain = Plain(run, self.current)
-        self.noise = 0.0
-        self.rounded: set[str] = set()
-        self.values: dict[str, np.ndarray] = {}
-        self.sides: dict[str, Side] = {}
-        self.outcome = Mismatch(str(run.folder), run.step, run.version, len(self.owners))
-
-    def result(self, bisect: bool) -> Mismatch:
-        """Compute the sides, and name the first link that disagrees."""
-        outcome = self.outcome
-        outcome.faults += saved_faults(self.run, self.store)
-        self._compute()
-        links = self._links()
-        outcome.links = links + self._further_links()
-        part = [link for link in links if not link.agrees]
-        further = [link for link in outcome.links[len(links) :] if not link.agrees]
-        if part or further:
-            self._name((part or further)[0], bisect, recorded_together=self._recorded_together(part))
-            if part and further and part[0].first == RECORDED and further[0].component == SAMPLER[2]:
-                outcome.notes.append("the engine's sampler does so now as well: it is not a matter of the recorded run")
-        elif outcome.faults:
-            outcome.component = EXPORTED
-        for link in (part + further)[1:]:
-            outcome.notes.append(f"also different: {link.first} and {link.second}, by {link.worst:.2g} nats")
-        return outcome
-
-    def _compute(self) -> None:
-        run, tensors = self.run, self.current.tensors
-        engine = EngineSide(run, run.start, tensors, run.version)
-        trainer = TrainerSide(run, self.current)
-        settings = run.settings
-        half = [settings.get("generator.dtype") == "bfloat16", settings.get("training.dtype") == "bfloat16"]
-        self.rounded = {
-            *((RECORDED, "engine now, in bfloat16") if half[0] else ()),
-            *((TRAINED, "trainer now, in bfloat16", REFERENCE[0]) if half[1] else ()),
-        }
-        if self.rounded:
-            self.noise = HALF_TIMES * distance(
-                rounded_logprobs(self.plain), self.plain.logprobs(), self.owners, self.flipped
-            )
-        self.values[RECORDED] = run.flat("engine")
-        if half[0]:
-            half_engine = EngineSide(run, run.start, tensors, run.version, torch.bfloat16)
-            self.sides["engine now, in bfloat16"] = half_engine.cached()
-        self.sides["engine now"] = engine.cached()
-        self.sides["engine now, without cache"] = engine.uncached()
-        self.sides["plain forward pass"] = self.plain.side()
-        self.sides["trainer now, unpacked"] = trainer.unpacked()
-        self.sides["trainer now, packed"] = trainer.packed()
-        if half[1]:
-            self.sides["trainer now, in bfloat16"] = trainer.packed(torch.bfloat16)
-        self.values |= {name: side.logprobs for name, side in self.sides.items()}
-        recorded = run.flat("trainer")
-        if run.updates > 1:
-            self.outcome.notes.append(
-                f"the trainer's recorded numbers are not compared: a step has {run.updates} updates, and they are from "
-                "between those"
-            )
-        elif np.isnan(recorded).all():
-            self.outcome.notes.append(
-                "the trainer's recorded numbers are not compared: step "
-                f"{run.step} trained these tokens with other weights than those that sampled them"
-            )
-        else:
-            self.values[TRAINED] = recorded
-        self.engine = engine
-
-    def _links(self) -> list[Link]:
-        """Neighbours in the row from the engine's to the trainer's recorded numbers."""
-        names = list(self.values)
-        total = self.values[names[-1]].astype(np.float64) - self.values[names[0]]
-        links = []
-        for first, second in pairwise(names):
-            gap = self.values[second].astype(np.float64) - self.values[first]
-            usable = ~np.isnan(gap * total)
-            energy = float((total[usable] ** 2).sum())
-            share = float((gap * total)[usable].sum() / energy) if energy > 1e-18 else None
-            links.append(self._link(first, second, COMPONENTS[first if first == RECORDED else second], share))
-        return links
-
-    def _further_links(self) -> list[Link]:
-        """Links beside the row: the sampler, and the reference model."""
-        reported, decoded = self.engine.sampled()
-        worst = distance(reported, decoded, np.zeros(len(reported), dtype=int), self.flipped)
-        links = [Link(*SAMPLER, mean_gap(reported, decoded), worst, FLOAT32)]
-        reference = self.run.flat("reference")
-        # Without a separate reference model the recorded numbers are the engine's.
-        has_reference = any(key.startswith("services.ref_model.") for key in self.run.settings)
-        if has_reference and not np.isnan(reference).all() and self.run.settings.get("grpo.reference") is None:
-            start = self.store.version(0)
-            with self.plain.with_tensors(start.tensors):
-                computed = self.plain.logprobs()
-            self.values |= {REFERENCE[0]: reference, REFERENCE[1]: computed}
-            links.append(self._link(*REFERENCE, None))
-        return links
-
-    def _link(self, first: str, second: str, component: str, share: float | None) -> Link:
-        first_values, second_values = self.values[first], self.values[second]
-        tolerance = max(FLOAT32, self.noise if {first, second} & self.rounded else 0.0)
-        worst = distance(first_values, second_values, self.owners, self.flipped)
-        return Link(first, second, component, mean_gap(first_values, second_values), worst, tolerance, share)
-
-    def _recorded_together(self, differing: Sequence[Link]) -> bool:
-        """Whether the recorded numbers of engine and trainer agree with one another, and with no computation."""
-        if TRAINED not in self.values or len(differing) < 2:
-            return False
-        outer = differing[0].first == RECORDED and differing[-1].second == TRAINED
-        gap = distance(self.values[RECORDED], self.values[TRAINED], self.owners, self.flipped)
-        return outer and gap <= max(FLOAT32, self.noise)
-
-    def _name(self, link: Link, bisect: bool, recorded_together: bool) -> None:
-        """Write the fault of a link: its component, and the layer."""
-        outcome = self.outcome
-        outcome.component = TOGETHER if recorded_together else link.component
-        part = self._part(link) if bisect else None
-        if part is not None:
-            outcome.part, outcome.layer = part.text, part.layer
-        location = f", {outcome.part}" if outcome.part else ""
-        rounding = "; a product was rounded to bfloat16 there" if part is not None and part.is_rounding else ""
+    outcome.links = _link_sides(run, values, noise)
+    if differing := [link for link in outcome.links if not link.agrees]:
+        link = differing[0]
+        outcome.component = link.component
+        if len(differing) > 1 and link.first == RECORDED and differing[-1].second == TRAINED:
+            between = _link(run, RECORDED, TRAINED, TOGETHER, values, noise)
+            outcome.component = TOGETHER if between.agrees else link.component
+        location = ""
+        if bisect and link.first in sides and link.second in sides:
+            outcome.part, outcome.layer, size = find_part(sides[link.first], sides[link.second])
+            rounding = "; a product was rounded to bfloat16 there" if HALF[0] < size < HALF[1] else ""
+            location = f", {outcome.part}{rounding}"
         gap = f"{link.first} and {link.second} differ by {link.mean:.2g} nats on average"
-        outcome.faults.append(f"{outcome.component}{location}: {gap}{rounding}")
-
-    def _part(self, link: Link) -> Part | None:
-        """The first layer whose states differ between the sides of a link; None: one has no states."""
-        if link.first not in self.sides or link.second not in self.sides:
-            return None
-        return first_part(self.sides[link.first], self.sides[link.second])
+        outcome.faults.append(f"{outcome.component}{location}: {gap}")
+        outcome.notes += [f"also different: {x.first} and {x.second}, by {x.worst:.2g} nats" for x in differing[1:]]
+    return outcome
 
 
-RECORDED, TRAINED = "recorded engine", "recorded trainer"
-COMPONENTS = {
-    RECORDED: "the engine as it sampled",
-    "engine now": "the engine's dtype",
-    "engine now, without cache": "the engine's cache",
-    "plain forward pass": "the engine's forward pass",
-    "trainer now, unpacked": "the trainer's forward pass",
-    "trainer now, packed": "the trainer's packing",
-    "trainer now, in bfloat16": "the trainer's dtype",
-    TRAINED: "the trainer as it trained",
-}
-# Where what was recorded agrees, and nothing that is computed now does.
-TOGETHER = "the saved weights, or the settings or the model of today"
-EXPORTED = "the saved model"
-SAMPLER = ("engine now, sampling", "engine now, decoding the same tokens", "the engine's sampler")
-REFERENCE = ("recorded reference", "reference now", "the reference model")
+def _compute_sides(run: RecordedRun) -> tuple[dict[str, Side], dict[str, float]]:
+    """The sides that are computed now, in the order of the row, and by name the noise of those in half precision."""
+    policy, tensors = read_policy(run)
+    engine, plain, trainer = EngineSide(run, tensors), PlainSide(run, tensors), TrainerSide(run, policy)
+    in_half = [run.settings.get(f"{section}.dtype") == "bfloat16" for section in ("generator", "training")]
+    sides = {HALF_ENGINE: EngineSide(run, tensors, torch.bfloat16).cached()} if in_half[0] else {}
+    sides |= {
+        "engine now": engine.cached(),
+        "engine now, without cache": engine.uncached(),
+        "plain forward pass": plain.side(),
+        "trainer now, unpacked": trainer.unpacked(),
+        "trainer now, packed": trainer.packed(),
+    }
+    if in_half[1]:
+        sides[HALF_TRAINER] = trainer.packed(torch.bfloat16)
+    noise = 0.0
+    if any(in_half):
+        noise = HALF_TIMES * distance(run, plain.side(torch.bfloat16).logprobs, sides["plain forward pass"].logprobs)
+    pairs = ((RECORDED, HALF_ENGINE), (TRAINED, HALF_TRAINER))
+    return sides, {name: noise for pair, is_half in zip(pairs, in_half, strict=True) if is_half for name in pair}
+
+
+def _link_sides(run: RecordedRun, values: Mapping[str, np.ndarray], noise: Mapping[str, float]) -> list[Link]:
+    """Link neighbours in the row from the engine's to the trainer's recorded numbers."""
+    names = list(values)
+    total = values[names[-1]].astype(np.float64) - values[names[0]]
+    links = []
+    for first, second in pairwise(names):
+        gap = values[second].astype(np.float64) - values[first]
+        usable = ~np.isnan(gap * total)
+        energy = float((total[usable] ** 2).sum())
+        share = float((gap * total)[usable].sum() / energy) if energy > 1e-18 else None
+        component = COMPONENTS[first if first == RECORDED else second]
+        links.append(_link(run, first, second, component, values, noise, share))
+    return links
+
+
+def _link(
+    run: RecordedRun,
+    first: str,
+    second: str,
+    component: str,
+    values: Mapping[str, np.ndarray],
+    noise: Mapping[str, float],
+    share: float | None = None,
+) -> Link:
+    # The mean is that of `train/engine_difference`.
+    mean = float(np.nanmean(np.abs(values[first].astype(np.float64) - values[second])))
+    tolerance = max(FLOAT32, noise.get(first, 0.0), noise.get(second, 0.0))
+    return Link(first, second, component, mean, distance(run, values[first], values[second]), tolerance, share)
+
+
+def distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) -> float:
+    """Mean absolute difference, in nats, of the sequence in which it is largest.
+
+    Args:
+        first, second: [compared] log-probabilities; tokens with NaN in one of them are left aside.
+    """
+    gaps = np.abs(first.astype(np.float64) - second)
+    usable = ~np.isnan(gaps)
+    if sparse_layers(model_config(run.start)) and usable.any():
+        usable &= ~(gaps > np.quantile(gaps[usable], 1 - FLIPPED))
+    if not usable.any():
+        return 0.0
+    owners = run.owners()[usable]
+    return float((np.bincount(owners, gaps[usable]) / np.maximum(np.bincount(owners), 1)).max())
+
+
+def find_part(first: Side, second: Side) -> tuple[str, int | None, float]:
+    """Walk from the embedding to the head: the place where states begin to differ, its layer (None for the embedding
+    and the head), and by how much of their norm."""
+    places: list[tuple[Tensor, Tensor, str, int | None]] = [(first.states[0], second.states[0], "the embedding", None)]
+    for layer in range(len(first.attended)):
+        after = f"layer {layer}, output projection, norms or feed-forward"
+        places.append((first.attended[layer], second.attended[layer], f"layer {layer}, attention", layer))
+        places.append((first.states[layer + 1], second.states[layer + 1], after, layer))
+    for state, second_state, name, place in places:
+        size = float((state - second_state).norm() / second_state.norm().clamp(min=1e-30))
+        if size > STATES:
+            return f"{name} (its states differ by {size:.1e} of their norm)", place, size
+    return "the last norm or the head (the states of all layers agree)", None, 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 GB = 1e9
 GIB = 2**30
@@ -70,19 +70,3 @@ def parse_machines(text: str, cpu: Device) -> Machines:
             f"--gpus {text!r}: write a number and a device, as 8xH100; known are {', '.join(DEVICES)}, cpu"
         )
     return Machines(device, int(match[1] or 1))
-
-
-def device_of(card: str, memory: float) -> Device:
-    """The device of a card by its driver's name for it, with this memory; of an unknown card the memory alone.
-
-    Args:
-        card: as "NVIDIA H100 80GB HBM3".
-        memory: bytes.
-    """
-    words = re.split(r"[\s-]+", card.replace("RTX 4090", "RTX4090").replace("A10G", "A10"))
-    matches = [device for device in DEVICES.values() if device.name.partition("-")[0] in words]
-    if not matches:
-        return Device(card, memory, 0.0, 0.0, 0.0, 0.0)
-    # Cards of one name differ in their memory.
-    nearest = min(matches, key=lambda device: abs(device.memory - memory))
-    return replace(nearest, memory=memory)

@@ -34,11 +34,6 @@ class EngineMemory:
     token_bytes: int
     most: int = 0
 
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.update + self.cache + self.others
-
 
 def engine_memory(
     config: PreTrainedConfig, elements: int, settings: EngineSettings, procs: int, device: Device

@@ -34,13 +34,11 @@ class Meter(TorchDispatchMode):
     """Counts the bytes of storages on the meta device within its block; those that exist before are not counted.
 
     peaks: at each moment the bytes that existed beside the weights and their complete gradients: at first, and at most.
-    operators: number of operators.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.peaks: dict[Moment, tuple[int, int]] = {}
-        self.operators = 0
         self._moment = Moment(0, 0)
         self._others = 0
         self._is_fused = False
@@ -54,7 +52,6 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.operators += 1
         # What the host reads of tensors without values: numbers that no path depends on.
         if function is aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0 if args[0].dtype.is_floating_point else 1

@@ -39,11 +39,6 @@ def services_of(cfg: TrainingRecipe) -> list[str]:
     return [name for name in names if kind_of(name) in PLANNED and name not in left_out]
 
 
-def is_further_generator(service: str) -> bool:
-    """Whether a service generates with a further model."""
-    return service.startswith("models.") and kind_of(service) == "generator"
-
-
 def model_of(
     cfg: TrainingRecipe, service: str, own: tuple[PreTrainedConfig, Path], find: Callable[[str], Path]
 ) -> tuple[PreTrainedConfig, Path]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -28,7 +27,7 @@ from forge.training.tensor_parallel import parallelize
 from forge.types import Batch
 
 from .experts import divide_experts
-from .meter import Meter, Moment, metered
+from .meter import Moment, metered
 
 META = torch.device("meta")
 
@@ -44,9 +43,7 @@ class Weight:
 
     elements: int
     is_inner: bool  # of a decoder layer
-    is_matrix: bool
     trains: bool
-    is_stack: bool = False  # of matrices, those of experts
     spread: int = 1
     is_resharded: bool = False
 
@@ -58,14 +55,12 @@ class Passes:
     weights: by name.
     peaks: see `Meter`, with gradients in the dtype of the passes.
     itemsize: bytes of an element in the passes.
-    operators: number of operators.
     layers: number of decoder layers.
     """
 
     weights: Mapping[str, Weight]
     peaks: Mapping[Moment, tuple[int, int]]
     itemsize: int
-    operators: int
     layers: int
 
     @property
@@ -110,49 +105,32 @@ def run_passes(
         policy.ranks = ranks
         policy.train()
         weights = dict(policy.named_parameters())
-        local = {name: _local(weight) for name, weight in weights.items()}
+        local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in weights.items()}
         pack = split(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
-        with metered(weights) as meter:
-            if not learns:
-                with torch.no_grad():
-                    policy(pack, 1.0)
-                return _passes(policy, local, weights, meter, dtype, ranks.experts, backend)
+        with metered(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
-            value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
-            if policy.routers is not None:
-                load = policy.routers.take()
-                value = value + balance(load, load.detach().double(), policy.routers.k)
-            value.backward()
-            del output, value
-        return _passes(policy, local, weights, meter, dtype, ranks.experts, backend)
-
-
-def _passes(
-    policy: Policy | ScalarModel,
-    local: Mapping[str, torch.Tensor],
-    weights: Mapping[str, nn.Parameter],
-    meter: Meter,
-    dtype: torch.dtype,
-    degree: int,
-    backend: Backend,
-) -> Passes:
-    # TorchTitan divides an embedding that is not the head too by itself.
-    is_tied = not any(name.endswith("lm_head.weight") for name in weights)
-    resharded = () if backend != "titan" or is_tied else ("embed_tokens.weight",)
-    described = {
-        name: Weight(
-            tensor.numel(),
-            is_inner=".layers." in name,
-            is_matrix=tensor.dim() >= 2,
-            trains=weights[name].requires_grad,
-            is_stack=tensor.dim() > 2,
-            spread=degree if tensor.dim() > 2 else 1,
-            is_resharded=name.endswith(resharded),
-        )
-        for name, tensor in local.items()
-    }
-    layers = len(policy.model.model.layers)
-    return Passes(described, meter.peaks, dtype.itemsize, meter.operators, layers)
+            if learns:
+                value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
+                if policy.routers is not None:
+                    load = policy.routers.take()
+                    value = value + balance(load, load.detach().double(), policy.routers.k)
+                value.backward()
+                del value
+            del output
+        # TorchTitan divides an embedding that is not the head too by itself.
+        is_tied = not any(name.endswith("lm_head.weight") for name in weights)
+        resharded = () if backend != "titan" or is_tied else ("embed_tokens.weight",)
+        described = {
+            name: Weight(
+                tensor.numel(),
+                is_inner=".layers." in name,
+                trains=weights[name].requires_grad,
+                spread=ranks.experts if tensor.dim() > 2 else 1,
+                is_resharded=name.endswith(resharded),
+            )
+            for name, tensor in local.items()
+        }
+        return Passes(described, meter.peaks, dtype.itemsize, len(policy.model.model.layers))
 
 
 @contextmanager
@@ -205,7 +183,3 @@ def _build(
     if ranks.tensor.size > 1:
         parallelize(built, ranks)
     return policy
-
-
-def _local(weight: nn.Parameter) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ from forge.training.settings import Head, OptimizerSettings, PassSettings
 from forge.types import Batch
 
 from .devices import CONTEXT, Machines
-from .memory import TrainerMemory, trainer_memory
-from .passes import Passes, run_passes
+from .memory import trainer_memory
+from .passes import run_passes
 
 MARGIN = 0.06  # of a GPU's memory: fragments, and the error of the plan
 
@@ -25,7 +25,7 @@ MARGIN = 0.06  # of a GPU's memory: fragments, and the error of the plan
 class ComponentPlan:
     """The memory of each process of a component.
 
-    parts: bytes by name. limits: what bounds a component that takes all memory that is left.
+    parts: bytes by name. limits: what bounds a component that takes all memory that is left. elements: parameters.
     """
 
     name: str
@@ -36,6 +36,7 @@ class ComponentPlan:
     moment: str = ""
     limits: str = ""
     has_room: bool = True  # for what it has to hold, where it takes all that there is
+    elements: int = 0
 
     @property
     def total(self) -> float:
@@ -53,19 +54,9 @@ class ComponentPlan:
         return self.capacity * (1 - MARGIN)
 
 
-@dataclass(frozen=True)
-class TrainerPlan:
-    """The plan of a component that holds the model: the memory of each rank, and what it was found from."""
-
-    plan: ComponentPlan
-    memory: TrainerMemory
-    elements: int
-    ranks: int
-
-
 def trainer_plan(
     cfg: TrainingRecipe, config: PreTrainedConfig, folder: Path, name: str, machines: Machines
-) -> TrainerPlan:
+) -> ComponentPlan:
     """The plan of one component.
 
     Args:
@@ -75,37 +66,8 @@ def trainer_plan(
         ValueError: a model, or degrees of parallelism, that the trainer rejects.
     """
     options = Options(**cfg.placement(name))
-    passes, memory = _memory(cfg, config, folder, name, machines)
-    divided = cfg.layout(name).over(options.procs)
-    elements = passes.elements * divided.tensor_parallel_degree
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "gathered": memory.gathered,
-    }
-    if cfg.training.cpu_offload and kind_of(name) != "ref_model":
-        # FSDP2 keeps these in host memory, where the optimiser computes too.
-        parts |= {"weights": 0, "gradients": 0, "optimizer": 0}
-    plan = ComponentPlan(
-        name,
-        options.procs * options.num_replicas,
-        options.with_gpus,
-        {part: size for part, size in parts.items() if size},
-        machines.device.memory,
-        memory.moment,
-    )
-    return TrainerPlan(plan, memory, elements, options.procs)
-
-
-def _memory(
-    cfg: TrainingRecipe, config: PreTrainedConfig, folder: Path, name: str, machines: Machines
-) -> tuple[Passes, TrainerMemory]:
-    options = Options(**cfg.placement(name))
     kind = kind_of(name)
     layout = cfg.layout(name).over(options.procs)
-    seq_len = cfg.training.seq_len
     settings = PassSettings(**cfg.training.trainer())
     learns = kind != "ref_model"
     device_type = machines.device.type if options.with_gpus else "cpu"
@@ -114,6 +76,7 @@ def _memory(
     head: Head = "value" if kind == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
     # A micro-batch is full, and an update has several of them where a pack does not hold the batch.
     data = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
+    seq_len = cfg.training.seq_len
     length = min(cfg.reach(config), seq_len)
     passes = run_passes(
         folder,
@@ -128,25 +91,39 @@ def _memory(
         learns=learns,
         backend=cfg.trainer.backend if kind == "trainer" else "fsdp",
     )
-    shards = layout.data_parallel_shard_degree * layout.context_parallel_degree if has_mesh else None
-    accumulates = cfg.training.batch_size * samples_of(cfg) * length > seq_len * data
     memory = trainer_memory(
         passes,
         settings,
         OptimizerSettings(**cfg.training.optimizer_settings()),
-        shards=shards,
-        tensor=layout.tensor_parallel_degree,
-        copies=layout.data_parallel_replicate_degree or 1,
-        micro_batches=2 if accumulates else 1,
+        shards=layout.data_parallel_shard_degree * layout.context_parallel_degree if has_mesh else None,
+        micro_batches=2 if cfg.training.batch_size * samples_of(cfg) * length > seq_len * data else 1,
         gloo=device_type == "cpu",
         learns=learns,
     )
-    return passes, memory
+    parts = {part: size for part, size in asdict(memory).items() if part != "moment"}
+    if cfg.training.cpu_offload and learns:
+        # FSDP2 keeps these in host memory, where the optimiser computes too.
+        parts |= {"weights": 0, "gradients": 0, "optimizer": 0}
+    return ComponentPlan(
+        name,
+        options.procs * options.num_replicas,
+        options.with_gpus,
+        {part: size for part, size in parts.items() if size},
+        machines.device.memory,
+        memory.moment,
+        elements=passes.elements * layout.tensor_parallel_degree,
+    )
 
 
 def kind_of(service: str) -> str:
     """The kind of a service, also of a further model: `trainer` of `models.rival.trainer`."""
     return service.rpartition(".")[2]
+
+
+def samples_of(cfg: TrainingRecipe) -> int:
+    """Sequences of a row of the batch."""
+    sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
+    return sampling.n_samples if sampling is not None else 1
 
 
 def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
@@ -176,9 +153,3 @@ def weighted_scores(logprobs: Tensor, weights: Tensor) -> Tensor:
 def weighted_values(values: Tensor, weights: Tensor) -> Tensor:
     """The same of a scalar head."""
     return (values * weights).sum()
-
-
-def samples_of(cfg: TrainingRecipe) -> int:
-    """Sequences of a row of the batch."""
-    sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
-    return sampling.n_samples if sampling is not None else 1

@@ -1,18 +1,21 @@
-"""Calls of a reward in a process of its kind, with a limit of time."""
+"""Calls of a reward in a process of its own, with a limit of time: it may hang or crash, and its caller stays."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
+
+from forge.rewards.reward import Reward
+from forge.rewards.rules import load_reward
+from forge.types import Prompt
 
 START = 60.0  # seconds for the imports of the reward's module
 
@@ -49,7 +52,7 @@ class RewardProcess:
 
     def __init__(self, name: str, limit: float) -> None:
         self.name, self.limit = name, limit
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
 
     def __enter__(self) -> RewardProcess:
         return self
@@ -63,67 +66,63 @@ class RewardProcess:
         Args:
             target: in place of the case's.
         """
-        request: dict[str, Any] = {"prompt": case.prompt, "responses": list(responses), "row": dict(case.row)}
-        request["target"] = case.target if target is None else target
+        if self._process is None:
+            self._start()
         began = time.monotonic()
         try:
-            process = self._started()
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            line = self._line(process, self.limit)
-        except (BrokenPipeError, EOFError):
-            code = self._process.wait() if self._process is not None else 0
-            self.end()
-            return Outcome(error=f"its process ended with {code}", seconds=time.monotonic() - began)
+            target = case.target if target is None else target
+            self._pipe.send((Prompt(case.prompt, (), 0, dict(case.row)), list(responses), target))
+            rewards, error = self._receive(self.limit)
         except TimeoutError:
             self.end()
             return Outcome(error=f"no answer within {self.limit:g} s", seconds=self.limit)
-        answer = json.loads(line)
-        if "error" in answer:
-            return Outcome(error=answer["error"], seconds=answer["seconds"])
-        return Outcome(tuple(answer["rewards"]), seconds=answer["seconds"])
+        except (BrokenPipeError, EOFError):
+            self._process.join()
+            error = f"its process ended with {self._process.exitcode}"
+            self.end()
+            return Outcome(error=error, seconds=time.monotonic() - began)
+        return Outcome(rewards, error, time.monotonic() - began)
 
     def end(self) -> None:
         """End the process with all that it has started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):
-                        pipe.close()
+            self._process.join()
+            self._pipe.close()
         self._process = None
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            command = [sys.executable, "-m", "forge_inspect.reward_doctor.worker", self.name]
-            # The reward's module may be of the working folder, as in `forge train`.
-            paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # A separate group, so that what the reward has started ends with it.
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
-            self._line(self._process, START)
-        return self._process
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self.name, other_end))
+        self._process.start()
+        other_end.close()
+        with suppress(EOFError):  # it has ended by itself: the call says so
+            self._receive(START)
 
-    def _line(self, process: subprocess.Popen[bytes], limit: float) -> bytes:
-        """The next line of its answers. TimeoutError: it took too long. EOFError: the process has ended."""
-        assert process.stdout is not None
-        descriptor = process.stdout.fileno()
-        deadline = time.monotonic() + limit
-        line = b""
-        while not line.endswith(b"\n"):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not select.select([descriptor], [], [], remaining)[0]:
-                raise TimeoutError
-            part = os.read(descriptor, 1 << 16)
-            if not part:
-                raise EOFError
-            line += part
-        return line
+    def _receive(self, limit: float) -> Any:
+        if not self._pipe.poll(limit):
+            raise TimeoutError
+        return self._pipe.recv()
+
+
+def _serve(name: str, pipe: Connection) -> None:
+    """Answer requests until there are no more."""
+    os.setsid()  # a group, so that what the reward starts ends with it
+    reward = Reward([load_reward(name)], None)
+    reward.setup()
+    pipe.send(None)  # its start is not a part of the first call
+
+    async def answer() -> None:
+        while True:
+            request = pipe.recv()
+            try:
+                scores = await reward.score(*request)
+            except Exception as error:  # whatever user code raises is what is looked for
+                pipe.send(((), f"{type(error).__name__}: {error}"[:300]))
+            else:
+                pipe.send((tuple(score.reward for score in scores), ""))
+
+    with suppress(EOFError):
+        asyncio.run(answer())

@@ -8,9 +8,8 @@ from typing import Literal
 
 from .calls import Case
 
-Severity = Literal["fault", "doubt", "note"]
 # A fault fails the examination; a doubt may be meant; a note is for reading.
-SEVERITIES: tuple[Severity, ...] = ("fault", "doubt", "note")
+Severity = Literal["fault", "doubt", "note"]
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,7 @@ from .views import Fields, RunView, plain
 PAGE = Path(__file__).with_name("page")
 # In the order of their imports.
 SCRIPTS = (
-    "metrics.js",
-    "parts.js",
-    "data.js",
-    "overview.js",
-    "time.js",
-    "rollouts.js",
-    "rollout.js",
-    "held_out.js",
-    "chat.js",
+    *("metrics.js", "parts.js", "data.js", "overview.js", "time.js", "rollouts.js", "rollout.js", "held_out.js"),
     "main.js",
 )
 STYLES = ("uPlot.min.css", "style.css")

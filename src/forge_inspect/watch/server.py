@@ -8,25 +8,22 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK
 from forge.observability.rollouts import HELD_OUT, ROLLOUTS
 from forge.observability.trace import TRACE
-from forge_http.web import Json, guard, json_of, listen, web
+from forge_http.web import Json, guard, listen, web
 from forge_inspect.runs import differences, signature, state, summary
 
-from .chat import Chat, NoModel
 from .report import CHARTS, PAGE, SCRIPTS, STYLES
 from .views import Fields, RunView, plain
 
 READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, "lock")  # files of a run's folder
 DEPTH = 3  # levels of folders that are searched for runs
-MAX_ENTRIES = 100_000  # of these folders that are visited, within seconds
 MAX_VIEWS = 16  # runs whose numbers are kept in memory
 MAX_NAME = 100  # characters of a name in an error
 MAX_ERROR = 500  # characters of an error
@@ -47,14 +44,12 @@ class Watch:
     """Shows the runs below `root`.
 
     Args:
-        base: the model to compare a run's with in the chat; None: the one that the run started from, if below `root`.
         key: the API key that clients must send, see `forge_http.web`.
     """
 
-    def __init__(self, root: Path, base: str | None = None, key: str | None = None) -> None:
+    def __init__(self, root: Path, key: str | None = None) -> None:
         self.root = root.resolve()
         self.key = key
-        self.chat = Chat(self.root, base)
         self._views: dict[Path, RunView] = {}  # the most recently used ones at the end
         self._summaries: dict[Path, tuple[object, Fields]] = {}
         # One thread: views are not shared, and the event loop stays free.
@@ -81,12 +76,10 @@ class Watch:
             "/api/differences": lambda q: plain(differences([self.folder(name) for name in q.getall("run")])),
         }.items():
             app.router.add_get(path, partial(self._answer, method))
-        app.router.add_post("/api/chat", self._chat)
         try:
             async with listen(app, listener) as url:
                 yield url
         finally:
-            await asyncio.to_thread(self.chat.close)
             self._thread.shutdown(wait=False)
 
     def folder(self, name: str) -> Path:
@@ -106,22 +99,27 @@ class Watch:
     def view(self, name: str) -> RunView:
         """Return a run with all data that was added since the last request."""
         folder = self.folder(name)
-        view = self._views.pop(folder, None)
-        if view is None:
-            view = RunView(folder)
-        else:
-            view.refresh()
+        view = self._views.pop(folder, None) or RunView(folder)
+        view.refresh()
         self._views[folder] = view
-        while len(self._views) > MAX_VIEWS:
+        if len(self._views) > MAX_VIEWS:
             self._views.pop(next(iter(self._views)))
         return view
 
     def _runs(self, _: Query) -> list[Fields]:
-        runs = []
-        for path in sorted(self._find()):
-            name = str(path.relative_to(self.root))
-            runs.append({"run": name, "name": path.name if name == "." else name, **self._summary(path)})
-        return runs
+        """The list of runs; links are not followed."""
+        folders = []
+        for folder, names, files in os.walk(self.root):
+            path = Path(folder)
+            if CONFIG in files and is_inside(path, self.root):
+                folders.append(path)
+            if CONFIG in files or len(path.relative_to(self.root).parts) == DEPTH:
+                names.clear()
+        return [
+            {"run": (name := str(path.relative_to(self.root))), "name": path.name if name == "." else name}
+            | self._summary(path)
+            for path in sorted(folders)
+        ]
 
     def _summary(self, path: Path) -> Fields:
         """Return a run's entry in the list. A damaged run does not hide the others."""
@@ -138,39 +136,12 @@ class Watch:
         self._summaries[path] = version, entry
         return entry
 
-    def _find(self) -> list[Path]:
-        """Return the folders of runs, without links."""
-        runs: list[Path] = []
-        folders = [(self.root, DEPTH)]
-        remaining = MAX_ENTRIES
-        while folders and remaining > 0:
-            folder, depth = folders.pop()
-            if (folder / CONFIG).is_file():
-                if is_inside(folder, self.root):
-                    runs.append(folder)
-                continue
-            if not depth:
-                continue
-            with suppress(OSError), os.scandir(folder) as entries:  # it may be closed to this user, or removed
-                for entry in islice(entries, remaining):
-                    remaining -= 1
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append((folder / entry.name, depth - 1))
-        return runs
-
     async def _answer(self, method: Callable[[Query], Json], request: web.Request) -> web.Response:
         query = request.query
         body = await asyncio.get_running_loop().run_in_executor(
             self._thread, lambda: json.dumps(method(query), allow_nan=False).encode()
         )
         return web.Response(body=body, content_type="application/json", headers=HEADERS)
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        body = await json_of(request)
-        if not isinstance(body, dict) or not isinstance(body.get("run"), str):
-            raise ValueError("the body must be a JSON object with the name of a run")
-        answer = await self.chat.answer(self.folder(body.pop("run")), body)
-        return web.json_response(answer, headers=HEADERS)
 
 
 async def _file(body: bytes, kind: str, _: web.Request) -> web.Response:
@@ -185,13 +156,14 @@ async def _errors_as_json(
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return web.json_response({"error": error.reason}, status=error.status, headers=HEADERS)
-    except (FileNotFoundError, IndexError, NoModel) as error:
-        return web.json_response({"error": line(error)}, status=404, headers=HEADERS)
+        status, reason = error.status, error.reason
+    except (FileNotFoundError, IndexError) as error:
+        status, reason = 404, line(error)
     except KeyError as error:
-        return web.json_response({"error": f"the query lacks {error}"}, status=400, headers=HEADERS)
+        status, reason = 400, f"the query lacks {error}"
     except (ValueError, TypeError, ArithmeticError, RecursionError, OSError) as error:
-        return web.json_response({"error": line(error)}, status=400, headers=HEADERS)
+        status, reason = 400, line(error)
+    return web.json_response({"error": reason}, status=status, headers=HEADERS)
 
 
 def line(error: Exception) -> str:
@@ -200,9 +172,8 @@ def line(error: Exception) -> str:
 
 
 def is_inside(folder: Path, root: Path) -> bool:
-    """Whether no file of a run that is read is a link out of `root`; other links are not followed either."""
-    links = [folder / name for name in READ if os.path.islink(folder / name)]
+    """Whether no file of a run that is read is a link out of `root`."""
     try:
-        return all(link.resolve().is_relative_to(root) for link in links)
+        return all((folder / name).resolve().is_relative_to(root) for name in READ)
     except (OSError, RuntimeError):  # a link to itself
         return False

@@ -29,7 +29,6 @@ NUMBERS = ("step", "group", "reward", "advantage", "version", "length")  # that 
 PAGE = 50  # rollouts of a page
 BINS = 20  # of a histogram
 PREVIEW = 160  # characters of a text in a list
-MAX_SEARCHES = 8  # results of searches that are kept
 MAX_BATCHES = 8  # batches that are kept
 
 Fields = dict[str, Any]  # an object of JSON
@@ -57,7 +56,6 @@ class RunView:
             self._table: pyarrow.Table | None = None
             self._ends: list[int] = [0]  # of the batches in the file
             self._firsts: list[int] = [0]  # number of the first row of each batch
-            self._searched: dict[tuple[str, int], np.ndarray] = {}
             self._read: dict[int, pyarrow.RecordBatch] = {}
         for row in map(numbers, self._metrics.read()):
             if "step" in row:
@@ -80,25 +78,17 @@ class RunView:
             before = [] if self._table is None else [self._table]
             self._table = pa.concat_tables([*before, pa.Table.from_batches(parts)]).combine_chunks()
 
-    def summary(self) -> Fields:
-        """Return the run's entry in the list of runs."""
-        return summary(self.folder)
-
-    def settings(self) -> Fields:
-        """Return the settings by dotted key; empty if config.yaml is damaged."""
-        try:
-            return {key: plain(value) for key, value in settings(self.folder).items()}
-        except (ValueError, OSError):
-            return {}
-
     def about(self) -> Fields:
         """Return settings, alerts, and the account of tokens of a run with agents."""
-        settings = self.settings()
+        try:
+            own_settings = {key: plain(value) for key, value in settings(self.folder).items()}
+        except (ValueError, OSError):  # config.yaml is damaged
+            own_settings = {}
         return {
-            "settings": settings,
-            "alerts": [alert._asdict() for alert in (*folder_alerts(self.folder), *alerts(self.rows, settings))],
+            "settings": own_settings,
+            "alerts": [alert._asdict() for alert in (*folder_alerts(self.folder), *alerts(self.rows, own_settings))],
             "account": account_text(token_account(self.rows)),
-            **self.summary(),
+            **summary(self.folder),
         }
 
     def curves(self, after: int = 0, max_rows: int | None = None) -> Fields:
@@ -201,8 +191,8 @@ class RunView:
         """Return the batch of a row, and the row's offset in it."""
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
         if number not in self._read:
-            while len(self._read) >= MAX_BATCHES:
-                self._read.pop(next(iter(self._read)))
+            if len(self._read) >= MAX_BATCHES:
+                self._read.clear()
             entry = next(batches(self.folder / ROLLOUTS, after=self._ends[number]), None)
             if entry is None:
                 raise ValueError(f"{self.folder / ROLLOUTS} was changed or is damaged")
@@ -213,22 +203,14 @@ class RunView:
         """Return which rows contain a text, ignoring case."""
         import pyarrow.compute as pc
 
-        # A run that continues has new rows: the number of batches is part of the key.
-        key = text.lower(), len(self._ends)
-        if key not in self._searched:
-            parts = []
-            for _, batch in batches(self.folder / ROLLOUTS, TEXT):
-                hits = [
-                    pc.fill_null(pc.match_substring(check_array(batch[name]), key[0].encode(), ignore_case=True), False)
-                    for name in TEXT
-                ]
-                parts.append(np.logical_or.reduce([hit.to_numpy(zero_copy_only=False) for hit in hits]))
-            # The oldest search makes room.
-            while len(self._searched) >= MAX_SEARCHES:
-                self._searched.pop(next(iter(self._searched)))
-            assert self._table is not None
-            self._searched[key] = np.concatenate(parts)[: len(self._table)]
-        return self._searched[key]
+        assert self._table is not None
+        parts = []
+        for _, batch in batches(self.folder / ROLLOUTS, TEXT):
+            columns = [check_array(batch[name]) for name in TEXT]
+            hits = [pc.match_substring(column, text.encode(), ignore_case=True) for column in columns]
+            found = [pc.fill_null(hit, False).to_numpy(zero_copy_only=False) for hit in hits]
+            parts.append(np.logical_or.reduce(found))
+        return np.concatenate(parts)[: len(self._table)]
 
 
 def check_array(array: pyarrow.Array) -> pyarrow.Array:

@@ -19,8 +19,8 @@ from forge.observability.metrics import Snapshot
 from forge.observability.rollouts import ROLLOUTS, batches
 from forge.types import Episode, Group
 from forge_http.web import bind
-from forge_inspect.watch import Watch
 from forge_inspect.watch.report import write_report
+from forge_inspect.watch.server import Watch
 from forge_inspect.watch.views import RunView
 
 EPISODES = 512
@@ -180,44 +180,6 @@ def test_with_a_key_only_those_who_have_it_read(runs: Path):
         return found
 
     assert served(runs, ask, key="right") == [401, 401, 200]
-
-
-def chat(root: Path, **body: Any) -> Any:
-    async def ask(session: aiohttp.ClientSession, url: str, _: Watch) -> Any:
-        async with session.post(f"{url}/api/chat", json=body) as answer:
-            return answer.status, await answer.json()
-
-    return served(root, ask)
-
-
-def test_only_models_below_the_folder_are_loaded(tmp_path: Path):
-    root = tmp_path / "runs"
-    (root / "a").mkdir(parents=True)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    (root / "a/config.yaml").write_text(f"model: {tmp_path}/model")
-    status, found = chat(root, run="a", which="run", prompt="x")
-    assert (status, "exported at the end" in found["error"]) == (404, True)
-    status, found = chat(root, run="a", which="base", prompt="x")
-    assert (status, "is not below" in found["error"]) == (404, True)
-    (root / "a/model").symlink_to(tmp_path / "model")
-    status, found = chat(root, run="a", which="run", prompt="x")
-    assert (status, "is not below" in found["error"]) == (404, True)
-    assert chat(root, run="a", which="live", prompt="x")[0] == 400
-    assert chat(root, run="a", which="other", prompt="x")[0] == 400
-    assert chat(root, run="..", prompt="x")[0] == 404
-    assert chat(root, which="run")[0] == 400
-
-
-@pytest.mark.parametrize("body", ["[" * 20_000, "{", "[]", "1", "null", '{"run": 5}'])
-def test_a_body_that_is_none_is_one_line(runs: Path, body: str):
-    async def ask(session: aiohttp.ClientSession, url: str, _: Watch) -> Any:
-        headers = {"Content-Type": "application/json"}
-        async with session.post(f"{url}/api/chat", data=body, headers=headers) as answer:
-            return answer.status, (await answer.json())["error"]
-
-    status, error = served(runs, ask)
-    assert (status, "\n" in error) == (400, False)
 
 
 HOSTILE = "<script>document.title='owned'</script>\x1b[31m\u202e</script><!--"

@@ -2,14 +2,13 @@
 const inlined = document.getElementById("data");
 export const REPORT = inlined ? JSON.parse(inlined.textContent) : null;
 
-export async function ask(path, query = {}, body = undefined) {
+export async function ask(path, query = {}) {
   if (REPORT) return answer(path, query);
   const words = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
     for (const one of Array.isArray(value) ? value : [value]) if (one !== "" && one !== null && one !== undefined) words.append(name, one);
   }
-  const options = body ? { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) } : {};
-  const response = await fetch(`api/${path}?${words}`, options);
+  const response = await fetch(`api/${path}?${words}`);
   const found = await response.json();
   if (!response.ok) throw new Error(found.error ?? response.statusText);
   return found;

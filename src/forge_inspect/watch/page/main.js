@@ -6,10 +6,9 @@ import { time } from "./time.js";
 import { rollouts } from "./rollouts.js";
 import { rollout } from "./rollout.js";
 import { heldOut } from "./held_out.js";
-import { chat } from "./chat.js";
 
 const EVERY = 2000; // milliseconds between two looks at the files
-const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts: ["Rollouts", rollouts], held_out: ["Held-out", heldOut], chat: ["Chat", chat] };
+const VIEWS = { overview: ["Overview", overview], time: ["Time", time], rollouts: ["Rollouts", rollouts], held_out: ["Held-out", heldOut] };
 const main = document.getElementById("main"), aside = document.getElementById("runs"), tabs = document.getElementById("tabs"), now = document.getElementById("now");
 const loading = el("p", { className: "quiet", id: "loading" }, "Loading …");
 let runs = [], view = null, key = "";
@@ -48,7 +47,7 @@ function list() {
     el("input", { type: "checkbox", checked: chosen.includes(one.run), disabled: one.run === context.run(), title: "show beside the chosen one", onclick: toggle(one.run) }), el("b", {}, visible(one.name)),
     el("small", { className: ["damaged", "failed"].includes(one.state) ? "bad" : "" }, one.error ? visible(one.error) : `${visible(one.ending || one.state)}, step ${number(one.step)}${one.steps ? `/${one.steps}` : ""}${one.reward === null || one.reward === undefined ? "" : `, reward ${number(one.reward, 3)}`}`)))]);
   const current = VIEWS[words.get("view")] ? words.get("view") : "overview";
-  fill(tabs, location.hash, () => Object.entries(VIEWS).filter(([name]) => !REPORT || name !== "chat").map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
+  fill(tabs, location.hash, () => Object.entries(VIEWS).map(([name, [text]]) => el("a", { href: `#${new URLSearchParams({ ...Object.fromEntries(words), view: name })}`, "aria-current": name === current, onclick: (event) => { event.preventDefault(); go({ view: name, row: null }); } }, text)));
   return current;
 }
 
