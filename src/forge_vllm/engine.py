@@ -71,7 +71,6 @@ class VLLMEngine:
         check_keys(config)
         options = EngineSettings(**{"engine": "vllm", **settings})
         self.max_seq_len = check_length(config, options.max_seq_len)
-        self.on_update = options.on_update
         self.eos = load_eos(folder, config)
         self._reads_texts = has_tokenizer(folder)
         self.dtype: torch.dtype = getattr(torch, options.dtype)
@@ -79,7 +78,7 @@ class VLLMEngine:
         self._labels = WeightLabels(version, "")
         self._traffic = Traffic()
         self._traffic.open.set()
-        self._orders = Orders(self.on_update, on_cpu, self._traffic, self._labels)
+        self._orders = Orders(options.on_update, on_cpu, self._traffic, self._labels)
         self._worker: asyncio.Task[None] | None = None
         self._started = self._generated = self._numbered = self._prefilled = self._reused = 0
         self._lock = threading.Lock()
@@ -144,6 +143,15 @@ class VLLMEngine:
         future: Future[None] = Future()
         self._call(future, self._order, "restore", future)
         return future
+
+    @property
+    def on_update(self) -> str:
+        """What becomes of running sequences at an update: "continue", "finish" or "recompute"."""
+        return self._orders.mode
+
+    @on_update.setter
+    def on_update(self, mode: str) -> None:
+        self._orders.mode = mode
 
     @property
     def version(self) -> int:
