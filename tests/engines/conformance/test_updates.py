@@ -115,8 +115,7 @@ def test_released_and_restored(subject: Subject, engine: Any, mode: str) -> None
     waiting = engine.submit([1, 2], Sampling(n=2, max_tokens=5, seed=1))
     hold.release()
     released.result(60)
-    assert running.done()
-    assert all(set(c.versions) == {0} for c in running.result())
+    assert all(set(c.versions) == {0} for c in running.result(60))
     engine.release().result(60)
     if mode != "finish":  # an update does so by itself
         engine.restore().result(60)
