@@ -24,19 +24,13 @@ def literal(text: str) -> tuple[Value] | None:
     return None
 
 
-def constant(node: ast.expr) -> tuple[Value] | None:
+def constant(expression: str | ast.expr) -> tuple[Value] | None:
     """Return the value of an expression of a test in a 1-tuple; None if it has names but `float`, `inf` and `set`."""
-    nodes = list(ast.walk(node))
-    names = {each.id for each in nodes if isinstance(each, ast.Name)}
-    if names <= {"float", "inf", "set"} and all(isinstance(each, _CONSTANT + _DISPLAYS) for each in nodes):
-        with suppress(ValueError, TypeError, ArithmeticError, MemoryError):
+    with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
+        node = ast.parse(expression.strip(), "<test>", mode="eval").body if isinstance(expression, str) else expression
+        nodes = list(ast.walk(node))
+        names = {each.id for each in nodes if isinstance(each, ast.Name)}
+        if names <= {"float", "inf", "set"} and all(isinstance(each, _CONSTANT + _DISPLAYS) for each in nodes):
             scope = {"__builtins__": {}, "float": float, "inf": float("inf"), "set": set}
             return (eval(compile(ast.Expression(node), "<test>", "eval"), scope),)
-    return None
-
-
-def parse_constant(text: str) -> tuple[Value] | None:
-    """Return the value of an expression's text, as `constant`."""
-    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        return constant(ast.parse(text.strip(), "<test>", mode="eval").body)
     return None
