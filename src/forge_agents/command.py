@@ -136,16 +136,20 @@ class CommandRunner:
         settings["port"] = None if outer is None else outer[1]
         owned = self.level == "namespaces" and os.geteuid() == 0
         filling = partial(fill, folder, command.files if new else None, files or {}, new=new, owned=owned)
+
+        async def play() -> CommandResult:
+            try:
+                return await self._play(filling, settings, request, folder, outer)
+            except BaseException:
+                if new:
+                    await self._in_thread(partial(remove, folder.parent))
+                raise
+
         # `close` ends the run by this task, and waits for it.
-        run = asyncio.ensure_future(self._play(filling, settings, request, folder, outer))
+        run = asyncio.ensure_future(play())
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
-        try:
-            return await run
-        except BaseException:
-            if new:
-                await self._in_thread(partial(remove, folder.parent))
-            raise
+        return await run
 
     async def close(self) -> None:
         """End all runs, and remove all task folders."""

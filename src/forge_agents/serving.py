@@ -142,8 +142,6 @@ def add_to(commands: Any) -> None:
 def serve(args: argparse.Namespace) -> None:
     """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
     from forge.engines import EngineSettings
-    from forge.engines.weights import load_config
-    from forge.models.files import try_tokenizer
     from forge.models.find import check_family, resolve_model
     from forge.runtime.controller import ForgeError, run
 
@@ -151,13 +149,9 @@ def serve(args: argparse.Namespace) -> None:
     try:
         key = required_key(args.host, args.api_key)
         options = {name: getattr(args, name) for name in ENGINE_OPTIONS if hasattr(args, name)}
-        engine = EngineSettings(**options)
-        engine.check_installed()
+        EngineSettings(**options).check_installed()
         check_family(args.model)
         model = resolve_model(args.model)
-        if engine.engine == "embedded":
-            load_config(Path(model))
-        try_tokenizer(Path(model))
         tokenizer = open_tokenizer(model)
         name = args.name or Path(args.model).resolve().name
         recording = None

@@ -37,11 +37,6 @@ class SessionSettings:
     is_served: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-
 
 @dataclass(frozen=True, slots=True)
 class Access:

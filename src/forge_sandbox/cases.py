@@ -6,13 +6,14 @@ import ast
 import builtins
 import json
 import operator
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .literals import Value, constant, parse_constant
+from .literals import Value, constant
 
 # What a comparison is called in the harness, which compares plain values whatever the program's objects say.
 _COMPARE = "__compare__"
@@ -116,7 +117,7 @@ def checks_of(number: int, case: Case) -> list[Check]:
     """Return the checks of a case that is not one of input and output."""
     if case.call is not None:
         expected = (case.value or "").strip()
-        value_of = parse_constant(expected)
+        value_of = constant(expected)
         if value_of is not None:
             return [Check(number, case.call, "value", lambda value: bool(value == value_of[0]), expected)]
         return [Check(number, case.call, "text", lambda value: bool(value == expected), expected)]
@@ -163,10 +164,8 @@ def _assert_checks(number: int, test: ast.expr) -> list[Check]:
 def _truth(number: int, test: ast.expr, wanted: bool) -> Check:
     """Return a check of whether an expression holds. A call of the program gains nothing by lies: it may return what it
     likes."""
-    root = test.func if isinstance(test, ast.Call) else None
-    while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-        root = root.func if isinstance(root, ast.Call) else root.value
-    calls_program = isinstance(root, ast.Name) and root.id not in dir(builtins)
+    root = re.match(r"\w+", ast.unparse(test)) if isinstance(test, ast.Call) else None
+    calls_program = root is not None and root.group() not in dir(builtins)
     text = ast.unparse(_Guard().visit(test))
     return Check(number, text, "truth", lambda value: value is wanted, in_process=not calls_program)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 
 from .worker import SandboxError, Settings, Worker
 
@@ -30,21 +29,22 @@ print(*(name for name, what in tried.items() if works(what)), *(sorted({{*os.env
 """
 
 
-def select_level(levels: Sequence[str], settings: Settings, python: str, user: int | None) -> str:
-    """Return the first of these levels that confines the canary. SandboxError: none does, with the reason for each."""
-    reasons = []
-    for level in levels:
-        try:
-            escapes = _try_level(settings | {"level": level}, python, user)
-        except SandboxError as error:
-            reasons.append(f"{level}: {error}")
-            continue
+def select_level(level: str, is_unsafe: bool, settings: Settings, python: str, user: int | None) -> str:
+    """Return the level at which programs run: "auto" is namespaces, or none where these do not confine the canary and
+    `is_unsafe` accepts that. SandboxError: they do not, with the reason."""
+    try:
+        tried = "none" if level == "none" else "namespaces"
+        escapes = _try_level(settings | {"level": tried}, python, user)
         # Without isolation they are as they should be.
-        if not escapes or level == "none":
-            return level
-        reasons.append(f"{level}: a program was not prevented from: {escapes}")
+        if not escapes or tried == "none":
+            return tried
+        reason = f"a program was not prevented from: {escapes}"
+    except SandboxError as error:
+        reason = str(error)
+    if level == "auto" and is_unsafe:
+        return "none"
     raise SandboxError(
-        f"programs cannot be isolated here. {'; '.join(reasons)}. Allow user namespaces (docs/sandbox.md, Containers), "
+        f"programs cannot be isolated here. {tried}: {reason}. Allow user namespaces (docs/sandbox.md, Containers), "
         "or run programs with all your rights by level='none' and allow_unsafe=True"
     )
 

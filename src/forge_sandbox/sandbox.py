@@ -127,7 +127,7 @@ class Sandbox:
         if hidden:
             raise ValueError(f"{', '.join(hidden)}: programs have their own /tmp, name single paths in it")
         self.level = level
-        self._levels = ("namespaces", *(("none",) if allow_unsafe else ())) if level == "auto" else (level,)
+        self._is_unsafe = allow_unsafe
         self._settings: Settings = limits | {
             "limits": _LIMITS | {"AS": memory_mb << 20, "FSIZE": file_mb << 20, "CPU": cpu_seconds},
             "folder": "/tmp",
@@ -198,7 +198,7 @@ class Sandbox:
         with self._lock:
             if self._started:
                 return
-            self.level = select_level(self._levels, self._settings, self._python, self._user)
+            self.level = select_level(self.level, self._is_unsafe, self._settings, self._python, self._user)
             self._settings["level"] = self.level
             self._started = True
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)

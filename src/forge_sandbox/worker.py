@@ -152,12 +152,9 @@ class Worker:
 
     def _stderr_tail(self) -> str:
         """Return the end of its stderr, once it has exited."""
-        if self.interrupted:
-            return ""
-        try:
+        with suppress(subprocess.TimeoutExpired, ValueError):  # ValueError: closed concurrently
             self._process.wait(EXIT_TIMEOUT)
-            stderr = self._stderr.fileno()
-        except (subprocess.TimeoutExpired, ValueError):  # ValueError: closed concurrently
-            return ""
-        text = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(errors="replace").strip()
-        return f": {text[-400:]}" if text else ""
+            size = os.fstat(self._stderr.fileno()).st_size
+            text = os.pread(self._stderr.fileno(), 400, max(0, size - 400)).decode(errors="replace").strip()
+            return f": {text}" if text and not self.interrupted else ""
+        return ""

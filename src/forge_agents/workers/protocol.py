@@ -86,6 +86,8 @@ class _Server:
         reader = asyncio.StreamReader(limit=MAX_LINE)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         running = set()
+        # What is opened is closed by the same task, as cancel scopes of anyio demand.
+        await self._answer(**json.loads(await reader.readline()))
         while line := await reader.readline():
             task = asyncio.create_task(self._answer(**json.loads(line)))
             running.add(task)
@@ -112,7 +114,7 @@ class _Server:
         self.answers.flush()
 
     async def _result(self, op: str, **fields: Any) -> Values:
-        if op == "open":
+        if op == "open":  # the first request
             self.collection = await self.opener(fields["environment"], fields["args"])
             return {}
         assert self.collection is not None, f"{op} came before open"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,7 @@ class Environment:
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self.ready = asyncio.Event()
-        self.ended = asyncio.Event()
+        self.shared = AsyncExitStack()
         self.task_type = type(env.taskset).task_type()
         agents = agent_config_fields(env.config)
         # An agent that has a client is another model, such as a judge.
@@ -73,23 +72,11 @@ class Environment:
 
     async def start(self) -> None:
         """Start what episodes share: tool servers, and the server between harness and model."""
-        self.serving = asyncio.create_task(self._serve())
-        ready = asyncio.create_task(self.ready.wait())
-        await asyncio.wait([ready, self.serving], return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if self.serving.done():
-            await self.serving
-
-    async def _serve(self) -> None:
-        # The task that enters it must be the one that leaves it.
-        async with self.env.serving():
-            self.ready.set()
-            await self.ended.wait()
+        await self.shared.enter_async_context(self.env.serving())
 
     async def close(self) -> None:
         """End what episodes share."""
-        self.ended.set()
-        await self.serving
+        await self.shared.aclose()
 
     def rows(self) -> Iterator[tuple[str, Values]]:
         """The tasks of the taskset."""
