@@ -203,7 +203,7 @@ class Parser:
         return self._name(token)
 
     def _inside(self, opening: str, several: bool) -> list[Tree]:
-        """What is in brackets, perhaps several sums between commas. Its bars are counted separately."""
+        """Read what is in brackets, perhaps several sums between commas. Its bars are counted separately."""
         bars, self._bars = self._bars, 0
         sums = [self._sum()]
         while several and self._skip(","):

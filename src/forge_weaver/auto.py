@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any, ClassVar
 
@@ -103,7 +102,16 @@ class Auto(Aggregator):
                     self.warn(f"labels of {labelled} problems are not used: {name} predicts them better without")
         if warning is not None:
             self.warn(warning)
-        self._merge_report(rms, matrix, data.names)
+        inner = self.chosen.report
+        self.report = dataclasses.replace(
+            inner,
+            method=f"Auto: {inner.method}",
+            details={**self.report.details, **inner.details},
+            warnings=self.report.warnings + [text for text in inner.warnings if text not in self.report.warnings],
+            residual_correlation=rms,
+            correlated=data.names,
+            correlation=matrix.tolist(),
+        )
 
     def _without_labels(
         self, data: Data, normal: np.ndarray, independent: BinnedDawidSkene, rms: float
@@ -163,19 +171,6 @@ class Auto(Aggregator):
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probability by the selected method."""
         return self.chosen.posterior(data)
-
-    def _merge_report(self, rms: float | None, matrix: np.ndarray, names: list[str]) -> None:
-        inner = self.chosen.report
-        self.report = dataclasses.replace(
-            inner,
-            method=f"Auto: {inner.method}",
-            verifiers=copy.deepcopy(inner.verifiers),  # coverage is updated in both reports
-            details={**self.report.details, **inner.details},
-            warnings=self.report.warnings + [text for text in inner.warnings if text not in self.report.warnings],
-            residual_correlation=rms,
-            correlated=list(names),
-            correlation=matrix.tolist(),
-        )
 
 
 METHODS: dict[str, type[Aggregator]] = {

@@ -1,4 +1,4 @@
-"""Calls of a reward in a process of its own, with a limit of time: it may hang or crash, and its caller stays."""
+"""Calls of a reward in a separate process, with a limit of time: it may hang or crash, and its caller stays."""
 
 from __future__ import annotations
 

@@ -126,19 +126,19 @@ class _Examiner:
         target = "" if kind == "target" else None
         self.result.findings.append(Finding(severity, kind, text, case, tuple(responses), target, claim))
 
-    def earn(self, answers: Callable[[Case], Mapping[str, str]]) -> dict[str, list[Earned]]:
+    def earn(self, answers: Callable[[Case], Mapping[str, str]], probe: str = "{}") -> dict[str, list[Earned]]:
         """What the answers to each row earn, by their names; without those that are not scored."""
         earned: dict[str, list[Earned]] = defaultdict(list)
         for case in self.cases:
             for name, answer in answers(case).items():
-                reward = self.score(case, [answer], name).reward
+                reward = self.score(case, [answer], probe.format(name)).reward
                 if reward is not None:
                     earned[name].append(Earned(reward, case, answer))
         return earned
 
     def try_answers(self) -> None:
         """What right and wrong answers earn, and forms of the right one that earn nothing."""
-        forms = self.earn(lambda case: probes.right_forms(case.target) if case.target else {})
+        forms = self.earn(lambda case: probes.right_forms(case.target) if case.target else {}, "a right answer ({})")
         best = max(forms, key=lambda form: _mean(forms[form]), default="plain")
 
         def others(case: Case) -> dict[str, str]:
