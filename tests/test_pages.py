@@ -27,7 +27,7 @@ from forge_cluster import table_command as table
 from forge_cluster import worker_command as worker
 from forge_compat import convert
 from forge_inspect.cli import audit, doctor, evaluate, mismatch, plan, replay, runs, watch
-from forge_verifiers.settings import VerifiersConfig
+from forge_verifiers.config import VerifiersConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

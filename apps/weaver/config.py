@@ -10,7 +10,7 @@ from forge.engines import EngineSettings
 from forge.recipes.schema import RunConfig
 from forge.runtime.controller import Options
 from forge.system import extras
-from forge_verifiers.settings import VerifiersConfig
+from forge_verifiers.config import VerifiersConfig
 from forge_weaver import make
 
 

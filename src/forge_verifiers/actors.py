@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forge.rewards.verifier import Scores
 from forge.runtime.controller import ForgeActor, Service, endpoint
 
-from .settings import VerifiersConfig
+from .config import VerifiersConfig
 
 
 class VerifierActor(ForgeActor):

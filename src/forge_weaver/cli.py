@@ -138,7 +138,7 @@ def _distil(args: argparse.Namespace) -> None:
 def _read_verifiers(path: str) -> Any:
     """The section that says which verifiers there are. ValueError, FileNotFoundError: it, or a model, is wrong."""
     from forge.config import read
-    from forge_verifiers.settings import VerifiersConfig
+    from forge_verifiers.config import VerifiersConfig
 
     verifiers = read(VerifiersConfig, Path(path))
     verifiers.check_sources()

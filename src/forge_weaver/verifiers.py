@@ -17,8 +17,9 @@ from forge.config.yaml_files import read_yaml
 from forge.observability import Reduce, record_metric
 from forge.rewards.reward import report_missing
 from forge.rewards.verifier import Scores
+from forge_verifiers.config import VerifiersConfig
 from forge_verifiers.panel import Panel
-from forge_verifiers.settings import ModelSettings, RewardModelSettings, VerifiersConfig
+from forge_verifiers.settings import ModelSettings, RewardModelSettings
 
 from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
 from .binned import Online

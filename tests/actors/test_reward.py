@@ -15,7 +15,7 @@ from forge.rewards.reward import FunctionVerifier
 from forge.runtime.controller import shutdown
 from forge_verifiers import Panel
 from forge_verifiers.actors import VerifierActor
-from forge_verifiers.settings import VerifiersConfig
+from forge_verifiers.config import VerifiersConfig
 from forge_weaver import (
     BinnedDawidSkene,
     Ensemble,

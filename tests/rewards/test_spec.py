@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from forge.config import ConfigError, build, to_dict
-from forge_verifiers.settings import VerifiersConfig
+from forge_verifiers.config import VerifiersConfig
 from tests.training.cases import write_classifier
 
 JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "judge"}

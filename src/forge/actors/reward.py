@@ -18,7 +18,7 @@ class RewardActor(ForgeActor):
     Args:
         functions: functions, verifiers, or objects with `score_group`; names that `load_reward` resolves; mappings
             `{"use": "package.module:Name", **settings}` that name one with its settings.
-        verifiers: a `forge_verifiers.settings.VerifiersConfig`, whose scores are added as they are.
+        verifiers: a `forge_verifiers.config.VerifiersConfig`, whose scores are added as they are.
         accuracy: the function that decides whether a response is right, see `Reward`.
         weights, names: of the functions, see `Reward`.
     """

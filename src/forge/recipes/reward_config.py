@@ -31,7 +31,7 @@ class RewardConfig(Section):
 
     def _check(self) -> None:
         if self.verifiers is not None:
-            self.verifiers = resolve("forge_verifiers.settings:read_section", "reward.verifiers")(self.verifiers)
+            self.verifiers = resolve("forge_verifiers.config:read_section", "reward.verifiers")(self.verifiers)
         if self.functions == [] and self.verifiers is None:
             raise ValueError("reward.functions is empty: name at least one, or set reward.verifiers")
         for item in self.functions or ():

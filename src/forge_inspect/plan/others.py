@@ -18,7 +18,8 @@ from transformers import (
 from forge.models.architecture import longest
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
-from forge_verifiers.settings import ModelSettings, ProcessRewardModelSettings, models_of
+from forge_verifiers.config import models_of
+from forge_verifiers.settings import ModelSettings, ProcessRewardModelSettings
 
 from .devices import Machines
 from .meter import metered
