@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the size of a file (ulimit -f)
 
@@ -119,22 +118,6 @@ def make_private(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
         folder.chmod(0o700)
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """Open a file of a folder that another user may have written: never waits, and never leaves the folder.
-
-    Raises:
-        FileNotFoundError: it does not exist. OSError: it is a link, a pipe, a device or a folder.
-    """
-    if not stat.S_ISREG(path.lstat().st_mode):  # opening a device may have an effect
-        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
-    file = os.fdopen(handle, "rb")
-    if not stat.S_ISREG(os.fstat(handle).st_mode):  # it was replaced meanwhile
-        file.close()
-        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    return file
 
 
 def is_plain(path: Path) -> bool:
