@@ -109,7 +109,9 @@ def test_a_failed_one_changes_nothing(subject: Subject, engine: Any, fault: str)
 @pytest.mark.parametrize("mode", MODES)
 def test_released_and_restored(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
-    running = engine.submit([1, 2], Sampling(n=4, max_tokens=200, temperature=0), listener=(hold := Hold()))
+    # Held once every sample has begun: one that has not waits for the next weights.
+    hold = Hold(pieces=20)
+    running = engine.submit([1, 2], Sampling(n=4, max_tokens=200, temperature=0), listener=hold)
     wait_for(hold.holds.is_set)
     released = engine.release()
     waiting = engine.submit([1, 2], Sampling(n=2, max_tokens=5, seed=1))
