@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from forge.config.plugin import resolve
 from forge.observability.lines import Lines, Row
 from forge.observability.rollouts import ROLLOUTS, batches, texts
 from forge.system.files import write_atomic
@@ -32,6 +33,7 @@ STARTS: dict[str, Callable[[Any, TrackedRun], Tracker]] = {
     "wandb": start_wandb,
     "trackio": start_trackio,
     "mlflow": Mlflow,
+    "tracker": lambda name, run: resolve(name, "metrics.tracker")(run),
 }
 Step = tuple[int, dict[str, float], list[Row]]  # its number, its row and its rollouts
 

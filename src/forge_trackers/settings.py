@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from forge.config.plugin import resolve
 from forge.observability.lines import Row
 
 # In the order of their documentation; each is a section of `metrics`.
@@ -17,8 +18,10 @@ def check_trackers(metrics: Row) -> None:
 
     Raises:
         ModuleNotFoundError: a package is missing; names it.
-        ValueError: W&B has no API key here, or WANDB_MODE is none of its modes.
+        ValueError: W&B has no API key here, WANDB_MODE is none of its modes, or there is no tracker of your own's name.
     """
+    if metrics.get("tracker"):
+        resolve(metrics["tracker"], "metrics.tracker")
     needs: dict[str, list[str]] = {name: [name] for name in TRACKERS if metrics.get(name)}
     # MLflow's light package has no database driver, which a server on another machine does not need.
     if "mlflow" in needs:

@@ -37,8 +37,9 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker is constructed with its section of the configuration. It gets every row whose step is at least `first`,
-    with the rollouts of that step, and is closed once. Each of these may raise, and is then retried."""
+    """A tracker is constructed with its section of the configuration and the run, one of your own with the run. It gets
+    every row whose step is at least `first`, with the rollouts of that step, and is closed once. Each of these may
+    raise, and is then retried."""
 
     first: int
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -183,6 +184,34 @@ def test_a_tracker_that_fails_is_a_warning_and_can_be_fed_later(tmp_path: Path, 
         known(tmp_path, "mlflow"), "reward"
     )
     assert [(m.step, m.value) for m in shown] == [(row["step"], row["reward"]) for row in lines(tmp_path, "metrics")]
+
+
+class Listed:
+    """A tracker of a user's own."""
+
+    first = 2
+    seen: ClassVar[list] = []
+
+    def __init__(self, run) -> None:
+        self.name = run.name
+
+    def log(self, step, row, rollouts) -> None:
+        self.seen.append((self.name, step, row.get("eval/accuracy"), [line["response"] for line in rollouts]))
+
+    def close(self, finished: bool) -> None:
+        self.seen.append(finished)
+
+
+def test_a_tracker_of_the_users_own_gets_each_step(tmp_path: Path):
+    section = to_dict(MetricsConfig.model_validate({"tracker": f"{__name__}:Listed"}))
+    check_trackers(section)
+    run = Run("one", {"metrics": section}, steps=4, root=str(tmp_path))
+    steps(run, range(4))
+    run.finish()
+    run.close()
+    assert Listed.seen == [("one", 2, 0.25, ["answer 2"]), ("one", 3, None, ["answer 3"]), True]
+    with pytest.raises(ValueError, match=r"metrics\.tracker"):
+        check_trackers({"tracker": f"{__name__}:Missing"})
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,10 @@ class Run:
         if resume:
             self.sync()  # the checksums may cover rows that were removed
         self._trackers: Any = None
-        if any(config.get("metrics", {}).get(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")):
+        metrics = config.get("metrics", {})
+        if any(map(metrics.get, ("tensorboard", "wandb", "trackio", "mlflow", "tracker"))):
             make_delivery = resolve("forge_trackers.deliver:Delivery", "metrics")
-            self._trackers = make_delivery(self.folder, config["metrics"], config, start)
+            self._trackers = make_delivery(self.folder, metrics, config, start)
         configure_logging()
         self._progress = Progress(name, steps, start)
         self._finished = False

@@ -64,6 +64,8 @@ class MetricsConfig(Section):
     wandb: WandbConfig | None = None
     trackio: TrackioConfig | None = None
     mlflow: MlflowConfig | None = None
+    tracker: str | None = None
+    """A tracker of your own: `package.module:Name` ([trackers.md](trackers.md#your-own))."""
     profile: ProfileConfig | None = None
     peak_tflops: PositiveFloat | None = None
     """TFLOP/s of one device, which `train/mfu` and `generator/mfu` are shares of; null: the data sheet's for a known
@@ -72,7 +74,7 @@ class MetricsConfig(Section):
     @property
     def tracks(self) -> bool:
         """Whether a tracker follows the run."""
-        return bool(self.tensorboard or self.wandb or self.trackio or self.mlflow)
+        return bool(self.tensorboard or self.wandb or self.trackio or self.mlflow or self.tracker)
 
     def profiles(self, step: int, folder: Path) -> dict[str, str]:
         """The folders of a step's profiles, by service; empty if it is not profiled."""
