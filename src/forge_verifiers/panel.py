@@ -7,17 +7,15 @@ import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
 from forge.rewards.verifier import Scores, Verifier, close_all, reason_of
-from forge_verifiers.threads import in_own_thread, within
+from forge_verifiers.threads import within
 
 from .cache import Cache, key_of
 
 log = logging.getLogger(f"forge.{__name__}")
-FINGERPRINT_TIMEOUT = 600.0  # seconds: that of a model reads all its weights
 
 
 class Panel:
@@ -47,7 +45,7 @@ class Panel:
         if timeout <= 0:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
         self.missing: Counter[str] = Counter()  # unscored responses, by verifier and reason
-        self._fingerprints: dict[int, asyncio.Future[str | None]] = {}
+        self._fingerprints: dict[int, asyncio.Task[str | None]] = {}
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; exceptions of verifiers become reasons."""
@@ -92,19 +90,16 @@ class Panel:
         verifier = self.verifiers[number]
 
         async def read() -> str | None:
-            name = f"the fingerprint of {verifier.names[0]}"
             try:
-                call = partial(getattr, verifier, "fingerprint", None)
-                return await in_own_thread(call, limit=FINGERPRINT_TIMEOUT, name=name)
+                return await asyncio.to_thread(getattr, verifier, "fingerprint", None)
             except Exception as error:
-                log.warning("scores are not cached, %s cannot be read: %s", name, reason_of(error))
+                log.warning("scores of %s are not cached: %s", verifier.names[0], reason_of(error))
                 return None
 
-        reading = self._fingerprints.get(number)
-        if reading is None or (not reading.done() and reading.get_loop() is not asyncio.get_running_loop()):
-            reading = self._fingerprints[number] = asyncio.ensure_future(read())
         # Calls share one reading, which outlives each of them.
-        return reading.result() if reading.done() else await asyncio.shield(reading)
+        if number not in self._fingerprints:
+            self._fingerprints[number] = asyncio.create_task(read())
+        return await asyncio.shield(self._fingerprints[number])
 
     async def _cached(
         self,
