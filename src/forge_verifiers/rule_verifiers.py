@@ -100,12 +100,10 @@ class AnswerFrequency:
     A unique answer has 0, and so has a response without an answer. A single response is unscored.
 
     Args:
-        extract: the answer of a response, or None. If it raises, the response is unscored and not counted.
-        same: whether two answers are the same. By default final answers are compared as text, numbers and symbolically
-            (see `forge.rewards.rules`), and answers of another `extract` as text. Each answer is compared with the
-            first of each of the first MAX_KINDS kinds before it.
+        extract: the answer of a response, or None. If it raises, the response is unscored and not counted. Answers of
+            the default are compared as text, numbers and symbolically (see `forge.rewards.rules`), others as text, each
+            with the first of each of the first MAX_KINDS kinds before it.
         time_limit: seconds for all responses of a prompt.
-        version: of the two functions, see `Rule`; not needed for the defaults.
     """
 
     grouped = True
@@ -114,17 +112,14 @@ class AnswerFrequency:
         self,
         extract: Callable[[str], str | None] = final_answer,
         *,
-        same: Callable[[str, str], bool] | None = None,
         name: str = "answer_frequency",
         time_limit: float = 30.0,
-        version: str | None = None,
     ) -> None:
         self.extract, self.time_limit = extract, time_limit
-        by_default = (lambda a, b: bool(comparison().equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
-        self.same: Callable[[str, str], bool] = same or by_default
+        is_default = extract is final_answer
+        self._equal = (lambda a, b: bool(comparison().equal(a, b, TOLERANCE))) if is_default else str.__eq__
         self.names: tuple[str, ...] = (name,)
-        stated_version = version or ("default 3" if extract is final_answer and same is None else None)
-        self.fingerprint = None if stated_version is None else f"answer frequency {stated_version}"
+        self.fingerprint = "answer frequency default 3" if is_default else None
         self._turns = ThreadLimiter()
 
     @property
@@ -138,21 +133,15 @@ class AnswerFrequency:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
 
         def kinds_of_answers() -> list[str | Exception | None]:
-            """Each answer as the first one that is the same, or what `extract` or `same` raised."""
+            """Each answer as the first one that is the same, or what `extract` or the comparison raised."""
             end = monotonic() + self.time_limit  # the thread must not go on comparing after its time
-            same_as: dict[str, str] = {}
             kinds: list[str | Exception | None] = []
             for response in responses:
                 try:
-                    if monotonic() > end:
-                        raise Unscored("no time was left to compare its answer")
-                    # Equal texts are compared once; a new text with the first answer of each kind.
                     answer = self.extract(response)
-                    if answer is not None and answer not in same_as:
-                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MAX_KINDS]
-                        first = (kind for kind in kinds_so_far if monotonic() < end and self.same(answer, kind))
-                        same_as[answer] = next(first, answer)
-                    kinds.append(None if answer is None else same_as[answer])
+                    known = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, str)][:MAX_KINDS]
+                    same = (kind for kind in known if monotonic() < end and self._equal(answer, kind))
+                    kinds.append(None if answer is None else next(same, answer))
                 except Exception as error:
                     kinds.append(error)
             return kinds

@@ -94,10 +94,6 @@ class Session:
             raise InfrastructureError(f"{self._url} answered tools/list with {str(reply)[:80]!r}") from None
         return schemas
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> Reply:
-        """Call an MCP tool as a step; its observation has `result` or `error`."""
-        return await self.step({"type": "call_tool", "tool_name": name, "arguments": dict(arguments)})
-
     async def close(self) -> None:
         """End the session; idempotent."""
         self.drop()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from forge.types import Sample
-from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
+from forge_envs.environment import CUT, Action, Environment, Message, Step
 from forge_envs.schemas import parameters_of
 
 from ..content import Json, text_of
@@ -81,7 +81,8 @@ class OpenEnvEnvironment(Environment):
         self._release_session()
         self._rewarded = False
         if self._schema is None:
-            self._schema = self._checked((await self._client.schema()).get("action"))
+            schema = (await self._client.schema()).get("action")
+            self._schema = schema if isinstance(schema, Mapping) else {}
         self._session = await self._client.acquire()
         reply = await self._session.reset(**self._to_reset(task, seed))
         tools = await self._session.list_tools() if self._mcp else ()
@@ -110,13 +111,9 @@ class OpenEnvEnvironment(Environment):
             sent = (self._to_action or self._default_action)(action)
         except ValueError as error:
             return Step((_user_message(f"error: {error}"),))
-        try:
-            reply = await self._session.step(sent)
-        # A rejected action is the policy's fault, and it may try again; other errors are the server's.
-        except OpenEnvError as error:
-            if error.code != "VALIDATION_ERROR":
-                raise
-            return Step((_user_message(self._shorten(f"error: {error.message}")),))
+        reply = await self._sent(self._session, sent)
+        if isinstance(reply, str):
+            return Step((_user_message(reply),))
         if self._is_forge:
             return step_from_reply(reply)
         return self._step(self._messages(reply), reply.reward, reply.metadata, over=reply.done)
@@ -133,6 +130,16 @@ class OpenEnvEnvironment(Environment):
         default = self._to_action is None and self._to_messages is None and not self._mcp
         return default and (self._schema or {}).get("title") == FORGE_ACTION
 
+    async def _sent(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
+        """The server's reply to an action, or an error for the policy."""
+        try:
+            return await session.step(action)
+        # A rejected action is the policy's fault, and it may try again; other errors are the server's.
+        except OpenEnvError as error:
+            if error.code != "VALIDATION_ERROR":
+                raise
+            return self._shorten(f"error: {error.message}")
+
     async def _call_tools(self, session: Session, action: Action) -> Step:
         messages: list[Message] = []
         rewards: list[float] = []
@@ -142,12 +149,10 @@ class OpenEnvEnvironment(Environment):
             # Every call needs an answer: chat templates expect one message for each.
             content = "error: not run: the episode is over"
             if not over:
-                try:
-                    reply = await session.call_tool(call.name, call.arguments)
-                except OpenEnvError as error:
-                    if error.code != "VALIDATION_ERROR":
-                        raise
-                    content = self._shorten(f"error: {error.message}")
+                sent = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+                reply = await self._sent(session, sent)
+                if isinstance(reply, str):
+                    content = reply
                 else:
                     content = self._shorten(_result(reply))
                     rewards += [] if reply.reward is None else [reply.reward]
@@ -170,17 +175,6 @@ class OpenEnvEnvironment(Environment):
             truncated=truncated,
             info={"metadata": metadata},
         )
-
-    def _checked(self, schema: Json) -> Mapping[str, Json]:
-        """The server's schema of an action; empty if it has none. InfrastructureError: it is not an object,
-        and the default action needs it."""
-        if isinstance(schema, Mapping):
-            return schema
-        if schema is not None and self._to_action is None and not self._mcp:
-            raise InfrastructureError(
-                f"{self._client.url}/schema has an action that must be an object, got {schema!r:.80}"
-            )
-        return {}
 
     def _messages(self, reply: Reply) -> tuple[Message, ...]:
         if self._to_messages is not None:
@@ -258,15 +252,12 @@ def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
 
 
 def _result(reply: Reply) -> str:
-    """Return the text of a tool's result or error. InfrastructureError: it is not MCP's."""
+    """Return the text of a tool's result or error."""
     error = reply.observation.get("error")
     if error:
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
     result = reply.observation.get("result", reply.observation)
     if isinstance(result, dict) and isinstance(result.get("content"), list):
-        if not all(isinstance(block, dict) for block in result["content"]):
-            raise InfrastructureError(f"the server gave a result with content other than blocks: {result!r:.80}")
         text = text_of(result)
-        failed = any(flag_of_server(result.get(name), name) for name in ("is_error", "isError"))
-        return f"error: {text}" if failed else text
+        return f"error: {text}" if result.get("is_error") or result.get("isError") else text
     return result if isinstance(result, str) else json.dumps(result)

@@ -56,8 +56,8 @@ class ServedSession:
                 return "observation", {"observation": {"tools": self._tools()}, "reward": None, "done": False}
             if kind == "step":
                 return "observation", await self._step(data)
-            if kind == "mcp":
-                return "mcp", await self._mcp(data)
+            if kind == "mcp" and data.get("method") == "tools/list":
+                return "mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": {"tools": self._tools("inputSchema")}}
             if kind == "state":
                 return "state", {"episode_id": self._episode or None, "step_count": self._steps}
         raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
@@ -109,28 +109,6 @@ class ServedSession:
             reply["observation"] = {"tool_name": data["tool_name"], "result": result, "error": None}
             reply["observation"]["metadata"] = metadata
         return reply
-
-    async def _mcp(self, data: Data) -> Data:
-        method = data.get("method")
-        params = data.get("params") or {}
-        if not isinstance(params, dict):
-            raise ServedError("VALIDATION_ERROR", f"params must be an object, got {params!r:.80}")
-        response = {"jsonrpc": "2.0", "id": data.get("id")}
-        try:
-            if method == "tools/list":
-                return {**response, "result": {"tools": self._tools("inputSchema")}}
-            if method == "tools/call":
-                # A call by MCP is a step like any other: it counts, and it may end the episode.
-                call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
-                text = (await self._step({"type": "call_tool", **call}))["observation"]["result"]
-                content = [{"type": "text", "text": text}]
-                return {**response, "result": {"content": content, "data": text, "is_error": False}}
-        except ServedError as error:
-            # The session is over: the caller must know, not the MCP client alone.
-            if error.last:
-                raise
-            return {**response, "error": {"code": -32603, "message": str(error)}}
-        return {**response, "error": {"code": -32601, "message": f"Method not found: {method}"}}
 
     async def _limited(self, call: Awaitable[Step], name: str) -> Step:
         try:
