@@ -187,6 +187,8 @@ class OpenEnvClient:
         patience: float = 30.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if url.startswith(("ws://", "wss://")):  # as the package's clients write it
+            url = url.replace("ws", "http", 1)
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the url of an OpenEnv server must begin with http:// or https://, got {url!r}")
         if sessions < 1 or min(timeout, patience) <= 0:

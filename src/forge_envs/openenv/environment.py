@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from forge.types import Sample
 from forge_envs.environment import CUT, Action, Environment, Message, Step
@@ -23,14 +21,6 @@ ToMessages = Callable[[Reply], list[Message]]
 ToReset = Callable[[Task, int], Mapping[str, Json]]
 
 
-class PackageClient(Protocol):
-    """A client of the `openenv` package, such as `await EchoEnv.from_docker_image(...)`, which has a server."""
-
-    @property
-    def base_url(self) -> str | None:
-        """URL of the server; None: it has not started."""
-
-
 class OpenEnvEnvironment(Environment):
     """Episodes on an OpenEnv server, each in a session.
 
@@ -42,8 +32,7 @@ class OpenEnvEnvironment(Environment):
     a call ends the episode, unless `to_action` is given.
 
     Args:
-        server: a client, whose sessions are shared with other environments; a url, for a separate client; or a client
-            of the `openenv` package, for a separate one of its server: close both.
+        server: a client, whose sessions are shared with other environments, or a url, for a separate client.
         to_action: JSON of an action. By default the turn's text is the only required (or only) field of the server's
             schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
             Thoughts are not part of it, and a turn that was cut at its limit of tokens is not an action.
@@ -56,7 +45,7 @@ class OpenEnvEnvironment(Environment):
 
     def __init__(
         self,
-        server: OpenEnvClient | PackageClient | str,
+        server: OpenEnvClient | str,
         *,
         to_action: ToAction | None = None,
         to_messages: ToMessages | None = None,
@@ -64,9 +53,8 @@ class OpenEnvEnvironment(Environment):
         mcp: bool = False,
         max_chars: int = 8192,
     ) -> None:
-        url = server if isinstance(server, str) else _address(server)
-        self._client = server if isinstance(server, OpenEnvClient) else OpenEnvClient(url, sessions=1)
-        self._owns_client = not isinstance(server, OpenEnvClient)
+        self._client = OpenEnvClient(server, sessions=1) if isinstance(server, str) else server
+        self._owns_client = isinstance(server, str)
         self._to_action = to_action
         self._to_messages = to_messages
         self._to_reset = to_reset or _reset_parameters
@@ -189,10 +177,10 @@ class OpenEnvEnvironment(Environment):
         schema = self._schema or {}
         if schema.get("title") == FORGE_ACTION:
             return asdict(action)
-        parameters = parameters_of({"parameters": schema})
-        fields = [name for name in parameters.properties if name != "metadata"]
+        fields = [name for name in parameters_of({"parameters": schema}).properties if name != "metadata"]
         # Without required fields, all are.
         required = [name for name in fields if name in (schema.get("required") or ())] or fields
+        parameters = parameters_of({"parameters": {**schema, "required": required}})
         text = action.answer
         if len(required) != 1:
             try:
@@ -204,17 +192,10 @@ class OpenEnvEnvironment(Environment):
                 raise ValueError(f"an action must be a JSON object{names}")
             return value
         [name] = required
-        # The first reading that the schema accepts: as text, as JSON, as a number.
-        readers: tuple[Callable[[str], Any], ...] = (str, partial(parameters.value, name), int, float)
-        for read in readers:  # "+1" and ".5" are numbers and no JSON
-            with suppress(ValueError):
-                reading = read(text)
-                if parameters.takes(name, reading):
-                    return {name: reading}
-        # The error names what would have fitted: the policy reads it.
-        if any(parameters.takes(name, number) for number in (0, 1, 0.5)):
-            raise ValueError(f"an action must be a number, not {text[:80]!r}")
-        raise ValueError(f"an action does not fit: {parameters.mismatch({name: text})[:200]}")
+        arguments = {name: parameters.value(name, text, python=True)}  # "+1" and ".5" are numbers and no JSON
+        if wrong := parameters.mismatch(arguments):
+            raise ValueError(wrong)
+        return arguments
 
     def _shorten(self, text: str) -> str:
         if len(text) <= self._max_chars:
@@ -226,17 +207,6 @@ class OpenEnvEnvironment(Environment):
         self._session = None
         if session is not None:
             self._client.release(session)
-
-
-def _address(server: OpenEnvClient | PackageClient) -> str:
-    """URL of a client's server. ValueError: it has none yet."""
-    if isinstance(server, OpenEnvClient):
-        return server.url
-    url = server.base_url
-    if not url:
-        raise ValueError(f"{type(server).__name__} has no server yet: await its connect() first")
-    # The package's clients write their URL for WebSockets.
-    return url.replace("ws://", "http://", 1).replace("wss://", "https://", 1)
 
 
 def _user_message(text: str) -> Message:

@@ -94,7 +94,7 @@ def test_an_action_of_one_field_is_what_the_turn_says():
     assert [step.messages[0]["content"] for step in steps] == [
         "well",
         "well",
-        "error: an action must be a number, not 'left'",
+        "error: move must be of type integer, got 'left'",
     ]
     asked.clear()
     played(["left"], answer, {"word": {"type": "string"}})
