@@ -117,7 +117,8 @@ class AnswerFrequency:
     ) -> None:
         self.extract, self.time_limit = extract, time_limit
         is_default = extract is final_answer
-        self._equal = (lambda a, b: bool(comparison().equal(a, b, TOLERANCE))) if is_default else str.__eq__
+        by_default: Callable[[str, str], bool] = lambda a, b: bool(comparison().equal(a, b, TOLERANCE))  # noqa: E731
+        self._equal = by_default if is_default else str.__eq__
         self.names: tuple[str, ...] = (name,)
         self.fingerprint = "answer frequency default 3" if is_default else None
         self._turns = ThreadLimiter()
@@ -140,8 +141,10 @@ class AnswerFrequency:
                 try:
                     answer = self.extract(response)
                     known = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, str)][:MAX_KINDS]
-                    same = (kind for kind in known if monotonic() < end and self._equal(answer, kind))
-                    kinds.append(None if answer is None else next(same, answer))
+                    if answer is not None:
+                        same = (kind for kind in known if monotonic() < end and self._equal(answer, kind))
+                        answer = next(same, answer)
+                    kinds.append(answer)
                 except Exception as error:
                     kinds.append(error)
             return kinds

@@ -35,7 +35,7 @@ class ServedError(Exception):
 
 
 class ServedSession:
-    """An environment and the state of its episode. Calls are serialised."""
+    """An environment and the state of its episode, for one call after the other."""
 
     def __init__(self, environment: Environment, task: TaskOfSeed, timeout: float) -> None:
         self.environment = environment
@@ -45,21 +45,19 @@ class ServedSession:
         self._running = False
         self._steps = 0
         self._episode = ""
-        self._turn = asyncio.Lock()
 
     async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
         """Return type and data of the reply to a message. ServedError: an error reply."""
-        async with self._turn:
-            if kind == "reset":
-                return "observation", await self._reset(data)
-            if kind == "step" and data.get("type") == "list_tools":
-                return "observation", {"observation": {"tools": self._tools()}, "reward": None, "done": False}
-            if kind == "step":
-                return "observation", await self._step(data)
-            if kind == "mcp" and data.get("method") == "tools/list":
-                return "mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": {"tools": self._tools("inputSchema")}}
-            if kind == "state":
-                return "state", {"episode_id": self._episode or None, "step_count": self._steps}
+        if kind == "reset":
+            return "observation", await self._reset(data)
+        if kind == "step" and data.get("type") == "list_tools":
+            return "observation", {"observation": {"tools": self._tools()}, "reward": None, "done": False}
+        if kind == "step":
+            return "observation", await self._step(data)
+        if kind == "mcp" and data.get("method") == "tools/list":
+            return "mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": {"tools": self._tools("inputSchema")}}
+        if kind == "state":
+            return "state", {"episode_id": self._episode or None, "step_count": self._steps}
         raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     def _tools(self, schema_key: str = "input_schema") -> list[Data]:
@@ -112,16 +110,13 @@ class ServedSession:
 
     async def _limited(self, call: Awaitable[Step], name: str) -> Step:
         try:
-            async with asyncio.timeout(self._timeout) as limit:
+            async with asyncio.timeout(self._timeout):
                 return await call
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
-        except TimeoutError as error:
-            # The environment's own TimeoutError is an error like others, after which the session continues.
-            if limit.expired():
-                message = f"{name} gave no answer within {self._timeout:g} s"
-                raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
-            raise ServedError("EXECUTION_ERROR", repr(error)) from error
+        except TimeoutError:
+            message = f"{name} gave no answer within {self._timeout:g} s"
+            raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
         except Exception as error:
             log.exception("%s of %s failed", name, type(self.environment).__name__)
             raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
@@ -257,7 +252,7 @@ def web_app(
         return answer
 
     app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard(host, key)])
-    constants = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
+    constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
     app.add_routes([web.get(path, constant(content)) for path, content in constants.items()])
     app.add_routes([web.get("/ws", server.answer)])
     app.on_shutdown.append(server.close)
