@@ -92,7 +92,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         return [(response[start:end], end) for start, end in spans if response[start:end].strip()]
 
     def row(self, prompt: str, response: str) -> TokenRow:
-        """The prompt and all steps, each with its marker. Unscored: a step could not be told from another."""
+        """The prompt and all steps, each with its marker. Unscored: not every step has a marker."""
         steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
