@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import CodeType, ModuleType
+from types import ModuleType
 
 # A name also holds for all modules in the package. Of those that fit the longest counts.
 ALIASES = {
@@ -88,7 +88,3 @@ class Alias(InspectLoader):
     def get_source(self, fullname: str) -> str:
         """Return the program that `python -m` runs: the module under its current name, for its relative imports."""
         return f"import runpy\nrunpy.run_module({self._current!r}, run_name='__main__', alter_sys=True)\n"
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return `get_source`, compiled."""
-        return compile(self.get_source(fullname), f"<{fullname}>", "exec")

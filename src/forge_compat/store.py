@@ -111,31 +111,27 @@ def default_store() -> VersionStore:
     Raises:
         RuntimeError: this process was started by a controller that has no store.
     """
-    global _store
     address = os.environ.get(ADDRESS)
     if _store is not None and str(_store.root) == address and _store.root.is_dir():
-        # A store that this process owns and has closed is replaced; the parent's is opened at its address.
         return _store
-    if not address and (_store is None or not _store.owned):
-        address = _address_of_ancestor()
-    if address and (_store is None or not _store.owned):
-        use(VersionStore(address))
-    elif PROCESS_NAME in os.environ:
+    # A store that this process owns and has closed is replaced; the parent's is opened at its address.
+    address = None if _store is not None and _store.owned else address or _address_of_ancestor()
+    if address:
+        return use(VersionStore(address))
+    if PROCESS_NAME in os.environ:
         raise RuntimeError("this run has no store: have the controller call forge.store.initialize() at first")
-    else:
-        use(VersionStore.create())
-        assert _store is not None
-        (_store.root / MARK).touch()
-        atexit.register(_store.close)
-    assert _store is not None
-    return _store
+    store = VersionStore.create()
+    (store.root / MARK).touch()
+    atexit.register(store.close)
+    return use(store)
 
 
-def use(store: VersionStore) -> None:
+def use(store: VersionStore) -> VersionStore:
     """Make this the store of the run, also for processes started from now on."""
     global _store
     _store = store
     os.environ[ADDRESS] = str(store.root)
+    return store
 
 
 def release() -> None:

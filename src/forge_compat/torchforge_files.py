@@ -17,7 +17,7 @@ from forge.config.arguments import whole
 from forge.config.yaml_files import read_yaml
 
 from .interpolations import resolve_all
-from .torchforge_keys import ALPACA, COUNTS, ENGINE, ENGINE_KEYS, KEYS, LEAST, MESH, NOTES, PROGRAM, RECOMPUTED
+from .torchforge_keys import ALPACA, ENGINE, ENGINE_KEYS, KEYS, MESH, NOTES, PROGRAM, RECOMPUTED
 
 Json = Any
 
@@ -96,12 +96,14 @@ def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
         name: of the run.
 
     Raises:
-        ValueError: a number of another kind, an open value (`???`), or one that contradicts another key; names the key.
+        ValueError: a number to compute with of another kind, an open value (`???`), or one that contradicts another
+            key; names the key.
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
     sources: dict[str, tuple[str, Json]] = {}  # by key here
     for key, value in _leaves("", values):
-        _check(key, value)
+        if value == "???":
+            raise ValueError(f"{key} is open (???): write its value")
         target = _engine_argument(key, value, values) or _place(converted.recipe, key, value)
         if target is None:
             if not _is_said(key, value, values):
@@ -243,15 +245,6 @@ def _is_off(values: Mapping[str, Json], path: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{path} must be true or false, got {value!r:.80}")
     return value is False
-
-
-def _check(key: str, value: Json) -> None:
-    """Check a value that is computed with, or counts. ValueError: it is no such number, or open; names the key."""
-    if value == "???":
-        raise ValueError(f"{key} is open (???): write its value")
-    least = LEAST.get(key.rpartition(".")[2])
-    if least is not None and value is not None and (key in KEYS or key in COUNTS):
-        whole(value, key, -1 if key.endswith(("data_parallel_shard_degree", "dp_size")) else least)
 
 
 def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:

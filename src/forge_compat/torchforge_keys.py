@@ -113,29 +113,6 @@ ENGINE = re.compile(r"policy\.engine_(?:args|config)\.(.+)")  # vLLM's arguments
 ENGINE_KEYS = {"max_num_seqs": "slots", "max_model_len": "max_seq_len", "dtype": "dtype"}
 # Whether TorchTitan's modes of activation checkpointing compute activations again.
 RECOMPUTED = {"none": False, "selective": True, "full": True, "memory_budget": True}
-# Whole numbers by the ends of their keys, and the least that each may be.
-LEAST = {
-    **dict.fromkeys(("group_size", "n", "procs", "num_replicas", "local_batch_size", "batch_size", "dp_size"), 1),
-    **dict.fromkeys(("seq_len", "max_req_tokens", "max_res_tokens", "max_tokens", "steps", "interval"), 1),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),
-    **dict.fromkeys((name.rpartition(".")[2] for name in TITAN if name.endswith("_degree")), 1),
-    **dict.fromkeys(("off_by_n", "max_policy_age", "warmup_steps"), 0),
-}
-# Those that have no key here.
-COUNTS = (
-    *(
-        "local_batch_size",
-        "batch_size",
-        "training.local_batch_size",
-        "replay_buffer.batch_size",
-        "replay_buffer.dp_size",
-    ),
-    *(
-        f"policy.{name}.{kind}_parallel_size"
-        for name in ("engine_args", "engine_config")
-        for kind in ("tensor", "pipeline")
-    ),
-)
 MESH = "services have the names of their sections"
 # What a program of torchforge's has in its code; with the comment that says so.
 PROGRAM = {

@@ -41,10 +41,6 @@ _SIGNS: dict[str, Syntax] = {
     **{"<|channel|>": "harmony", "<arg_key>": "glm", "<function=": "qwen_xml", "<tool_call>": "hermes"},
     **{"tool▁call": "deepseek", "[TOOL_CALLS]": "mistral", "ipython": "llama3", "python_tag": "llama3"},
 }
-_MARKED: dict[str, Callable[[str, Mapping[str, Schema]], markup.Found]] = {
-    **{"mistral": markup.mistral, "deepseek": markup.deepseek, "harmony": markup.harmony},
-    **{"glm": markup.glm, "qwen_xml": markup.qwen_xml},
-}
 _SCANNED = 1 << 18  # characters of one turn that are searched for closing brackets
 
 
@@ -80,51 +76,38 @@ def syntax_of(template: str) -> Syntax:
     return next((name for sign, name in _SIGNS.items() if sign in template), "plain")
 
 
-Read = tuple[str, list[ToolCall], list[str]]
-
-
-def _read(text: str, syntax: str, tools: Mapping[str, Schema]) -> Read:
-    if syntax not in _MARKED:
-        return {"hermes": _hermes, "llama3": _llama3, "plain": _plain}[syntax](text, tools)
-    content, parsed, errors = _MARKED[syntax](text, tools)
+def _read(text: str, syntax: str, tools: Mapping[str, Schema]) -> tuple[str, list[ToolCall], list[str]]:
+    content, found, errors = _READERS[syntax](text, tools)
     calls: list[ToolCall] = []
-    for name, arguments in parsed[: MAX_CALLS + 1]:
-        _from_json(json.dumps({"name": name or None, "arguments": arguments or {}}), "arguments", calls, errors)
+    for call in found[: MAX_CALLS + 1]:
+        try:
+            calls.append(_tool_call(call))
+        except (ValueError, RecursionError) as error:
+            errors.append(f"a call cannot be read: {error}")
     return content, calls, errors
 
 
-def _hermes(text: str, tools: Mapping[str, Schema]) -> Read:
-    content, parts, errors = markup.between(text)
-    calls: list[ToolCall] = []
-    for part in parts:
-        _from_json(part, "arguments", calls, errors)
-    return content, calls, errors
-
-
-def _llama3(text: str, tools: Mapping[str, Schema]) -> Read:
+def _llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
     body = text.strip()
     tagged = body.startswith(_PYTHON_TAG)
     body = body.removeprefix(_PYTHON_TAG).strip()
     if not tagged and not body.startswith("{"):
         return text, [], []
-    calls: list[ToolCall] = []
-    errors: list[str] = []
+    calls: list[markup.Call] = []
     decoder = json.JSONDecoder()
     # Objects one after the other, as the model separated them.
-    while body:
+    while body and len(calls) <= MAX_CALLS:
         try:
             _, end = decoder.raw_decode(body)
         except (ValueError, RecursionError):
             end = len(body)
-        _from_json(body[:end], "parameters", calls, errors)
+        calls.append(body[:end])
         body = body[end:].lstrip(" \n\t;,")
-        if len(calls) + len(errors) > MAX_CALLS:
-            break
-    return "", calls, errors
+    return "", calls, []
 
 
-def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
-    calls: list[ToolCall] = []
+def _plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
+    calls: list[markup.Call] = []
     errors: list[str] = []
     outside, position = [], 0
     # Longer names first, so that a name is not read as the beginning of another.
@@ -146,7 +129,7 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> Read:
             break
         position = end + 1
         try:
-            calls.append(ToolCall(match[1], _arguments(text[match.end() : end], tools[match[1]])))
+            calls.append((match[1], _arguments(text[match.end() : end], tools[match[1]])))
         except ValueError as error:
             errors.append(f"the call of {match[1]} cannot be read: {error}")
     return "".join([*outside, text[position:]]), calls, errors
@@ -195,21 +178,28 @@ def _arguments(text: str, function: Schema) -> dict[str, Any]:
     return values
 
 
-def _from_json(text: str, key: str, calls: list[ToolCall], errors: list[str]) -> None:
-    """Append the call to `calls`, or its error to `errors`."""
-    try:
-        if len(text) > MAX_CHARACTERS:
+def _tool_call(call: markup.Call) -> ToolCall:
+    """A call as it was read. ValueError: it has no name, or its arguments are no object."""
+    if isinstance(call, str):
+        if len(call) > MAX_CHARACTERS:
             raise ValueError(f"it has more than {MAX_CHARACTERS} characters")
-        call = json.loads(text)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        read = json.loads(call)
+        if not isinstance(read, dict) or not isinstance(read.get("name"), str):
             raise ValueError('it must be an object with a "name"')
-        # Families differ in the key, and some write the arguments as JSON text.
-        arguments = call.get("arguments", call.get("parameters"))
-        if isinstance(arguments, str):  # OpenAI's format
-            arguments = json.loads(arguments)
-        arguments = {} if arguments is None else arguments
-        if not isinstance(arguments, dict):
-            raise ValueError(f'its "{key}" must be an object')
-        calls.append(ToolCall(call["name"], arguments))
-    except (ValueError, RecursionError) as error:
-        errors.append(f"a call cannot be read: {error}")
+        # Families differ in the key.
+        call = read["name"], read.get("arguments", read.get("parameters"))
+    name, arguments = call
+    # Some write the arguments as JSON text, as OpenAI's format has them.
+    arguments = {} if arguments in (None, "") else arguments
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError("its arguments must be an object")
+    if not name:
+        raise ValueError("it has no name")
+    return ToolCall(name, arguments)
+
+
+_READERS: dict[str, Callable[[str, Mapping[str, Schema]], markup.Found]] = {
+    **{"hermes": markup.hermes, "llama3": _llama3, "plain": _plain, "mistral": markup.mistral},
+    **{"deepseek": markup.deepseek, "harmony": markup.harmony, "glm": markup.glm, "qwen_xml": markup.qwen_xml},
+}

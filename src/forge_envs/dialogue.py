@@ -167,9 +167,6 @@ class Dialogue:
             ) from None
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _TOOLS = (
     "# Tools\n\nYou may call one or more of these functions, each given by its JSON schema:\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"

@@ -31,7 +31,6 @@ class GymnasiumEnvironment(Environment):
         prompt: precedes the first observation.
         actions: names of the actions of a `Discrete` space.
         to_text: formats observations; by default `str`, for `Text` and `Discrete` spaces.
-        play_truncated: whether a turn that was cut at its limit is played as far as it goes.
         timeout: seconds for one call; InfrastructureError beyond it. The environment is replaced after a timeout or
             a cancelled call.
 
@@ -47,14 +46,12 @@ class GymnasiumEnvironment(Environment):
         prompt: str = "",
         actions: Sequence[str] | None = None,
         to_text: Callable[[Observation], str] | None = None,
-        play_truncated: bool = False,
         timeout: float = 60.0,
     ) -> None:
         self._make = make
         self._prompt = prompt
         self._to_text = to_text
         self._timeout = timeout
-        self._play_truncated = play_truncated
         self._names = None if actions is None else [name.casefold() for name in actions]
         self._env: TextEnv | None = None
 
@@ -74,7 +71,7 @@ class GymnasiumEnvironment(Environment):
         """Take a turn."""
         if self._env is None:
             raise RuntimeError("step before reset")
-        if action.truncated and not self._play_truncated:
+        if action.truncated:
             return Step((_user_message(CUT),))
         # An invalid turn leaves the episode as it was.
         try:

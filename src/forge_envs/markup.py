@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .schemas import Schema, parameters_of
 
-NamedCall = tuple[str, Any]
-Found = tuple[str, list[NamedCall], list[str]]  # the text without calls, (name, arguments) of each, errors
+Call = str | tuple[str, Any]  # a call in JSON, or its name and arguments
+Found = tuple[str, list[Call], list[str]]  # the text without calls, the calls, errors
 
 MAX_CALLS = 64  # calls of one turn
 MAX_CHARACTERS = 1 << 16  # characters of one call
@@ -61,14 +61,21 @@ GLM = Tags(
 )
 
 
+def hermes(text: str, tools: Mapping[str, Schema]) -> Found:
+    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`"""
+    return between(text, _BEGIN, _END, _json_body)
+
+
 def deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
     """`begin function sep name, JSON in a code block, end` of V3 and R1, or `begin name sep JSON end` of V3.1."""
-    content, parts, errors = between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    calls: list[NamedCall] = []
-    for part in parts:
+
+    def read(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
+        part, position = _json_body(text, start, begin, end)
         kind, _, body = part.partition("<｜tool▁sep｜>")
         name, fence, code = body.partition("\n```json\n")
-        calls.append((name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), body))
+        return ((name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), body)), position
+
+    content, calls, errors = between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
     return _FRAME.sub("", content), calls, errors
 
 
@@ -86,7 +93,7 @@ def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     """`[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
     # A list of calls after one mark, or a mark before each call.
     content, _, _ = text.partition(_MISTRAL)
-    calls: list[NamedCall] = []
+    calls: list[Call] = []
     errors: list[str] = []
     position = len(content)
     while 0 <= position < len(text) and len(calls) + len(errors) <= MAX_CALLS:
@@ -95,11 +102,8 @@ def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
         position = text.find(_MISTRAL, _json_end(text, start))
         try:
             value = json.loads(text[start : None if position < 0 else position])
-            listed = value if header is None else {"name": header[1].strip(), "arguments": value}
-            for call in listed if isinstance(listed, list) else [listed]:
-                if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                    raise ValueError('it must be a list of objects with a "name"')
-                calls.append((call["name"], call.get("arguments", {})))
+            listed = value if isinstance(value, list) and header is None else [value]
+            calls += map(json.dumps, listed) if header is None else [(header[1].strip(), value)]
         except (ValueError, RecursionError) as error:
             errors.append(f"a call cannot be read: {error}")
     return content, calls, errors
@@ -109,7 +113,7 @@ def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     """Messages of gpt-oss: `<|channel|>analysis<|message|>` holds thoughts, which are returned between tags as other
     models write them, `to=functions.name` calls."""
     thoughts, messages = [], []
-    calls: list[NamedCall] = []
+    calls: list[Call] = []
     errors: list[str] = []
     position = 0
     while position < len(text):
@@ -130,48 +134,46 @@ def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     return thought + "".join(messages), calls, errors
 
 
-def between(text: str, begin: str = _BEGIN, end: str = _END) -> tuple[str, list[str], list[str]]:
-    """The text without calls, the text of each call between two tags, where its arguments are JSON, and errors. A call
-    that is not closed ends where the next one begins."""
+def between(text: str, begin: str, end: str, read: Callable[[str, int, str, str], tuple[Call, int]]) -> Found:
+    """The text without calls, what `read` makes of each call between two tags, with the position behind it, and errors.
+    A malformed call ends where its end or the next one's beginning is."""
     outside: list[str] = []
-    parts: list[str] = []
+    calls: list[Call] = []
     errors: list[str] = []
     position = 0
-    while (start := _find(text, begin, position)) < len(text) and len(parts) + len(errors) <= MAX_CALLS:
+    while (start := _find(text, begin, position)) < len(text) and len(calls) + len(errors) <= MAX_CALLS:
         outside.append(text[position:start])
         start += len(begin)
-        stop, following = _find(text, end, start), _find(text, begin, start)
-        # Marks within JSON arguments do not end the call.
-        bracket = text.find("{", start, min(stop, following))
-        if bracket >= 0:
-            past = _json_end(text, bracket)
-            stop, following = _find(text, end, past), _find(text, begin, past)
-        if stop <= following and stop < len(text):
-            parts.append(text[start:stop])
-            position = stop + len(end)
-        else:
-            errors.append(f"a call is not closed by {end}")
-            position = following
-    return "".join([*outside, text[position:start]]), parts, errors
+        try:
+            call, position = read(text, start, begin, end)
+            calls.append(call)
+        except ValueError as error:
+            errors.append(f"a call cannot be read: {error}")
+            stop, following = _find(text, end, start), _find(text, begin, start)
+            position = following if following < stop else min(stop + len(end), len(text))
+    return "".join([*outside, text[position:start]]), calls, errors
+
+
+def _json_body(text: str, start: int, begin: str, end: str) -> tuple[str, int]:
+    """The text of a call whose arguments are JSON, and the position behind its end. ValueError: it is not closed."""
+    stop, following = _find(text, end, start), _find(text, begin, start)
+    # Marks within JSON arguments do not end the call.
+    bracket = text.find("{", start, min(stop, following))
+    if bracket >= 0:
+        past = _json_end(text, bracket)
+        stop, following = _find(text, end, past), _find(text, begin, past)
+    if following < stop or stop == len(text):
+        raise ValueError(f"it is not closed by {end}")
+    return text[start:stop], stop + len(end)
 
 
 def _xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
-    outside: list[str] = []
-    calls: list[NamedCall] = []
-    errors: list[str] = []
-    position = 0
-    while (start := _find(text, _BEGIN, position)) < len(text) and len(calls) + len(errors) <= MAX_CALLS:
-        outside.append(text[position:start])
-        start += len(_BEGIN)
-        try:
-            # A malformed call ends where its end or the next call's beginning is.
-            name, pairs, position = _call(text, start, tags)
-            calls.append((name, _typed(pairs, tools.get(name, {}), tags)))
-        except ValueError as error:
-            errors.append(f"a call cannot be read: {error}")
-            stop, following = _find(text, _END, start), _find(text, _BEGIN, start)
-            position = following if following < stop else min(stop + len(_END), len(text))
-    return "".join([*outside, text[position:start]]), calls, errors
+    def read(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
+        name, pairs, position = _call(text, start, tags)
+        parameters = parameters_of(tools.get(name, {}))
+        return (name, {key: parameters.value(key, value, python=tags.python) for key, value in pairs}), position
+
+    return between(text, _BEGIN, _END, read)
 
 
 def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
@@ -247,9 +249,3 @@ def _json_end(text: str, start: int) -> int:
         return _DECODER.raw_decode(text, start if spaces is None else spaces.end())[1]
     except (ValueError, RecursionError):
         return start
-
-
-def _typed(pairs: list[tuple[str, str]], function: Schema, tags: Tags) -> dict[str, Any]:
-    """Arguments of text in the types of their parameters."""
-    parameters = parameters_of(function)
-    return {name: parameters.value(name, text, python=tags.python) for name, text in pairs}

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Self
-
-from pydantic import ValidationError
 
 from forge_envs.environment import InfrastructureError
 from forge_envs.tools import ToolError
@@ -41,9 +40,10 @@ try:
 except ImportError as error:
     raise ImportError("MCP tools need the mcp package: pip install 'mcp>=2,<3'") from error
 
+log = logging.getLogger(f"forge.{__name__}")
+
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
-MAX_TOOLS = 10_000  # of one server
 PING_TIMEOUT = 5.0  # seconds
 CLOSE_TIMEOUT = 30.0  # seconds, above those that the SDK takes
 TAIL = 2000  # bytes of a program's log that an error shows
@@ -56,8 +56,9 @@ Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 class MCPTools(ABC):
     """The tools of one server. Calls may run concurrently.
 
-    A call that fails, times out or names no tool is a `ToolError`. A server that is gone, or answers with what is not
-    MCP, is an `InfrastructureError`, once: it ends the session, and the next call reconnects.
+    A call that fails, times out or names no tool is a `ToolError`. A server that is gone, does not answer a ping after
+    a timeout, or answers with what is not MCP, is an `InfrastructureError`: it ends the session, and the next call
+    opens another.
     """
 
     def __init__(self, name: str, timeout: float, start_timeout: float) -> None:
@@ -71,12 +72,6 @@ class MCPTools(ABC):
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
-        self._loss = ""
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a session with the server."""
-        return self._session is not None
 
     async def open(self) -> None:
         """Connect and list the tools; no effect while connected.
@@ -84,7 +79,7 @@ class MCPTools(ABC):
         InfrastructureError: the server does not answer as MCP requires within `start_timeout` seconds.
         """
         async with self._opening:
-            if self.connected:
+            if self._session is not None:
                 return
             # A connection that was lost may have left a task behind.
             await self.close()
@@ -92,13 +87,7 @@ class MCPTools(ABC):
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._run(ready, self._stop))
             try:
-                async with asyncio.timeout(self._start_timeout):
-                    await asyncio.shield(ready)
-            except TimeoutError:
-                details = self._details()
-                await self.close()
-                message = f"{self.name} did not answer initialize and tools/list within {self._start_timeout:g} s"
-                raise InfrastructureError(message + details) from None
+                await asyncio.shield(ready)
             except BaseException:
                 await self.close()
                 raise
@@ -120,22 +109,17 @@ class MCPTools(ABC):
             json.dumps(dict(arguments), ensure_ascii=False).encode()
         except UnicodeEncodeError:  # it would end the connection
             raise ToolError("the arguments hold a lone surrogate, which is not a character") from None
-        if self._session is None:
-            loss = self._loss
-            self._loss = ""
-            if loss:  # report the loss once: the caller may rely on the server's state
-                raise InfrastructureError(loss)
-            await self.open()
+        await self.open()
         session = self._session
         assert session is not None
         try:
             result: Any = await session.call_tool(name, dict(arguments), self._timeout)
             text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
         except MCPError as error:
-            if error.error.code == REQUEST_TIMEOUT:
-                await self._check_alive(session, name)
+            is_late = error.error.code == REQUEST_TIMEOUT
+            if is_late and await _answers(session):
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
-            if error.error.code in _FAILURES:
+            if is_late or error.error.code in _FAILURES:
                 raise await self._lost(session, error.error.message) from None
             raise ToolError(error.error.message) from None
         except RuntimeError as error:  # the result violates the tool's output schema
@@ -152,76 +136,41 @@ class MCPTools(ABC):
         self._task = None
         # Set at once: calls from now on do not use a session that ends.
         self._session = None
-        self._loss = ""
         self._stop.set()
         if task is not None:
             # The SDK gives a program seconds to end, and then kills it; a cancelled task would leave it.
             await asyncio.wait([task], timeout=CLOSE_TIMEOUT)
             task.cancel()
-            await asyncio.wait([task], timeout=PING_TIMEOUT)
 
     async def _run(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
-        reason = f"{self.name} has gone"
-        closed = asyncio.Event()
-
-        async def hear(message: Any) -> None:
-            # Other lines are what a program prints; these are meant as the answer that a call waits for.
-            inputs = [fault["input"] for fault in message.errors()] if isinstance(message, ValidationError) else []
-            if any(isinstance(read, dict) and read.keys() & {"result", "error"} for read in inputs):
-                self._loss = f"{self.name} answered with what is not MCP: {str(message)[:200]}"
-                closed.set()
-
+        reason = "it was closed"
         try:
-            async with self._connect() as (read, write), ClientSession(read, write, message_handler=hear) as session:
-                await session.initialize()
-                self._schemas = await _tools_of(session)
+            async with self._connect() as (read, write), ClientSession(read, write) as session:
+                async with asyncio.timeout(self._start_timeout):
+                    await session.initialize()
+                    self._schemas = await _tools_of(session)
                 self._session = session
                 ready.set_result(None)
-                ends = [asyncio.create_task(event.wait()) for event in (stop, closed)]
-                try:
-                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for end in ends:
-                        end.cancel()
-        except BaseException as error:
+                await stop.wait()
+        except Exception as error:
             # Task groups wrap the error that ended them.
             cause: BaseException = error
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
-            reason = f"{self.name}: {cause}"
-            if isinstance(error, asyncio.CancelledError):
-                raise
+            reason = str(cause) or f"it did not answer initialize and tools/list within {self._start_timeout:g} s"
+            log.info("the connection to %s ended: %s", self.name, reason)
         finally:
-            is_current = self._stop is stop  # or `close` and `open` have replaced it
-            if is_current:
-                self._session = None
             if not ready.done():
-                ready.set_exception(InfrastructureError(f"{reason}{self._details()}"))
-            elif is_current and not stop.is_set() and not closed.is_set():
-                self._loss = f"{reason}{self._details()}"
-
-    async def _check_alive(self, session: ClientSession, name: str) -> None:
-        """Ping the server after a call that took too long. ToolError: it hangs, and was disconnected."""
-        try:
-            async with asyncio.timeout(PING_TIMEOUT):
-                with suppress(MCPError):  # pings are unsupported, but it answers
-                    await session.send_ping()
-        except TimeoutError:
-            if self._session is session:
-                await self.close()
-            raise ToolError(f"{self.name} hung in {name} and is started again: what it had kept is lost") from None
+                ready.set_exception(InfrastructureError(f"{self.name}: {reason}{self._details()}"))
+            if self._stop is stop:  # or `close` and `open` have replaced it
+                self._session = None
 
     async def _lost(self, session: ClientSession, message: str) -> InfrastructureError:
         """End the session, unless another call has replaced it; returns the error with the reason."""
-        loss = self._loss
         if self._session is session:
             await self.close()  # after which the end of a program's log is known
-        elif self._task is not None:
-            await asyncio.wait([self._task], timeout=PING_TIMEOUT)
-        loss = loss or self._loss or f"{self.name}: {message}{self._details()}"
-        self._loss = ""
-        return InfrastructureError(loss)
+        return InfrastructureError(f"{self.name}: {message}{self._details()}")
 
     @abstractmethod
     def _connect(self) -> AbstractAsyncContextManager[Streams]:
@@ -326,14 +275,22 @@ class HTTPTools(MCPTools):
             yield streams
 
 
+async def _answers(session: ClientSession) -> bool:
+    """Whether a server still answers a ping, after a call that took too long."""
+    try:
+        async with asyncio.timeout(PING_TIMEOUT):
+            with suppress(MCPError):  # pings are unsupported, but it answers
+                await session.send_ping()
+    except TimeoutError:
+        return False
+    return True
+
+
 async def _tools_of(session: ClientSession) -> tuple[dict[str, Json], ...]:
-    """List a server's tools, page by page. InfrastructureError: the list has no end."""
-    tools: list[dict[str, Json]] = []
+    """List a server's tools, page by page."""
     page = await session.list_tools()
-    while True:
-        tools += [function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in page.tools]
-        if not page.next_cursor:
-            return tuple(tools)
-        if len(tools) > MAX_TOOLS or not page.tools:
-            raise InfrastructureError(f"its list of tools has no end: {len(tools)} so far")
+    tools = [*page.tools]
+    while page.next_cursor:
         page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+        tools += page.tools
+    return tuple(function_schema(tool.model_dump(by_alias=True, mode="json")) for tool in tools)

@@ -30,8 +30,6 @@ class TextArenaEnvironment(Environment):
         game: id, such as "GuessTheNumber-v0". Some games download word lists.
         opponent: plays the other seats: maps all messages to its seat to an action.
         players: number of players.
-        play_truncated: whether a turn that was cut at its limit of tokens is played; otherwise the game waits for
-            another.
         seat: of the policy.
         settings: of the game.
 
@@ -47,7 +45,6 @@ class TextArenaEnvironment(Environment):
         opponent: Opponent | None = None,
         players: int = 1,
         seat: int = 0,
-        play_truncated: bool = False,
         **settings: Any,
     ) -> None:
         # Without its wrappers, which repeat the whole history in each turn.
@@ -62,7 +59,6 @@ class TextArenaEnvironment(Environment):
         self._opponent = opponent
         self._players = players
         self._seat = seat
-        self._play_truncated = play_truncated
         self._settings = settings
         self._game: Game | None = None
         self._random = random.getstate()
@@ -86,7 +82,7 @@ class TextArenaEnvironment(Environment):
         if self._game is None:
             raise RuntimeError("step before reset")
         # The game is as it was, and waits for another turn.
-        if action.truncated and not self._play_truncated:
+        if action.truncated:
             return Step(({"role": "user", "content": CUT},))
         return await self._until_turn(self._play(action.answer))
 

@@ -5,18 +5,16 @@ An unscored response is NaN with a reason, never 0.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cache import Cache
 from .panel import Panel
-from .process import StepRewards
+from .process import ProcessRewardModel, StepRewards
+from .reward_model import RewardModel
 from .rule_verifiers import AnswerFrequency, MathVerifier, Rule
 
 if TYPE_CHECKING:
     from .judge import LMJudge
-    from .process import ProcessRewardModel
-    from .reward_model import RewardModel
 
 __all__ = [
     "AnswerFrequency",
@@ -30,11 +28,10 @@ __all__ = [
     "StepRewards",
 ]
 
-# Imported on first use: torch takes seconds, judges need an extra.
-_LATER = {"LMJudge": "judge", "ProcessRewardModel": "process", "RewardModel": "reward_model"}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(import_module(f".{_LATER[name]}", __name__), name)
+    if name == "LMJudge":  # on first use: judges need an extra
+        from .judge import LMJudge
+
+        return LMJudge
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A cache of scores by content, in memory and optionally in a file."""
+"""A cache of scores by content, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class Cache:
     """Numbers by key. Several processes may share a file. A panel only stores scores, never that one is missing.
 
     Args:
-        path: an sqlite file in an existing folder, created if missing. It only grows: delete it to start over.
-        max_entries: entries in memory; the oldest are dropped.
+        path: an sqlite file in an existing folder, created if missing, which only grows: delete it to start over. None:
+            entries are in memory.
 
     Raises:
         ValueError: no such folder, or the file is not a cache.
     """
 
-    def __init__(self, path: str | Path | None = None, *, max_entries: int = 100_000) -> None:
+    def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self._max_entries = max_entries
         self._entries: dict[str, tuple[float, ...]] = {}
         if self.path is not None:
             try:
@@ -43,35 +42,29 @@ class Cache:
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """The entries that exist. sqlite3.Error: the file cannot be read."""
-        missing = [key for key in keys if key not in self._entries]
+        if self.path is None:
+            return {key: self._entries[key] for key in keys if key in self._entries}
 
         def read() -> dict[str, tuple[float, ...]]:
             with closing(self._open()) as file:
                 query = "SELECT value FROM scores WHERE key = ?"
-                stored = {key: file.execute(query, (key,)).fetchone() for key in missing}
+                stored = {key: file.execute(query, (key,)).fetchone() for key in keys}
             return {key: tuple(json.loads(row[0])) for key, row in stored.items() if row}
 
-        stored = await asyncio.to_thread(read) if self.path is not None and missing else {}
-        found = {key: self._entries[key] for key in keys if key in self._entries} | stored
-        self._remember(stored)
-        return found
+        return await asyncio.to_thread(read)
 
     async def put(self, values: Mapping[str, tuple[float, ...]]) -> None:
-        """Store entries, in the file all or none. sqlite3.Error: writing failed; they are in memory only."""
-        self._remember(values)
+        """Store entries, in the file all or none. sqlite3.Error: writing failed."""
 
         def write() -> None:
             rows = [(key, json.dumps(value)) for key, value in values.items()]
             with closing(self._open()) as file, file:
                 file.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
 
-        if self.path is not None and values:
+        if self.path is None:
+            self._entries.update(values)
+        elif values:
             await asyncio.to_thread(write)
-
-    def _remember(self, values: Mapping[str, tuple[float, ...]]) -> None:
-        self._entries.update(values)
-        for key in list(self._entries)[: max(0, len(self._entries) - self._max_entries)]:
-            del self._entries[key]
 
     def _open(self) -> sqlite3.Connection:
         # A new connection for each use: it must not cross threads or forks.

@@ -15,6 +15,8 @@ from forge.rewards.verifier import Verifier
 
 from .cache import Cache
 from .panel import Panel
+from .process import ProcessRewardModel
+from .reward_model import RewardModel
 from .rule_verifiers import AnswerFrequency, MathVerifier, Rule
 from .settings import JudgeSettings, ModelSettings, ProcessRewardModelSettings, RewardModelSettings
 
@@ -93,17 +95,9 @@ class VerifiersConfig(Section):
 
     def panel(self) -> Panel:
         """Load all verifiers. ValueError, OSError: a model or plugin cannot be loaded."""
-        # Imported where needed: torch takes seconds, judges need an extra.
-        verifiers: list[Verifier] = []
-        if self.reward_models:
-            from .reward_model import RewardModel
-
-            verifiers += [RewardModel(**spec) for spec in self.reward_models]
-        if self.process_reward_models:
-            from .process import ProcessRewardModel
-
-            verifiers += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
-        if self.judges:
+        verifiers: list[Verifier] = [RewardModel(**spec) for spec in self.reward_models]
+        verifiers += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
+        if self.judges:  # which need an extra
             from .judge import LMJudge
 
             verifiers += [LMJudge(**spec) for spec in self.judges]

@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from string import Formatter
 from typing import Any
@@ -30,16 +29,6 @@ Json = dict[str, Any]
 
 # Of the library that openai uses: httpx, or httpx2 in later versions.
 _TRANSPORT = bounded_transport(import_module(DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]))
-
-
-@dataclass
-class Cost:
-    """Usage of a judge; `unreported` counts answers without usage."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    unreported: int = 0
 
 
 class LMJudge:
@@ -65,18 +54,15 @@ class LMJudge:
         self, url: str, model: str, name: str | None = None, *, api_key: str | None = None, **settings: Any
     ) -> None:
         self._settings = section = JudgeSettings(url=url, model=model, name=name, **settings)
-        yes, no, self._chat = section.yes.strip(), section.no.strip(), section.endpoint == "chat"
         self.names: tuple[str, ...] = (name or model,)
-        self.cost = Cost()
         self.progress = 0  # answered requests: with a dead endpoint it stands still, and a panel times out
-        self._base, self._path = url.rstrip("/"), "/chat/completions" if self._chat else "/completions"
+        self._base = url.rstrip("/")
         self._fixed: Json = {"model": model, "temperature": section.temperature}
         if section.scoring == "votes":
             self._fixed["max_tokens"] = section.max_tokens
         else:
-            self._fixed["max_tokens"] = 1
-            self._fixed |= {"logprobs": True, "top_logprobs": section.top} if self._chat else {"logprobs": section.top}
-        self._yes, self._no = yes.lower(), no.lower()
+            self._fixed |= {"max_tokens": 1, "logprobs": True, "top_logprobs": section.top}
+        self._yes, self._no = section.yes.strip().lower(), section.no.strip().lower()
         # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
         self._api_key = api_key or os.environ.get(section.api_key_env or "") or "none"
         self._connection: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
@@ -86,17 +72,8 @@ class LMJudge:
         """Identifies the question and its settings; not the model that the endpoint serves under its name."""
         section = self._settings
         # The number is raised when the question's form or the reading of verdicts changes.
-        parts = (
-            self._base + self._path,
-            self._fixed,
-            section.system_prompt,
-            section.template,
-            section.votes,
-            self._yes,
-            self._no,
-            section.frame,
-        )
-        return f"judge 2 {parts!r}"
+        parts = (self._base, self._fixed, section.system_prompt, section.template, section.votes, self._yes, self._no)
+        return f"judge 3 {(*parts, section.frame)!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -129,16 +106,13 @@ class LMJudge:
         messages = [{"role": "user", "content": text}]
         if self._settings.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
-        question: Json = {"messages": messages} if self._chat else {"prompt": text}
+        question: Json = {**self._fixed, "messages": messages}
         # From the probabilities of the two words as the next token, in one request.
         if self._settings.scoring == "logprob":
-            choice = (await self._ask(client, {**self._fixed, **question}))[0]
+            choice = (await self._ask(client, question))[0]
             try:
-                if self._chat:
-                    tops = choice["logprobs"]["content"][0]["top_logprobs"]
-                    likely = [(top["token"], top["logprob"]) for top in tops]
-                else:
-                    likely = list(choice["logprobs"]["top_logprobs"][0].items())
+                tops = choice["logprobs"]["content"][0]["top_logprobs"]
+                likely = [(top["token"], top["logprob"]) for top in tops]
             except (KeyError, IndexError, TypeError):
                 raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
             yes, no = (
@@ -155,8 +129,9 @@ class LMJudge:
         while (remaining := self._settings.votes - count) > 0:
             # Not every endpoint supports n: missing votes are requested again.
             several = {"n": remaining} if remaining > 1 else {}
-            choices = (await self._ask(client, {**self._fixed, **question, **several}))[:remaining]
-            for answer in map(self._text, choices):
+            choices = (await self._ask(client, {**question, **several}))[:remaining]
+            for choice in choices:
+                answer = _text_of(choice)
                 verdict = read_verdict(answer, self._yes, self._no)
                 if verdict is not None:
                     verdicts.append(verdict)
@@ -165,19 +140,13 @@ class LMJudge:
             raise Unscored(f"{len(verdicts)} of {count} verdicts could be read; the last answer was {answer[-80:]!r}")
         return sum(verdicts) / len(verdicts)
 
-    def _text(self, choice: Json) -> str:
-        text = choice["message"].get("content") if self._chat else choice["text"]
-        if not isinstance(text, str | None):
-            raise TypeError("the answer is not text")
-        return text or ""
-
     async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:
         """The choices of an answer. Unscored: all attempts failed."""
-        url = self._base + self._path
+        url = f"{self._base}/chat/completions"
         for _ in range(self._settings.retries + 1):
             try:
                 # As plain JSON: endpoints deviate from the client's types, and the client does not check them.
-                reply: Any = await client.post(self._path, cast_to=object, body=body)
+                reply: Any = await client.post("/chat/completions", cast_to=object, body=body)
             except ValueError as error:
                 reply = str(error)  # not JSON
             except APITimeoutError as error:
@@ -190,27 +159,17 @@ class LMJudge:
                 text = error.response.text[:200]
                 raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
             try:
-                if not [self._text(choice) for choice in reply["choices"]]:
+                if not [_text_of(choice) for choice in reply["choices"]]:
                     continue
             except (ValueError, LookupError, TypeError, AttributeError):
                 continue
             self.progress += 1
-            try:
-                usage = reply["usage"]
-                self.cost.prompt_tokens += int(usage["prompt_tokens"])
-                self.cost.completion_tokens += int(usage["completion_tokens"])
-            except (KeyError, TypeError, ValueError, OverflowError):
-                self.cost.unreported += 1
             return reply["choices"]
         tries = self._settings.retries + 1
         raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
 
     def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
         """The client and the semaphore of the running loop: neither works in another."""
-
-        async def count(request: object) -> None:
-            self.cost.requests += 1
-
         loop = asyncio.get_running_loop()
         if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():
             # Redirects could lead the prompt and the key to another server.
@@ -219,12 +178,17 @@ class LMJudge:
                 base_url=self._base,
                 max_retries=self._settings.retries,
                 timeout=self._settings.request_timeout,
-                http_client=DefaultAsyncHttpxClient(
-                    event_hooks={"request": [count]}, transport=_TRANSPORT(), follow_redirects=False
-                ),
+                http_client=DefaultAsyncHttpxClient(transport=_TRANSPORT(), follow_redirects=False),
             )
             self._connection = (loop, client, asyncio.Semaphore(self._settings.concurrency))
         return self._connection[1:]
+
+
+def _text_of(choice: Json) -> str:
+    text = choice["message"].get("content")
+    if not isinstance(text, str | None):
+        raise TypeError("the answer is not text")
+    return text or ""
 
 
 def mark_of(prompt: str, response: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from forge.data.prompts import PromptFormat
@@ -16,6 +18,7 @@ from forge.data.special_tokens import SpecialTokens
 from forge.rewards.verifier import Unscored
 
 from .settings import ModelSettings
+from .threads import Batcher
 
 A = TypeVar("A")
 
@@ -110,21 +113,12 @@ class BatchedModel:
                 return number
         raise ValueError(f"the model has no class {label!r}: it has {listed}")
 
-    def run(self, rows: Sequence[TokenRow], read: Callable[[Inputs], Sequence[A]]) -> list[A | Exception]:
-        """The outcome of `read` for each row, in order: Unscored for a row that is empty or too long, and the
-        exception of `read` for a row that fails even alone."""
-        outcomes = dict(self.stream(rows, read))
-        return [outcomes[index] for index in range(len(rows))]
-
     @torch.inference_mode()
     def stream(
-        self,
-        rows: Sequence[TokenRow | Exception],
-        read: Callable[[Inputs], Sequence[A]],
-        is_pending: Callable[[int], bool] = lambda index: True,
+        self, rows: Sequence[TokenRow | Exception], read: Callable[[Inputs], Sequence[A]]
     ) -> Iterator[tuple[int, A | Exception]]:
-        """The outcomes of `run` batch by batch, as (index, outcome); exceptions among `rows` are yielded as they are.
-        Rows for which `is_pending` is false at the time of their batch are omitted."""
+        """The outcome of `read` for each row, batch by batch, as (index, outcome): Unscored for a row that is empty or
+        too long, the exception of `read` for a row that fails even alone, and exceptions among `rows` as they are."""
         readable: dict[int, TokenRow] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
@@ -145,7 +139,7 @@ class BatchedModel:
         def read_halving(indices: list[int]) -> Sequence[A | Exception]:
             # A failed batch is split: it may need too much memory, or one row is at fault.
             try:
-                return read(self.pad(indices, readable))
+                return read(self.pad([readable[index] for index in indices]))
             except Exception as error:
                 if len(indices) == 1:
                     return [error]
@@ -153,28 +147,56 @@ class BatchedModel:
             return [*read_halving(indices[:half]), *read_halving(indices[half:])]
 
         for batch in batches:
-            if indices := [index for index in batch if is_pending(index)]:
-                yield from zip(indices, read_halving(indices), strict=True)
+            yield from zip(batch, read_halving(batch), strict=True)
 
-    def pad(self, indices: list[int], rows: Sequence[TokenRow] | Mapping[int, TokenRow]) -> Inputs:
-        """A batch of rows."""
-        width = max(len(rows[index].ids) for index in indices)
-        ids, mask, types = [], [], []
-        for row in (rows[index] for index in indices):
-            # On the right, where causality and the mask hide it.
-            gap = [0] * (width - len(row.ids))
-            ids.append(row.ids + [self._pad] * len(gap))
-            mask.append([1] * len(row.ids) + gap)
-            types.append((row.types or [0] * len(row.ids)) + gap)
-        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-        if rows[indices[0]].types is not None:
-            inputs["token_type_ids"] = torch.tensor(types)
-        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+    def pad(self, rows: Sequence[TokenRow]) -> Inputs:
+        """A batch of rows, padded on the right, where causality and the mask hide it."""
+        parts = {"input_ids": [row.ids for row in rows], "attention_mask": [[1] * len(row.ids) for row in rows]}
+        if rows[0].types is not None:
+            parts["token_type_ids"] = [row.types or [] for row in rows]
+        fill = {"input_ids": self._pad}
+        return {
+            name: pad_sequence([torch.tensor(values) for values in part], True, fill.get(name, 0)).to(self.device)
+            for name, part in parts.items()
+        }
 
 
-def row_or_error(make: Callable[[str, str], TokenRow], prompt: str, response: str) -> TokenRow | Exception:
-    """`make(prompt, response)`, or the exception that it raises."""
-    try:
-        return make(prompt, response)
-    except Exception as error:
-        return error
+class ModelVerifier(ABC, Generic[A]):
+    """A verifier whose model reads one row of tokens for each response, in a thread, in batches.
+
+    A `Panel`'s timeout must be longer than one forward pass.
+    """
+
+    def __init__(self, settings: ModelSettings, loader: Any, name: str) -> None:
+        self.model = BatchedModel(settings, loader)
+        self._batcher: Batcher[tuple[str, str], A | Exception] = Batcher(self._compute, name)
+
+    @property
+    def progress(self) -> int:
+        """Number of responses scored."""
+        return self._batcher.progress
+
+    @abstractmethod
+    def row(self, prompt: str, response: str) -> TokenRow:
+        """The model's input. Raises the error for which the response is unscored."""
+
+    @abstractmethod
+    def outcomes(self, inputs: Inputs) -> list[A]:
+        """What the model says of each row of a batch."""
+
+    async def read(self, prompt: str, responses: Sequence[str]) -> list[A | Exception]:
+        """The outcome of each response, or the error for which it is unscored."""
+        return await self._batcher([(prompt, response) for response in responses])
+
+    async def close(self) -> None:
+        """Stop the thread; waiting calls fail."""
+        self._batcher.close()
+
+    def _compute(self, texts: list[tuple[str, str]]) -> Iterator[tuple[int, A | Exception]]:
+        rows: list[TokenRow | Exception] = []
+        for prompt, response in texts:
+            try:
+                rows.append(self.row(prompt, response))
+            except Exception as error:
+                rows.append(error)
+        return self.model.stream(rows, self.outcomes)

@@ -7,17 +7,15 @@ import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
 from forge.rewards.verifier import Scores, Verifier, close_all, reason_of
-from forge_verifiers.threads import in_own_thread, within
+from forge_verifiers.threads import within
 
 from .cache import Cache, key_of
 
 log = logging.getLogger(f"forge.{__name__}")
-FINGERPRINT_TIMEOUT = 600.0  # seconds: that of a model reads all its weights
 
 
 class Panel:
@@ -47,7 +45,7 @@ class Panel:
         if timeout <= 0:
             raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
         self.missing: Counter[str] = Counter()  # unscored responses, by verifier and reason
-        self._fingerprints: dict[int, asyncio.Future[str | None]] = {}
+        self._fingerprints: dict[int, asyncio.Task[str | None]] = {}
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; exceptions of verifiers become reasons."""
@@ -92,19 +90,16 @@ class Panel:
         verifier = self.verifiers[number]
 
         async def read() -> str | None:
-            name = f"the fingerprint of {verifier.names[0]}"
             try:
-                call = partial(getattr, verifier, "fingerprint", None)
-                return await in_own_thread(call, limit=FINGERPRINT_TIMEOUT, name=name)
+                return await asyncio.to_thread(getattr, verifier, "fingerprint", None)
             except Exception as error:
-                log.warning("scores are not cached, %s cannot be read: %s", name, reason_of(error))
+                log.warning("scores of %s are not cached: %s", verifier.names[0], reason_of(error))
                 return None
 
-        reading = self._fingerprints.get(number)
-        if reading is None or (not reading.done() and reading.get_loop() is not asyncio.get_running_loop()):
-            reading = self._fingerprints[number] = asyncio.ensure_future(read())
         # Calls share one reading, which outlives each of them.
-        return reading.result() if reading.done() else await asyncio.shield(reading)
+        if number not in self._fingerprints:
+            self._fingerprints[number] = asyncio.create_task(read())
+        return await asyncio.shield(self._fingerprints[number])
 
     async def _cached(
         self,
@@ -116,34 +111,33 @@ class Panel:
         target: str | None,
     ) -> Scores:
         # A unit is one entry of the cache: a response, or all responses together of a grouped verifier.
-        width, grouped = len(verifier.names), getattr(verifier, "grouped", False)
-        units = [tuple(responses)] if grouped else [(response,) for response in dict.fromkeys(responses)]
-        positions = [(units[0], i) for i in range(len(responses))] if grouped else [((text,), 0) for text in responses]
+        grouped = getattr(verifier, "grouped", False)
+        units = [tuple(responses)] if grouped else [(response,) for response in responses]
         keys = {unit: key_of(f"{fingerprint} {verifier.names}", prompt, unit, target) for unit in units}
         cached: dict[str, tuple[float, ...]] = {}
         try:
             cached = await cache.get(list(keys.values()))
         except sqlite3.Error as error:
             log.warning("the cache %s cannot be read, everything is scored again: %s", cache.path, error)
-        parts = {unit: Scores(np.reshape(cached[key], (-1, width))) for unit, key in keys.items() if key in cached}
-        if uncached := [unit for unit in units if unit not in parts]:
-            uncached_responses = [response for unit in uncached for response in unit]
-            fresh = await _checked_scores(verifier, prompt, uncached_responses, target)
+        shape = (-1, len(verifier.names))
+        parts = {unit: Scores(np.reshape(cached[key], shape)) for unit, key in keys.items() if key in cached}
+        if uncached := [unit for unit in keys if unit not in parts]:
+            fresh = await _checked_scores(verifier, prompt, [text for unit in uncached for text in unit], target)
             start = 0
             for unit in uncached:
-                inside = range(start, start + len(unit))
-                unit_reasons = {(i - start, j): text for (i, j), text in fresh.reasons.items() if i in inside}
-                parts[unit] = Scores(fresh.values[start : start + len(unit)], unit_reasons)
-                start += len(unit)
+                stop = start + len(unit)
+                reasons = {(i - start, j): text for (i, j), text in fresh.reasons.items() if start <= i < stop}
+                parts[unit] = Scores(fresh.values[start:stop], reasons)
+                start = stop
             # A missing score may exist the next time: it is not cached.
-            complete = [unit for unit in uncached if not parts[unit].reasons]
+            complete = {keys[unit]: parts[unit] for unit in uncached if not parts[unit].reasons}
             try:
-                await cache.put({keys[unit]: tuple(parts[unit].values.ravel().tolist()) for unit in complete})
+                await cache.put({key: tuple(part.values.ravel().tolist()) for key, part in complete.items()})
             except sqlite3.Error as error:
                 log.warning("the cache %s cannot be written, it keeps no scores: %s", cache.path, error)
-        result = Scores(np.stack([parts[unit].values[index] for unit, index in positions]))
-        for i, (unit, index) in enumerate(positions):
-            result.reasons |= {(i, j): cause for (k, j), cause in parts[unit].reasons.items() if k == index}
+        result = Scores(np.concatenate([parts[unit].values for unit in units]))
+        for row, unit in enumerate(units):  # of several units each is one row
+            result.reasons |= {(row + i, j): reason for (i, j), reason in parts[unit].reasons.items()}
         return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import numpy as np
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from forge.rewards.verifier import Scores, Unscored
-from forge_verifiers.threads import Batcher
 
-from .models import BatchedModel, Inputs, TokenRow, row_or_error
+from .models import Inputs, ModelVerifier, TokenRow
 from .settings import ProcessRewardModelSettings
 
 # Settings of language models that change the logits after the head; only the head is computed here.
@@ -28,7 +27,7 @@ _AFTER_HEAD = (
 )
 
 
-class ProcessRewardModel:
+class ProcessRewardModel(ModelVerifier[list[float]]):
     """The probability that each step of a response is good; columns `<name>_min`, `_mean` and `_last`.
 
     Each step is followed by a marker token, at which the step is scored:
@@ -53,8 +52,8 @@ class ProcessRewardModel:
         section = ProcessRewardModelSettings(path=str(path), name=name, **settings)
         marker, good, bad, label = section.marker, section.good, section.bad, section.label
         self._separator, self._joint, self._marker = re.compile(section.separator), section.joint, marker
-        self._model = BatchedModel(section, AutoModelForTokenClassification if good is None else AutoModelForCausalLM)
         name = name or Path(path).name
+        super().__init__(section, AutoModelForTokenClassification if good is None else AutoModelForCausalLM, name)
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
         self._marker_id = self._last_token(marker)
         self._verdicts: tuple[int, int] | None = None
@@ -62,25 +61,19 @@ class ProcessRewardModel:
         if good is not None and bad is not None:
             # Only two rows of the head are computed: a model that changes its logits after it is not supported.
             self._verdicts = (self._last_token(good), self._last_token(bad))
-            config = self._model.model.config.get_text_config()
+            config = self.model.model.config.get_text_config()
             if changed := [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]:
                 raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not supported")
             if self._verdicts[0] == self._verdicts[1]:
                 raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
         else:
-            self._class = self._model.class_index(label)
-        self._settings = (marker, section.separator, section.joint, good, bad, label, *self._model.texts.values())
-        self._batcher: Batcher[tuple[str, str], list[float] | Exception] = Batcher(self._compute, name)
-
-    @property
-    def progress(self) -> int:
-        """Number of responses scored."""
-        return self._batcher.progress
+            self._class = self.model.class_index(label)
+        self._settings = (marker, section.separator, section.joint, good, bad, label, *self.model.texts.values())
 
     @cached_property
     def fingerprint(self) -> str:
         """Identifies weights, texts and settings; reads all weights, once."""
-        return f"process reward model {self._model.identity} {self._settings} {self._model.max_tokens}"
+        return f"process reward model {self.model.identity} {self._settings} {self.model.max_tokens}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Three numbers for each response, in [0, 1]."""
@@ -90,17 +83,6 @@ class ProcessRewardModel:
             [s if isinstance(s, Exception) else (float(np.min(s)), float(np.mean(s)), s[-1]) for s in probabilities], 3
         )
 
-    async def read(self, prompt: str, responses: Sequence[str]) -> list[list[float] | Exception]:
-        """The probability of each step of each response, or the error for which a response is unscored."""
-        return await self._batcher([(prompt, response) for response in responses])
-
-    async def steps(self, prompt: str, response: str) -> list[float]:
-        """The probability of each step. Raises the error for which the response is unscored."""
-        (probabilities,) = await self.read(prompt, [response])
-        if isinstance(probabilities, Exception):
-            raise probabilities
-        return probabilities
-
     def cut(self, response: str) -> list[tuple[str, int]]:
         """The steps of a response, each with the character at which it ends; none is only white space."""
         # The text between separators; an end is the character at which the next separator begins.
@@ -109,22 +91,14 @@ class ProcessRewardModel:
         spans = zip(starts, [*(start for start, _ in ends), len(response)], strict=True)
         return [(response[start:end], end) for start, end in spans if response[start:end].strip()]
 
-    async def close(self) -> None:
-        """Stop the thread; waiting calls fail."""
-        self._batcher.close()
-
-    def _compute(
-        self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]
-    ) -> Iterator[tuple[int, list[float] | Exception]]:
-        return self._model.stream([row_or_error(self._row, *text) for text in texts], self._read, is_pending)
-
-    def _row(self, prompt: str, response: str) -> TokenRow:
+    def row(self, prompt: str, response: str) -> TokenRow:
+        """The prompt and all steps, each with its marker. Unscored: not every step has a marker."""
         steps = [step for step, _ in self.cut(response)]
         if not steps:
             raise Unscored("it has no steps")
-        marked = self._joint.join(self._model.special.inert(step) + self._marker for step in steps)
-        text = self._model.full_text(prompt, marked)
-        ids = self._model.tokenizer(text, add_special_tokens=self._model.format.chat is None)["input_ids"]
+        marked = self._joint.join(self.model.special.inert(step) + self._marker for step in steps)
+        text = self.model.full_text(prompt, marked)
+        ids = self.model.tokenizer(text, add_special_tokens=self.model.format.chat is None)["input_ids"]
         # Every step must be read at its marker, and no other token as one.
         if (count := ids.count(self._marker_id)) != len(steps):
             raise Unscored(
@@ -133,8 +107,9 @@ class ProcessRewardModel:
             )
         return TokenRow(ids)
 
-    def _read(self, inputs: Inputs) -> list[list[float]]:
-        model: Any = self._model.model
+    def outcomes(self, inputs: Inputs) -> list[list[float]]:
+        """The probabilities of the steps of each row."""
+        model: Any = self.model.model
         # The marker's token may also be the padding token.
         at_marker = (inputs["input_ids"] == self._marker_id) & (inputs["attention_mask"] == 1)
         if self._verdicts is None:
@@ -152,8 +127,8 @@ class ProcessRewardModel:
         return [part.tolist() for part in good.split(at_marker.sum(1).tolist())]
 
     def _last_token(self, text: str) -> int:
-        ids = self._model.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids or ids[-1] == self._model.tokenizer.unk_token_id:
+        ids = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids or ids[-1] == self.model.tokenizer.unk_token_id:
             raise ValueError(f"the tokenizer has no token for {text!r}")
         return ids[-1]
 
@@ -187,8 +162,6 @@ class StepRewards:
 
     def setup(self) -> None:
         """Load the process reward model."""
-        from .process import ProcessRewardModel
-
         self._model = ProcessRewardModel(**self.settings)
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:

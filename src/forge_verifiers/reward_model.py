@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,17 @@ from transformers import AutoModelForSequenceClassification
 
 from forge.data.supervised import closed
 from forge.rewards.verifier import Scores
-from forge_verifiers.threads import Batcher
 
-from .models import BatchedModel, Inputs, TokenRow, row_or_error
+from .models import Inputs, ModelVerifier, TokenRow
 from .settings import TRUNCATE, RewardModelSettings
 
 NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose classes are independent
 
 
-class RewardModel:
+class RewardModel(ModelVerifier[float]):
     """One number for each response: the logit of a sequence classifier with one class, or for one of several.
 
-    Runs in a separate thread; calls that arrive while a batch is computed form the next one. A response that is too
-    long is unscored, unless `truncate` is set. A `Panel`'s timeout must be longer than one forward pass.
+    A response that is too long is unscored, unless `truncate` is set.
 
     The text of prompt and response:
 
@@ -49,8 +47,8 @@ class RewardModel:
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
         section = RewardModelSettings(path=str(path), name=name, **settings)
-        self.model = BatchedModel(section, AutoModelForSequenceClassification)
         self.names: tuple[str, ...] = (name or Path(path).name,)
+        super().__init__(section, AutoModelForSequenceClassification, self.names[0])
         tokenizer = self.model.tokenizer
         append_eos = section.append_eos
         chat = bool(section.chat_template)
@@ -73,12 +71,6 @@ class RewardModel:
         head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
         self._settings = (*self.model.texts.values(), section.as_pair, append_eos, section.label)
-        self._batcher: Batcher[tuple[str, str], float | Exception] = Batcher(self._compute, self.names[0])
-
-    @property
-    def progress(self) -> int:
-        """Number of responses scored."""
-        return self._batcher.progress
 
     @cached_property
     def fingerprint(self) -> str:
@@ -88,51 +80,30 @@ class RewardModel:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
-        return Scores.of(await self._batcher([(prompt, response) for response in responses]), 1)
-
-    async def close(self) -> None:
-        """Stop the thread; waiting calls fail."""
-        self._batcher.close()
+        return Scores.of(await self.read(prompt, responses), 1)
 
     def tokens(self, prompt: str, response: str) -> list[int]:
         """The model's input tokens. ValueError: the texts cannot be encoded."""
-        return self.rows([(prompt, response)])[0].ids
+        return self.row(prompt, response).ids
 
-    def _compute(
-        self, texts: list[tuple[str, str]], is_pending: Callable[[int], bool]
-    ) -> Iterator[tuple[int, float | Exception]]:
-        try:
-            rows: Sequence[TokenRow | Exception] = self.rows(texts)
-        except Exception:  # one by one, so that only those at fault are unscored
-            rows = [row_or_error(lambda *text: self.rows([text])[0], *text) for text in texts]
-        return self.model.stream(rows, self._read, is_pending)
-
-    def rows(self, texts: Sequence[tuple[str, str]]) -> list[TokenRow]:
-        """The model's input of each (prompt, response). Special tokens that a response spells are broken by a space."""
-        texts = [(prompt, self.model.special.inert(response)) for prompt, response in texts]
+    def row(self, prompt: str, response: str) -> TokenRow:
+        """The model's input. Special tokens that a response spells are broken by a space."""
+        response = self.model.special.inert(response)
         tokenizer, limit, form = self.model.tokenizer, self.model.max_tokens, self.model.format
-        prompts = {prompt: form.render({"question": prompt})[0] for prompt, _ in texts}
-        responses = [response for _, response in texts]
-        # Three forms: a pair as the tokenizer joins it, a whole conversation, or prompt and response as one text.
+        text = form.render({"question": prompt})[0]
+        # Three forms: prompt and answer as in training, a pair as the tokenizer joins it, or one text.
+        if self._append_eos:
+            row, mask = closed(*form.answered(text, response))
+            # If not even one token of the response would stay, the row is left too long and so unscored.
+            if self._truncate and mask.index(True) + 1 < limit < len(row):
+                row = [*row[: limit - 1], row[-1]]
+            return TokenRow(row)
         if self._as_pair:
             truncation: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
-            return _read_rows(tokenizer([prompts[prompt] for prompt, _ in texts], responses, **truncation))
-        if form.chat is not None and self._append_eos:
-            return [TokenRow(closed(*form.answered(prompts[prompt], response))[0]) for prompt, response in texts]
-        if not self._append_eos:
-            joined = [self.model.full_text(prompt, response) for prompt, response in texts]
-            return _read_rows(tokenizer(joined, add_special_tokens=form.chat is None))
-        # The tokens of `PromptFormat.answered`, with all responses tokenized in one call.
-        before = {prompt: list(form.encode(text)[1]) for prompt, text in prompts.items()}
-        answers = tokenizer(responses, add_special_tokens=False)["input_ids"]
-        rows = []
-        for (prompt, _), answer in zip(texts, answers, strict=True):
-            row = [*before[prompt], *answer, tokenizer.eos_token_id]
-            # If not even one token of the response would stay, the row is left too long and so unscored.
-            if self._truncate and len(before[prompt]) + 1 < limit < len(row):
-                row = [*row[: limit - 1], row[-1]]
-            rows.append(TokenRow(row))
-        return rows
+            encoded: Any = tokenizer([text], [response], **truncation)  # in lists: alone, "" would be no second text
+        else:
+            encoded = tokenizer([self.model.full_text(prompt, response)], add_special_tokens=form.chat is None)
+        return TokenRow(encoded["input_ids"][0], encoded.get("token_type_ids", [None])[0])
 
     def logits(self, inputs: Inputs) -> Tensor:
         """[rows] before calibration, float32."""
@@ -151,11 +122,7 @@ class RewardModel:
         other_classes = [i for i in range(logits.shape[1]) if i != self._label]
         return logits[:, self._label] - logits[:, other_classes].logsumexp(1)
 
-    def _read(self, inputs: Inputs) -> list[float]:
+    def outcomes(self, inputs: Inputs) -> list[float]:
+        """The calibrated score of each row."""
         x = self._slope * self.logits(inputs) + self._intercept
         return (x.sigmoid() if self._scale == "probability" else x).tolist()
-
-
-def _read_rows(encoded: Any) -> list[TokenRow]:
-    ids = encoded["input_ids"]
-    return [TokenRow(*row) for row in zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)]

@@ -23,8 +23,8 @@ class Rule:
     None, NaN and exceptions leave a response unscored; so should a function that needs a target and gets None.
 
     Args:
-        function: called with one response at a time. A plain function runs in one of the rule's four threads, on the
-            responses of a call one after the other; an async one runs on all of them concurrently.
+        function: called with one response at a time. A plain function runs in the rule's four threads; an async one
+            runs on all responses of a call concurrently.
         name: of the column; default the function's name.
         time_limit: seconds for one response, which is unscored after that. An async function is cancelled; a plain one
             continues in its thread, for Python cannot stop threads.
@@ -57,21 +57,16 @@ class Rule:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
 
-        async def awaited(response: str) -> float | None:
-            with self._turns.counted():
-                return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
-
-        if self._is_async:
-            return await collect([awaited(response) for response in responses], 1)
-        # One after the other: a function that hangs takes one thread, not one for each response.
-        outcomes: list[float | Exception | None] = []
-        for response in responses:
+        async def score_one(response: str) -> float | None:
+            call = partial(self.function, prompt, response, target)
+            if not self._is_async:
+                return await self._turns(call, limit=self.time_limit, name=self.names[0])
             try:
-                call = partial(self.function, prompt, response, target)
-                outcomes.append(await self._turns(call, limit=self.time_limit, name=self.names[0]))
-            except Exception as error:
-                outcomes.append(error)
-        return Scores.of(outcomes, 1)
+                return await within(self.time_limit, call(), self.names[0])
+            finally:
+                self._turns.progress += 1
+
+        return await collect([score_one(response) for response in responses], 1)
 
 
 class MathVerifier(Rule):
@@ -105,12 +100,10 @@ class AnswerFrequency:
     A unique answer has 0, and so has a response without an answer. A single response is unscored.
 
     Args:
-        extract: the answer of a response, or None. If it raises, the response is unscored and not counted.
-        same: whether two answers are the same. By default final answers are compared as text, numbers and symbolically
-            (see `forge.rewards.rules`), and answers of another `extract` as text. Each answer is compared with the
-            first of each of the first MAX_KINDS kinds before it.
+        extract: the answer of a response, or None. If it raises, the response is unscored and not counted. Answers of
+            the default are compared as text, numbers and symbolically (see `forge.rewards.rules`), others as text, each
+            with the first of each of the first MAX_KINDS kinds before it.
         time_limit: seconds for all responses of a prompt.
-        version: of the two functions, see `Rule`; not needed for the defaults.
     """
 
     grouped = True
@@ -119,17 +112,15 @@ class AnswerFrequency:
         self,
         extract: Callable[[str], str | None] = final_answer,
         *,
-        same: Callable[[str, str], bool] | None = None,
         name: str = "answer_frequency",
         time_limit: float = 30.0,
-        version: str | None = None,
     ) -> None:
         self.extract, self.time_limit = extract, time_limit
-        by_default = (lambda a, b: bool(comparison().equal(a, b, TOLERANCE))) if extract is final_answer else str.__eq__
-        self.same: Callable[[str, str], bool] = same or by_default
+        is_default = extract is final_answer
+        by_default: Callable[[str, str], bool] = lambda a, b: bool(comparison().equal(a, b, TOLERANCE))  # noqa: E731
+        self._equal = by_default if is_default else str.__eq__
         self.names: tuple[str, ...] = (name,)
-        stated_version = version or ("default 3" if extract is final_answer and same is None else None)
-        self.fingerprint = None if stated_version is None else f"answer frequency {stated_version}"
+        self.fingerprint = "answer frequency default 3" if is_default else None
         self._turns = ThreadLimiter()
 
     @property
@@ -143,21 +134,17 @@ class AnswerFrequency:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
 
         def kinds_of_answers() -> list[str | Exception | None]:
-            """Each answer as the first one that is the same, or what `extract` or `same` raised."""
+            """Each answer as the first one that is the same, or what `extract` or the comparison raised."""
             end = monotonic() + self.time_limit  # the thread must not go on comparing after its time
-            same_as: dict[str, str] = {}
             kinds: list[str | Exception | None] = []
             for response in responses:
                 try:
-                    if monotonic() > end:
-                        raise Unscored("no time was left to compare its answer")
-                    # Equal texts are compared once; a new text with the first answer of each kind.
                     answer = self.extract(response)
-                    if answer is not None and answer not in same_as:
-                        kinds_so_far = list(dict.fromkeys(same_as.values()))[:MAX_KINDS]
-                        first = (kind for kind in kinds_so_far if monotonic() < end and self.same(answer, kind))
-                        same_as[answer] = next(first, answer)
-                    kinds.append(None if answer is None else same_as[answer])
+                    known = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, str)][:MAX_KINDS]
+                    if answer is not None:
+                        same = (kind for kind in known if monotonic() < end and self._equal(answer, kind))
+                        answer = next(same, answer)
+                    kinds.append(answer)
                 except Exception as error:
                     kinds.append(error)
             return kinds

@@ -142,9 +142,7 @@ class JudgeSettings(Section):
     """Put the response between two lines that hold {mark}, a digest that it cannot contain, and break what looks like a
     special token in it by a space."""
     system_prompt: str | None = None
-    """Of a chat."""
-    endpoint: Literal["chat", "completions"] = "chat"
-    """Which API is called."""
+    """Before the question."""
     scoring: Literal["votes", "logprob"] = "votes"
     """`votes`, or `logprob` from the most probable tokens, of which an absent one counts as 0."""
     votes: PositiveInt = 1
@@ -192,7 +190,6 @@ class JudgeSettings(Section):
                 "votes at temperature 0 are all the same: raise it, or set votes to 1",
             ),
             (not yes or not no or yes.lower() == no.lower(), "yes and no must be two different words"),
-            (self.system_prompt is not None and self.endpoint != "chat", "system_prompt needs endpoint chat"),
             (
                 self.api_key_env is not None and not os.environ.get(self.api_key_env),
                 f"api_key_env: the environment has no {self.api_key_env}",

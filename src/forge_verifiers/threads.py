@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event, Thread
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -52,8 +52,7 @@ class ThreadLimiter:
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
 
     Attributes:
-        progress: number of functions that returned, raised or timed out. A function whose call was cancelled does not
-            count, so that a hanging one is not progress.
+        progress: number of functions that returned, raised, timed out or were cancelled.
     """
 
     def __init__(self, limit: int = 4) -> None:
@@ -64,18 +63,10 @@ class ThreadLimiter:
         """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
         turns = _SEMAPHORES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
         async with turns.setdefault(self, asyncio.Semaphore(self._limit)):
-            with self.counted():
+            try:
                 return await in_own_thread(function, limit=limit, name=name)
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the block as one function in `progress`, unless it is cancelled."""
-        try:
-            yield
-        except Exception:
-            self.progress += 1
-            raise
-        self.progress += 1
+            finally:
+                self.progress += 1
 
 
 # Semaphores belong to an event loop. They are kept outside of `ThreadLimiter`, which may be pickled to another process.
@@ -91,17 +82,13 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -
     outcome: Future[A] = Future()
 
     def work() -> None:
-        try:
-            value = function()
-        except BaseException as raised:
-            # SystemExit would end the loop, and a future cannot carry StopIteration.
-            carried = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            error = raised if carried else RuntimeError(repr(raised))
-            with suppress(InvalidStateError):  # timed out or cancelled
-                outcome.set_exception(error)
-        else:
-            with suppress(InvalidStateError):
-                outcome.set_result(value)
+        with suppress(InvalidStateError):  # timed out or cancelled
+            try:
+                outcome.set_result(function())
+            except BaseException as raised:
+                # SystemExit would end the loop, and a future cannot carry StopIteration.
+                carried = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                outcome.set_exception(raised if carried else RuntimeError(repr(raised)))
 
     # Not a pool's thread, which the interpreter would wait for at its end.
     waiting = asyncio.wrap_future(outcome)
@@ -113,15 +100,15 @@ class Batcher(Generic[A, B]):
     """Runs `compute` for one call after the other, in one thread.
 
     Args:
-        compute: called with the items and a function `is_pending(index)`; yields (index of the item, outcome) in any
-            order, for all items while their call is not cancelled.
+        compute: yields (index of the item, outcome) for all items, in any order; it is not continued once its call is
+            cancelled.
         name: of the thread.
 
     Attributes:
         progress: number of outcomes so far.
     """
 
-    def __init__(self, compute: Callable[[list[A], Callable[[int], bool]], Iterable[tuple[int, B]]], name: str) -> None:
+    def __init__(self, compute: Callable[[list[A]], Iterable[tuple[int, B]]], name: str) -> None:
         self._compute, self._name = compute, name
         self._pool = ThreadPoolExecutor(1, f"verify {name}")
         self._closed = False
@@ -133,20 +120,17 @@ class Batcher(Generic[A, B]):
 
         def work() -> list[B]:
             outcomes: dict[int, B] = {}
-            for index, outcome in self._compute(list(items), lambda _: not cancelled.is_set()):
+            for index, outcome in self._compute(list(items)):
                 outcomes[index] = outcome
                 self.progress += 1
-            if len(outcomes) < len(items):
-                raise RuntimeError(f"the verifier {self._name} left responses out")
+                if cancelled.is_set():
+                    raise CancelledError
             return [outcomes[index] for index in range(len(items))]
 
-        if self._closed:
-            raise RuntimeError(f"the verifier {self._name} was closed")
-        future = self._pool.submit(work)
         try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if self._closed and future.cancelled():
+            return await asyncio.wrap_future(self._pool.submit(work))
+        except (asyncio.CancelledError, RuntimeError):
+            if self._closed:
                 raise RuntimeError(f"the verifier {self._name} was closed") from None
             raise
         finally:

@@ -135,7 +135,7 @@ def distil(
         _new_classifier(model, aside, seed)
         with quiet_loading():
             reader = RewardModel(aside, **reading)
-        rows = reader.rows([(table.prompts[i], table.responses[i][j]) for i, j in indices])
+        rows = [reader.row(table.prompts[i], table.responses[i][j]) for i, j in indices]
         # Responses that do not fit are omitted; the division is over those that remain.
         fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
         indices, rows = indices[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
@@ -150,7 +150,9 @@ def distil(
         started = time.process_time()
         logits = np.full(len(rows), np.nan)
         held_out = np.concatenate([calibrate, test])
-        logits[held_out] = reader.model.run([rows[i] for i in held_out], lambda batch: reader.logits(batch).tolist())
+        outcomes = reader.model.stream([rows[i] for i in held_out], lambda batch: reader.logits(batch).tolist())
+        for position, logit in outcomes:
+            logits[held_out[position]] = logit
         spent = (time.process_time() - started) / len(held_out)
         scale = Recalibration()
         if np.ptp(targets[calibrate]) > 0:
@@ -241,7 +243,8 @@ def _train(
         order, total = rng.permutation(train), 0.0
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size].tolist()
-            loss = binary_cross_entropy_with_logits(reader.logits(reader.model.pad(batch, rows)), goal[batch])
+            logits = reader.logits(reader.model.pad([rows[i] for i in batch]))
+            loss = binary_cross_entropy_with_logits(logits, goal[batch])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

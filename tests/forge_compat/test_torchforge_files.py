@@ -317,7 +317,6 @@ RL = {"group_size": 8, "local_batch_size": 16}
         ),
         (RL | {"replay_buffer": {"dp_size": 0}}, "replay_buffer.dp_size must be a whole number of at least 1, got 0"),
         (RL | {"replay_buffer": {"dp_size": "x"}}, "replay_buffer.dp_size must be a whole number"),
-        (RL | {"services": {"policy": {"procs": "x"}}}, "services.policy.procs must be a whole number"),
         (
             RL | {"trainer": {"checkpoint": {"enable": "no"}}},
             "trainer.checkpoint.enable must be true or false, got 'no'",

@@ -33,7 +33,7 @@ def folders(tmp_path_factory):
 
 def scored(verifier, responses):
     async def run():
-        found = await verifier.score("hi", responses), [await verifier.steps("hi", r) for r in responses[:1]]
+        found = await verifier.score("hi", responses), await verifier.read("hi", responses[:1])
         await verifier.close()
         return found
 

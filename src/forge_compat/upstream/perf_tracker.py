@@ -36,7 +36,8 @@ class Tracer:
             raise ValueError(f'timer must be "cpu" or "gpu", got {timer!r}')
         self.prefix = prefix
         self.track_memory = track_memory and torch.cuda.is_available()
-        uses_gpu = timer == "gpu" if METRIC_TIMER_USES_GPU.get_value() is None else asks_for_gpu()
+        asked = METRIC_TIMER_USES_GPU.get_value()
+        uses_gpu = timer == "gpu" if asked is None else str(asked).lower() in ("true", "1", "yes")
         self.waits = uses_gpu and torch.cuda.is_available()
         self.is_off = bool(DISABLE_PERF_METRICS.get_value())
         self.began: float | None = None
@@ -84,11 +85,6 @@ class Tracer:
         mean, longest = f"{name}_avg_s", f"{name}_max_s"
         record_metric(mean, seconds, Reduce.MEAN)
         record_metric(longest, seconds, Reduce.MAX)
-
-
-def asks_for_gpu() -> bool:
-    """Whether METRIC_TIMER_USES_GPU is true."""
-    return str(METRIC_TIMER_USES_GPU.get_value()).lower() in ("true", "1", "yes")
 
 
 class trace:

@@ -21,6 +21,7 @@ from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, as_number, check_shape
 
 FIRST_PAUSE = 0.05  # seconds between connection attempts, which double
 MAX_PAUSE = 2.0
+CONNECT_TIMEOUT = 10.0  # seconds for one attempt
 # Errors after which the server ends the session.
 _ENDING = ("FACTORY_ERROR", "SESSION_ERROR")
 
@@ -82,43 +83,27 @@ class Session:
 
     async def list_tools(self) -> tuple[dict[str, Json], ...]:
         """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
-        # Unlike a list_tools step this takes no turn of the environment, but old servers do not know it.
         call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+        reply = await self._request("mcp", "mcp", call)
+        if "error" in reply:
+            raise OpenEnvError("MCP_ERROR", str(reply["error"]), self._url)
         try:
-            reply = await self._request("mcp", "mcp", call)
-            if "error" in reply:
-                raise OpenEnvError("MCP_ERROR", str(reply["error"]), self._url)
-            tools = (reply.get("result") or {}).get("tools") or []
-        except OpenEnvError as error:
-            if error.code != "UNKNOWN_TYPE":
-                raise
-            tools = (await self.step({"type": "list_tools"})).observation.get("tools", [])
-        try:
-            schemas = tuple(map(function_schema, tools))
+            schemas = tuple(map(function_schema, reply["result"]["tools"]))
             check_shape({"messages": [], "tools": list(schemas)}, "observation")
         except (KeyError, TypeError, AttributeError, ValueError):
-            raise InfrastructureError(f"{self._url} answered tools/list with {str(tools)[:80]!r}") from None
+            raise InfrastructureError(f"{self._url} answered tools/list with {str(reply)[:80]!r}") from None
         return schemas
-
-    async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> Reply:
-        """Call an MCP tool as a step; its observation has `result` or `error`."""
-        return await self.step({"type": "call_tool", "tool_name": name, "arguments": dict(arguments)})
 
     async def close(self) -> None:
         """End the session; idempotent."""
-        socket = self._socket
-        if socket is not None and self.idle:
-            with suppress(aiohttp.ClientError, ConnectionError, TimeoutError):  # already lost
-                async with asyncio.timeout(CLOSE_LIMIT):
-                    await socket.send_str('{"type":"close"}')
         self.drop()
         if self._closing is not None:
             await self._closing
 
     def drop(self) -> None:
-        """Close the connection without notifying the server."""
+        """Close the connection without waiting for it: a hung server would delay that."""
         if self._socket is not None:
-            # Not awaited: a hung server would delay it. The reference keeps the task from being collected.
+            # The reference keeps the task from being collected.
             self._closing = asyncio.ensure_future(self._socket.close())
             self._socket = None
 
@@ -128,7 +113,7 @@ class Session:
             raise RuntimeError(f"a session takes one call at a time: {kind} was called while another call waits")
         if self._socket is None:
             raise InfrastructureError(f"the session with {self._url} is over")
-        text = json.dumps({"type": kind} if data is None else {"type": kind, "data": data}, default=as_number)
+        text = json.dumps({"type": kind, "data": data or {}}, default=as_number)
         self._busy = True
         try:
             async with asyncio.timeout(self._timeout) as limit:
@@ -158,23 +143,21 @@ class Session:
             content, received_type = reply["data"], reply["type"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
-        if received_type == "error" and isinstance(content, dict):
-            raise self._error(content)
-        if received_type != expected or not isinstance(content, dict):
+        if received_type not in (expected, "error") or not isinstance(content, dict):
             raise InfrastructureError(f"{self._url} answered {kind} with a message of type {received_type!r}")
-        return content
-
-    def _error(self, data: dict[str, Json]) -> Exception:
-        code, message = str(data.get("code")), str(data.get("message"))
+        if received_type == expected:
+            return content
+        # An error of the server, of the environment, or of what was sent.
+        code, message = str(content.get("code")), str(content.get("message"))
         if code == "CAPACITY_REACHED":
-            return CapacityError(
-                f"{self._url} takes {data.get('max_sessions', 'its limit of')} sessions at a time and is full: "
+            raise CapacityError(
+                f"{self._url} takes {content.get('max_sessions', 'its limit of')} sessions at a time and is full: "
                 "start it with a higher max_concurrent_envs (default 1), or lower `sessions` of the client"
             )
         if code == "INFRASTRUCTURE_ERROR":
-            return InfrastructureError(f"{self._url}: {message}")
-        details = f" {json.dumps(data['errors'])[:500]}" if data.get("errors") else ""
-        return OpenEnvError(code, message + details, self._url)
+            raise InfrastructureError(f"{self._url}: {message}")
+        details = f" {json.dumps(content['errors'])[:500]}" if content.get("errors") else ""
+        raise OpenEnvError(code, message + details, self._url)
 
 
 class OpenEnvClient:
@@ -187,7 +170,6 @@ class OpenEnvClient:
         url: of the server, such as http://127.0.0.1:8000.
         sessions: maximum open at a time; further calls of `acquire` wait.
         timeout: seconds for the answer to one message.
-        connect_timeout: seconds for one connection attempt.
         patience: seconds to wait for a free session, and to retry a server that is down or full, with backoff.
         headers: sent with every request, such as an authorization.
 
@@ -202,19 +184,19 @@ class OpenEnvClient:
         *,
         sessions: int = 32,
         timeout: float = 60.0,
-        connect_timeout: float = 10.0,
         patience: float = 30.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if url.startswith(("ws://", "wss://")):  # as the package's clients write it
+            url = url.replace("ws", "http", 1)
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the url of an OpenEnv server must begin with http:// or https://, got {url!r}")
-        if sessions < 1 or min(timeout, connect_timeout, patience) <= 0:
-            raise ValueError("sessions must be at least 1, and timeout, connect_timeout and patience above 0 seconds")
+        if sessions < 1 or min(timeout, patience) <= 0:
+            raise ValueError("sessions must be at least 1, and timeout and patience above 0 seconds")
         self.url = url.rstrip("/")
         self._max_sessions = sessions
         self._timeout = timeout
         self._patience = patience
-        self._connect_timeout = connect_timeout
         self._headers = dict(headers or {})
         self._http: aiohttp.ClientSession | None = None
         self._free = asyncio.Semaphore(sessions)  # sessions that may still be opened or reused
@@ -224,10 +206,6 @@ class OpenEnvClient:
     async def health(self) -> str:
         """Return "healthy", "degraded" or "unhealthy"."""
         return str((await self._get("/health")).get("status"))
-
-    async def metadata(self) -> dict[str, Json]:
-        """Return name, description, version and author."""
-        return await self._get("/metadata")
 
     async def schema(self) -> dict[str, Json]:
         """Return the JSON schemas of `action`, `observation` and `state`."""
@@ -251,12 +229,9 @@ class OpenEnvClient:
         """
         free = self._free
         try:
-            async with asyncio.timeout(self._patience) as limit:
+            async with asyncio.timeout(self._patience):
                 await free.acquire()
         except TimeoutError:
-            # A TimeoutError of the caller's own limit passes.
-            if not limit.expired():
-                raise
             raise InfrastructureError(
                 f"none of the {self._max_sessions} sessions with {self.url} was given back within "
                 f"{self._patience:g} s: raise `sessions`, or release them earlier"
@@ -326,35 +301,29 @@ class OpenEnvClient:
     async def _open(self) -> Session:
         close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT)
         try:
-            async with asyncio.timeout(self._connect_timeout):
+            async with asyncio.timeout(CONNECT_TIMEOUT):
                 socket = await self._connect().ws_connect(
                     f"{self.url}/ws", max_msg_size=MAX_MESSAGE, timeout=close_timeout, compress=0
                 )
-        except aiohttp.WSServerHandshakeError as error:
-            if error.status < 500:
-                raise OpenEnvError(f"HTTP_{error.status}", error.message, f"{self.url}/ws") from error
-            raise InfrastructureError(f"no session with {self.url}: status {error.status}") from error
         except (aiohttp.ClientError, OSError) as error:  # OSError includes TimeoutError
-            reason = str(error) or f"no connection within {self._connect_timeout:g} s"
+            reason = str(error) or f"no connection within {CONNECT_TIMEOUT:g} s"
             raise InfrastructureError(f"no session with {self.url}: {reason}") from error
         return Session(socket, self.url, self._timeout)
 
     async def _get(self, path: str) -> dict[str, Json]:
-        limit = aiohttp.ClientTimeout(total=self._timeout, connect=self._connect_timeout)
+        limit = aiohttp.ClientTimeout(total=self._timeout, connect=CONNECT_TIMEOUT)
         try:
             async with self._connect().get(self.url + path, timeout=limit, allow_redirects=False) as response:
-                status = response.status
                 text = await response.text(errors="replace")
-            document = json.loads(text) if status == 200 else None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or f"no answer within {self._timeout:g} s"
             raise InfrastructureError(f"{self.url}{path}: {reason}") from error
+        try:
+            document = json.loads(text)
         except (ValueError, RecursionError):
-            raise InfrastructureError(f"{self.url}{path} answered with no JSON: {text[:80]!r}") from None
-        if status in (502, 503, 504):  # from a proxy, or a full server
-            raise InfrastructureError(f"{self.url}{path} answered with status {status}: {text[:500]}")
-        if not isinstance(document, dict):
-            raise OpenEnvError(f"HTTP_{status}", text[:500], f"{self.url}{path}")
+            document = None
+        if response.status != 200 or not isinstance(document, dict):
+            raise InfrastructureError(f"{self.url}{path} answered with status {response.status}: {text[:500]!r}")
         return document
 
     def _connect(self) -> aiohttp.ClientSession:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from forge.types import Sample
-from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
+from forge_envs.environment import CUT, Action, Environment, Message, Step
 from forge_envs.schemas import parameters_of
 
 from ..content import Json, text_of
@@ -21,14 +19,6 @@ Task = Any  # a `Sample`, a mapping of the reset's parameters, or the value of i
 ToAction = Callable[[Action], Mapping[str, Json]]
 ToMessages = Callable[[Reply], list[Message]]
 ToReset = Callable[[Task, int], Mapping[str, Json]]
-
-
-class PackageClient(Protocol):
-    """A client of the `openenv` package, such as `await EchoEnv.from_docker_image(...)`, which has a server."""
-
-    @property
-    def base_url(self) -> str | None:
-        """URL of the server; None: it has not started."""
 
 
 class OpenEnvEnvironment(Environment):
@@ -42,8 +32,7 @@ class OpenEnvEnvironment(Environment):
     a call ends the episode, unless `to_action` is given.
 
     Args:
-        server: a client, whose sessions are shared with other environments; a url, for a separate client; or a client
-            of the `openenv` package, for a separate one of its server: close both.
+        server: a client, whose sessions are shared with other environments, or a url, for a separate client.
         to_action: JSON of an action. By default the turn's text is the only required (or only) field of the server's
             schema, converted to a number if the schema says so; with several fields the turn must be a JSON object.
             Thoughts are not part of it, and a turn that was cut at its limit of tokens is not an action.
@@ -56,7 +45,7 @@ class OpenEnvEnvironment(Environment):
 
     def __init__(
         self,
-        server: OpenEnvClient | PackageClient | str,
+        server: OpenEnvClient | str,
         *,
         to_action: ToAction | None = None,
         to_messages: ToMessages | None = None,
@@ -64,9 +53,8 @@ class OpenEnvEnvironment(Environment):
         mcp: bool = False,
         max_chars: int = 8192,
     ) -> None:
-        url = server if isinstance(server, str) else _address(server)
-        self._client = server if isinstance(server, OpenEnvClient) else OpenEnvClient(url, sessions=1)
-        self._owns_client = not isinstance(server, OpenEnvClient)
+        self._client = OpenEnvClient(server, sessions=1) if isinstance(server, str) else server
+        self._owns_client = isinstance(server, str)
         self._to_action = to_action
         self._to_messages = to_messages
         self._to_reset = to_reset or _reset_parameters
@@ -81,7 +69,8 @@ class OpenEnvEnvironment(Environment):
         self._release_session()
         self._rewarded = False
         if self._schema is None:
-            self._schema = self._checked((await self._client.schema()).get("action"))
+            schema = (await self._client.schema()).get("action")
+            self._schema = schema if isinstance(schema, Mapping) else {}
         self._session = await self._client.acquire()
         reply = await self._session.reset(**self._to_reset(task, seed))
         tools = await self._session.list_tools() if self._mcp else ()
@@ -110,13 +99,9 @@ class OpenEnvEnvironment(Environment):
             sent = (self._to_action or self._default_action)(action)
         except ValueError as error:
             return Step((_user_message(f"error: {error}"),))
-        try:
-            reply = await self._session.step(sent)
-        # A rejected action is the policy's fault, and it may try again; other errors are the server's.
-        except OpenEnvError as error:
-            if error.code != "VALIDATION_ERROR":
-                raise
-            return Step((_user_message(self._shorten(f"error: {error.message}")),))
+        reply = await self._sent(self._session, sent)
+        if isinstance(reply, str):
+            return Step((_user_message(reply),))
         if self._is_forge:
             return step_from_reply(reply)
         return self._step(self._messages(reply), reply.reward, reply.metadata, over=reply.done)
@@ -133,6 +118,16 @@ class OpenEnvEnvironment(Environment):
         default = self._to_action is None and self._to_messages is None and not self._mcp
         return default and (self._schema or {}).get("title") == FORGE_ACTION
 
+    async def _sent(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
+        """The server's reply to an action, or an error for the policy."""
+        try:
+            return await session.step(action)
+        # A rejected action is the policy's fault, and it may try again; other errors are the server's.
+        except OpenEnvError as error:
+            if error.code != "VALIDATION_ERROR":
+                raise
+            return self._shorten(f"error: {error.message}")
+
     async def _call_tools(self, session: Session, action: Action) -> Step:
         messages: list[Message] = []
         rewards: list[float] = []
@@ -142,12 +137,10 @@ class OpenEnvEnvironment(Environment):
             # Every call needs an answer: chat templates expect one message for each.
             content = "error: not run: the episode is over"
             if not over:
-                try:
-                    reply = await session.call_tool(call.name, call.arguments)
-                except OpenEnvError as error:
-                    if error.code != "VALIDATION_ERROR":
-                        raise
-                    content = self._shorten(f"error: {error.message}")
+                sent = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+                reply = await self._sent(session, sent)
+                if isinstance(reply, str):
+                    content = reply
                 else:
                     content = self._shorten(_result(reply))
                     rewards += [] if reply.reward is None else [reply.reward]
@@ -171,17 +164,6 @@ class OpenEnvEnvironment(Environment):
             info={"metadata": metadata},
         )
 
-    def _checked(self, schema: Json) -> Mapping[str, Json]:
-        """The server's schema of an action; empty if it has none. InfrastructureError: it is not an object,
-        and the default action needs it."""
-        if isinstance(schema, Mapping):
-            return schema
-        if schema is not None and self._to_action is None and not self._mcp:
-            raise InfrastructureError(
-                f"{self._client.url}/schema has an action that must be an object, got {schema!r:.80}"
-            )
-        return {}
-
     def _messages(self, reply: Reply) -> tuple[Message, ...]:
         if self._to_messages is not None:
             return tuple(self._to_messages(reply))
@@ -195,10 +177,10 @@ class OpenEnvEnvironment(Environment):
         schema = self._schema or {}
         if schema.get("title") == FORGE_ACTION:
             return asdict(action)
-        parameters = parameters_of({"parameters": schema})
-        fields = [name for name in parameters.properties if name != "metadata"]
+        fields = [name for name in parameters_of({"parameters": schema}).properties if name != "metadata"]
         # Without required fields, all are.
         required = [name for name in fields if name in (schema.get("required") or ())] or fields
+        parameters = parameters_of({"parameters": {**schema, "required": required}})
         text = action.answer
         if len(required) != 1:
             try:
@@ -210,17 +192,10 @@ class OpenEnvEnvironment(Environment):
                 raise ValueError(f"an action must be a JSON object{names}")
             return value
         [name] = required
-        # The first reading that the schema accepts: as text, as JSON, as a number.
-        readers: tuple[Callable[[str], Any], ...] = (str, partial(parameters.value, name), int, float)
-        for read in readers:  # "+1" and ".5" are numbers and no JSON
-            with suppress(ValueError):
-                reading = read(text)
-                if parameters.takes(name, reading):
-                    return {name: reading}
-        # The error names what would have fitted: the policy reads it.
-        if any(parameters.takes(name, number) for number in (0, 1, 0.5)):
-            raise ValueError(f"an action must be a number, not {text[:80]!r}")
-        raise ValueError(f"an action does not fit: {parameters.mismatch({name: text})[:200]}")
+        arguments = {name: parameters.value(name, text, python=True)}  # "+1" and ".5" are numbers and no JSON
+        if wrong := parameters.mismatch(arguments):
+            raise ValueError(wrong)
+        return arguments
 
     def _shorten(self, text: str) -> str:
         if len(text) <= self._max_chars:
@@ -232,17 +207,6 @@ class OpenEnvEnvironment(Environment):
         self._session = None
         if session is not None:
             self._client.release(session)
-
-
-def _address(server: OpenEnvClient | PackageClient) -> str:
-    """URL of a client's server. ValueError: it has none yet."""
-    if isinstance(server, OpenEnvClient):
-        return server.url
-    url = server.base_url
-    if not url:
-        raise ValueError(f"{type(server).__name__} has no server yet: await its connect() first")
-    # The package's clients write their URL for WebSockets.
-    return url.replace("ws://", "http://", 1).replace("wss://", "https://", 1)
 
 
 def _user_message(text: str) -> Message:
@@ -258,15 +222,12 @@ def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
 
 
 def _result(reply: Reply) -> str:
-    """Return the text of a tool's result or error. InfrastructureError: it is not MCP's."""
+    """Return the text of a tool's result or error."""
     error = reply.observation.get("error")
     if error:
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
     result = reply.observation.get("result", reply.observation)
     if isinstance(result, dict) and isinstance(result.get("content"), list):
-        if not all(isinstance(block, dict) for block in result["content"]):
-            raise InfrastructureError(f"the server gave a result with content other than blocks: {result!r:.80}")
         text = text_of(result)
-        failed = any(flag_of_server(result.get(name), name) for name in ("is_error", "isError"))
-        return f"error: {text}" if failed else text
+        return f"error: {text}" if result.get("is_error") or result.get("isError") else text
     return result if isinstance(result, str) else json.dumps(result)

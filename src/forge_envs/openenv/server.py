@@ -8,8 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -18,14 +17,12 @@ from forge_envs.environment import Environment, InfrastructureError, Step
 from forge_http.web import bind, guard, listen, required_key
 
 from ..content import Json
-from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, as_number, reply_to_json
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_json
 
 log = logging.getLogger(f"forge.{__name__}")
 
-T = TypeVar("T")
 Data = dict[str, Json]
 TaskOfSeed = Callable[[int], Any]
-FIRST_MESSAGE_LIMIT = 10.0  # seconds for the first message of a WebSocket
 
 
 class ServedError(Exception):
@@ -38,7 +35,7 @@ class ServedError(Exception):
 
 
 class ServedSession:
-    """An environment and the state of its episode. Calls are serialised."""
+    """An environment and the state of its episode, for one call after the other."""
 
     def __init__(self, environment: Environment, task: TaskOfSeed, timeout: float) -> None:
         self.environment = environment
@@ -48,21 +45,19 @@ class ServedSession:
         self._running = False
         self._steps = 0
         self._episode = ""
-        self._turn = asyncio.Lock()
 
     async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
         """Return type and data of the reply to a message. ServedError: an error reply."""
-        async with self._turn:
-            if kind == "reset":
-                return "observation", await self._reset(data)
-            if kind == "step" and data.get("type") == "list_tools":
-                return "observation", {"observation": {"tools": self._tools()}, "reward": None, "done": False}
-            if kind == "step":
-                return "observation", await self._step(data)
-            if kind == "mcp":
-                return "mcp", await self._mcp(data)
-            if kind == "state":
-                return "state", {"episode_id": self._episode or None, "step_count": self._steps}
+        if kind == "reset":
+            return "observation", await self._reset(data)
+        if kind == "step" and data.get("type") == "list_tools":
+            return "observation", {"observation": {"tools": self._tools()}, "reward": None, "done": False}
+        if kind == "step":
+            return "observation", await self._step(data)
+        if kind == "mcp" and data.get("method") == "tools/list":
+            return "mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": {"tools": self._tools("inputSchema")}}
+        if kind == "state":
+            return "state", {"episode_id": self._episode or None, "step_count": self._steps}
         raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     def _tools(self, schema_key: str = "input_schema") -> list[Data]:
@@ -92,7 +87,7 @@ class ServedSession:
         self._running = not step.done
         self._steps = 0
         self._episode = str(episode or secrets.token_hex(16))
-        return _convert(reply_to_json, step)
+        return _converted(step)
 
     async def _step(self, data: Data) -> Data:
         try:
@@ -104,8 +99,7 @@ class ServedSession:
         step = await self._limited(self.environment.step(action), "step")
         self._running = not step.done
         self._steps += 1
-        # Converted before the answer is sent: values without a JSON form are the environment's fault.
-        reply = _convert(reply_to_json, step)
+        reply = _converted(step)
         # An observation of OpenEnv's MCP environments has the result of the tool instead of messages.
         if data.get("type") == "call_tool":
             result = "\n".join(str(message.get("content", "")) for message in step.messages)
@@ -114,184 +108,115 @@ class ServedSession:
             reply["observation"]["metadata"] = metadata
         return reply
 
-    async def _mcp(self, data: Data) -> Data:
-        method = data.get("method")
-        params = data.get("params") or {}
-        if not isinstance(params, dict):
-            raise ServedError("VALIDATION_ERROR", f"params must be an object, got {params!r:.80}")
-        response = {"jsonrpc": "2.0", "id": data.get("id")}
-        try:
-            if method == "tools/list":
-                return {**response, "result": {"tools": self._tools("inputSchema")}}
-            if method == "tools/call":
-                # A call by MCP is a step like any other: it counts, and it may end the episode.
-                call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
-                text = (await self._step({"type": "call_tool", **call}))["observation"]["result"]
-                content = [{"type": "text", "text": text}]
-                return {**response, "result": {"content": content, "data": text, "is_error": False}}
-        except ServedError as error:
-            # The session is over: the caller must know, not the MCP client alone.
-            if error.last:
-                raise
-            return {**response, "error": {"code": -32603, "message": str(error)}}
-        return {**response, "error": {"code": -32601, "message": f"Method not found: {method}"}}
-
     async def _limited(self, call: Awaitable[Step], name: str) -> Step:
         try:
-            async with asyncio.timeout(self._timeout) as limit:
+            async with asyncio.timeout(self._timeout):
                 return await call
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
-        except TimeoutError as error:
-            # The environment's own TimeoutError is an error like others, after which the session continues.
-            if limit.expired():
-                message = f"{name} gave no answer within {self._timeout:g} s"
-                raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
-            raise ServedError("EXECUTION_ERROR", repr(error)) from error
+        except TimeoutError:
+            message = f"{name} gave no answer within {self._timeout:g} s"
+            raise ServedError("INFRASTRUCTURE_ERROR", message, last=True) from None
         except Exception as error:
             log.exception("%s of %s failed", name, type(self.environment).__name__)
             raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
 
 
-def _convert(convert: Callable[[Any], T], value: Any) -> T:
+def _converted(step: Step) -> Data:
     """Convert what an environment gave. ServedError: it has no JSON form."""
     try:
-        return convert(value)
+        return reply_to_json(step)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ServedError("EXECUTION_ERROR", f"the environment's step has no JSON form: {error}") from error
+
+
+def _read_message(text: str) -> tuple[str, Data]:
+    """Type and data of a message. ServedError: it is none."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ServedError("INVALID_JSON", f"Invalid JSON: {error}") from None
+    data = message.get("data", {}) if isinstance(message, dict) else None
+    if not isinstance(data, dict):
+        raise ServedError("VALIDATION_ERROR", "a message must be an object with a type and an object data")
+    return str(message.get("type", "")), data
 
 
 class OpenEnvServer:
     """The handlers of `web_app`: an environment per WebSocket."""
 
     def __init__(
-        self,
-        make: Callable[[], Environment],
-        task: TaskOfSeed,
-        metadata: Data,
-        max_sessions: int,
-        idle: float,
-        timeout: float,
+        self, make: Callable[[], Environment], task: TaskOfSeed, max_sessions: int, idle: float, timeout: float
     ) -> None:
         self._make = make
         self._task = task
-        self._metadata = metadata
         self._max_sessions = max_sessions
         self._idle = idle
         self._timeout = timeout
         self._sockets: set[web.WebSocketResponse] = set()
-        self._open: set[ServedSession] = set()
-
-    def routes(self) -> list[web.RouteDef]:
-        """Routes of OpenEnv's HTTP and WebSocket protocol."""
-
-        def constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
-            async def answer(_: web.Request) -> web.Response:
-                return web.json_response(content)
-
-            return answer
-
-        return [
-            web.get("/health", constant({"status": "healthy"})),
-            web.get("/metadata", constant(self._metadata)),
-            web.get("/schema", constant(SCHEMA)),
-            web.get("/ws", self._socket),
-        ]
+        self._active = 0  # sessions
 
     async def close(self, _: web.Application) -> None:
         """End all sessions."""
         closing = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in self._sockets)
         await asyncio.gather(*closing, return_exceptions=True)
 
+    async def answer(self, request: web.Request) -> web.WebSocketResponse:
+        """Answer the messages of one connection; the first begins its session."""
+        socket = web.WebSocketResponse(timeout=CLOSE_LIMIT, max_msg_size=MAX_MESSAGE, compress=False)
+        await socket.prepare(request)
+        self._sockets.add(socket)
+        session: ServedSession | None = None
+        try:
+            while (received := await socket.receive(self._idle)).type is aiohttp.WSMsgType.TEXT:
+                try:
+                    kind, data = _read_message(received.data)
+                    if kind == "close":
+                        break
+                    # Environments may be expensive: none is made before a message asks for it.
+                    session = session or self._begin()
+                    reply_kind, answer = await session.answer(kind, data)
+                    await socket.send_json({"type": reply_kind, "data": answer})
+                except ServedError as error:
+                    await socket.send_json({"type": "error", "data": error.data})
+                    if error.last:
+                        break
+        except (ConnectionError, TimeoutError) as error:
+            log.info("a session ended: %r", error)
+        finally:
+            # Environments may hold processes: they end with the connection.
+            self._sockets.discard(socket)
+            if session is not None:
+                await self._end(session)
+            await socket.close()
+        return socket
+
     def _begin(self) -> ServedSession:
-        active = len(self._open)
-        if active >= self._max_sessions:
+        if self._active >= self._max_sessions:
             # With the limit, which clients show to their users.
-            message = f"Server at capacity: {active}/{self._max_sessions} sessions active"
-            raise ServedError(
-                "CAPACITY_REACHED", message, last=True, active_sessions=active, max_sessions=self._max_sessions
-            )
+            message = f"Server at capacity: {self._active}/{self._max_sessions} sessions active"
+            raise ServedError("CAPACITY_REACHED", message, last=True, max_sessions=self._max_sessions)
         try:
             session = ServedSession(self._make(), self._task, self._timeout)
         except Exception as error:
             log.exception("making an environment failed")
             raise ServedError("FACTORY_ERROR", f"{type(error).__name__}: {error}", last=True) from error
-        self._open.add(session)
+        self._active += 1
         return session
 
     async def _end(self, session: ServedSession) -> None:
-        self._open.discard(session)
+        self._active -= 1
         try:
             async with asyncio.timeout(self._timeout):
                 await session.environment.close()
         except Exception:
             log.exception("%s.close failed", type(session.environment).__name__)
 
-    async def _socket(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(timeout=CLOSE_LIMIT, max_msg_size=MAX_MESSAGE, compress=False)
-        await socket.prepare(request)
-        self._sockets.add(socket)
-        sessions: list[ServedSession] = []
-        try:
-            await self._converse(socket, sessions)
-        except ConnectionError:
-            log.info("a client disconnected during an answer")
-        finally:
-            # Environments may hold processes: they end with the connection.
-            self._sockets.discard(socket)
-            for session in sessions:
-                await self._end(session)
-            await socket.close()
-        return socket
-
-    async def _converse(self, socket: web.WebSocketResponse, sessions: list[ServedSession]) -> None:
-        """Answer messages. The first one begins the session, which goes to `sessions`: silent sockets hold none."""
-        while True:
-            # A socket that is open and silent has a shorter limit than a session, which waits for its policy.
-            limit = self._idle if sessions else min(FIRST_MESSAGE_LIMIT, self._idle)
-            # Twice half the limit: after a stop of this process the first one has passed unseen.
-            received = await _receive(socket, limit / 2) or await _receive(socket, limit / 2)
-            if received is None or received.type is not aiohttp.WSMsgType.TEXT:
-                return
-            try:
-                try:
-                    message = json.loads(received.data)
-                except (ValueError, RecursionError) as error:
-                    raise ServedError("INVALID_JSON", f"Invalid JSON: {error}") from None
-                data = message.get("data", {}) if isinstance(message, dict) else None
-                if not isinstance(data, dict):
-                    raise ServedError("VALIDATION_ERROR", "a message must be an object with a type and an object data")
-                kind = str(message.get("type", ""))
-                if kind == "close":
-                    return
-                # Environments may be expensive: none is made before a message asks for it.
-                if not sessions:
-                    sessions.append(self._begin())
-                reply_kind, answer = await sessions[0].answer(kind, data)
-                text = _convert(partial(json.dumps, default=as_number), {"type": reply_kind, "data": answer})
-            except ServedError as error:
-                await socket.send_json({"type": "error", "data": error.data})
-                if error.last:
-                    return
-            else:
-                await socket.send_str(text)
-
-
-async def _receive(socket: web.WebSocketResponse, timeout: float) -> aiohttp.WSMessage | None:
-    """Return the next message, or None after `timeout` seconds: after a stop of this process they pass unseen, once."""
-    try:
-        return await socket.receive(timeout)
-    except TimeoutError:
-        return None
-
 
 def web_app(
     make: Callable[[], Environment],
     *,
     task: TaskOfSeed = lambda seed: None,
-    name: str = "",
-    description: str = "",
-    version: str | None = None,
     host: str = "127.0.0.1",
     key: str | None = None,
     max_sessions: int = 32,
@@ -306,7 +231,6 @@ def web_app(
     Args:
         make: an environment, called for each session.
         task: from the seed, the task of a reset without one.
-        name, description, version: for /metadata; the name defaults to that of `make`.
         host, key: where it will be served, and what clients must send as their API key; see `forge_http.web`.
         max_sessions: more are rejected with CAPACITY_REACHED.
         idle: seconds without a message after which a session is ended.
@@ -317,15 +241,20 @@ def web_app(
     """
     if max_sessions < 1 or min(idle, timeout) <= 0:
         raise ValueError("max_sessions must be at least 1, and idle and timeout above 0 seconds")
-    environment_name = name or getattr(make, "__name__", type(make).__name__)
-    metadata = {
-        "name": environment_name,
-        "description": description or (make.__doc__ or environment_name).strip(),
-        "version": version,
-    }
-    server = OpenEnvServer(make, task, metadata, max_sessions, idle, timeout)
+    server = OpenEnvServer(make, task, max_sessions, idle, timeout)
+    name = getattr(make, "__name__", type(make).__name__)
+    metadata = {"name": name, "description": (make.__doc__ or name).strip(), "version": None}
+
+    def constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(_: web.Request) -> web.Response:
+            return web.json_response(content)
+
+        return answer
+
     app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard(host, key)])
-    app.add_routes(server.routes())
+    constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
+    app.add_routes([web.get(path, constant(content)) for path, content in constants.items()])
+    app.add_routes([web.get("/ws", server.answer)])
     app.on_shutdown.append(server.close)
     return app
 

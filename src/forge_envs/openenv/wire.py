@@ -151,7 +151,7 @@ def action_from_json(data: Json) -> Action:
 
 
 def reply_to_json(step: Step) -> dict[str, Json]:
-    """Convert a step to an OpenEnv observation. Values of `info` without a JSON form become text.
+    """Convert a step to an OpenEnv observation. Values without a JSON form become text.
 
     Raises:
         TypeError, ValueError: keys without a JSON form, such as tuples, or a reward that is not finite.
@@ -159,11 +159,12 @@ def reply_to_json(step: Step) -> dict[str, Json]:
     reward = None if step.reward is None else float(step.reward)
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
-    metadata = json.loads(json.dumps(dict(step.info), default=_as_number_or_text))
-    metadata |= {"truncated": True} if step.truncated else {}
-    observation = {"messages": list(step.messages), "tools": list(step.tools), "rewritten": bool(step.rewritten)}
+    metadata = dict(step.info) | ({"truncated": True} if step.truncated else {})
+    observation = {"messages": step.messages, "tools": step.tools, "rewritten": bool(step.rewritten)}
     reply: dict[str, Json] = {"observation": {**observation, "metadata": metadata}, "reward": reward}
-    return {**reply, "done": bool(step.done), **({"metadata": metadata} if metadata else {})}
+    reply |= {"done": bool(step.done), **({"metadata": metadata} if metadata else {})}
+    converted: dict[str, Json] = json.loads(json.dumps(reply, default=_as_number_or_text))
+    return converted
 
 
 def step_from_reply(reply: Reply) -> Step:
