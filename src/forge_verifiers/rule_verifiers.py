@@ -23,8 +23,8 @@ class Rule:
     None, NaN and exceptions leave a response unscored; so should a function that needs a target and gets None.
 
     Args:
-        function: called with one response at a time. A plain function runs in the rule's four threads; an async one
-            runs on all responses of a call concurrently.
+        function: called with one response at a time. A plain function runs in one of the rule's four threads, on the
+            responses of a call one after the other; an async one runs on all of them concurrently.
         name: of the column; default the function's name.
         time_limit: seconds for one response, which is unscored after that. An async function is cancelled; a plain one
             continues in its thread, for Python cannot stop threads.
@@ -57,16 +57,21 @@ class Rule:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
 
-        async def score_one(response: str) -> float | None:
-            call = partial(self.function, prompt, response, target)
-            if not self._is_async:
-                return await self._turns(call, limit=self.time_limit, name=self.names[0])
-            try:
-                return await within(self.time_limit, call(), self.names[0])
-            finally:
-                self._turns.progress += 1
+        async def awaited(response: str) -> float | None:
+            with self._turns.counted():
+                return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
 
-        return await collect([score_one(response) for response in responses], 1)
+        if self._is_async:
+            return await collect([awaited(response) for response in responses], 1)
+        # One after the other: a function that hangs takes one thread, not one for each response.
+        outcomes: list[float | Exception | None] = []
+        for response in responses:
+            try:
+                call = partial(self.function, prompt, response, target)
+                outcomes.append(await self._turns(call, limit=self.time_limit, name=self.names[0]))
+            except Exception as error:
+                outcomes.append(error)
+        return Scores.of(outcomes, 1)
 
 
 class MathVerifier(Rule):

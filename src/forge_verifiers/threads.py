@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -52,7 +52,8 @@ class ThreadLimiter:
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
 
     Attributes:
-        progress: number of functions that returned, raised, timed out or were cancelled.
+        progress: number of functions that returned, raised or timed out. A function whose call was cancelled does not
+            count, so that a hanging one is not progress.
     """
 
     def __init__(self, limit: int = 4) -> None:
@@ -63,10 +64,18 @@ class ThreadLimiter:
         """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
         turns = _SEMAPHORES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
         async with turns.setdefault(self, asyncio.Semaphore(self._limit)):
-            try:
+            with self.counted():
                 return await in_own_thread(function, limit=limit, name=name)
-            finally:
-                self.progress += 1
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the block as one function in `progress`, unless it is cancelled."""
+        try:
+            yield
+        except Exception:
+            self.progress += 1
+            raise
+        self.progress += 1
 
 
 # Semaphores belong to an event loop. They are kept outside of `ThreadLimiter`, which may be pickled to another process.
