@@ -62,9 +62,8 @@ def next_logprobs(model, prompt_ids, token_ids, temperature=1.0):
     return (logits / temperature).log_softmax(-1)[: max(len(token_ids), 1)]
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer, endpoint):
-    prompt = tokenizer(f"<user>hello{tokenizer.eos_token}<assistant>" if endpoint == "chat" else "hello")["input_ids"]
+def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer):
+    prompt = tokenizer(f"<user>hello{tokenizer.eos_token}<assistant>")["input_ids"]
     probs = next_logprobs(model, prompt, [])[0].exp()
     # A random model: the likeliest words that it has, but for letters, which have a second spelling.
     yes, no = [token for token in probs.argsort(descending=True).tolist() if not tokenizer.decode([token]).isalpha()][
@@ -78,7 +77,6 @@ def test_a_judge_reads_the_models_own_probabilities(served, model, tokenizer, en
             "tiny",
             template="{response}",
             frame=False,
-            endpoint=endpoint,
             scoring="logprob",
             top=20,
             **words,
