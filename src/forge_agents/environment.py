@@ -133,16 +133,16 @@ class AgentEnv(GroupEnv):
         is_lost = outcome.is_lost or outcome.stop == "infrastructure"
         episodes = []
         for seat, account in lost.items():
-            reward, own = outcome.reward_of(seat), dict(info)
-            episode = None if is_lost else record.episode(seat, reward, auxiliary=self.auxiliary, info=own)
+            reward, seat_info = outcome.reward_of(seat), dict(info)
+            episode = None if is_lost else record.episode(seat, reward, auxiliary=self.auxiliary, info=seat_info)
             if episode is not None:
                 account.update(episode.info["certificate"])
                 episode.info["certificate"] = dict(account)
             else:
                 if not is_lost:
                     account.update(record.unlearned(seat, self.auxiliary))
-                    own |= {"stop": NO_TURN} if len(lost) > 1 and not record.runs.get(seat) else {}
-                episode = _unscored(own, account)
+                    seat_info |= {"stop": NO_TURN} if len(lost) > 1 and not record.runs.get(seat) else {}
+                episode = _unscored(seat_info, account)
             # Without a second seat an episode needs no name.
             episode.policy = seat if len(lost) > 1 else ""
             episodes.append(episode)

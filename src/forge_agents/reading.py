@@ -70,15 +70,15 @@ class TurnReader:
 
     def grow(self, tokens: Sequence[int]) -> int | None:
         """Take in the turn so far; returns the number of tokens that complete a stop string, None without one."""
-        known = self._pieces[1]
-        before, now = (self.dialogue.text(tokens[self._pieces[0] : end]) for end in (known, len(tokens)))
+        decoded_end = self._pieces[1]
+        before, now = (self.dialogue.text(tokens[self._pieces[0] : end]) for end in (decoded_end, len(tokens)))
         # A character of several tokens is taken in once it is complete.
         if len(now) > len(before) and not now.endswith(UNFINISHED):
             self._text += now[len(before) :]
-            self._pieces = (known, len(tokens))
+            self._pieces = (decoded_end, len(tokens))
         if not self.stop or self._first_stop(self._content(self._text)) is None:
             return None
-        for count in range(known + 1, len(tokens) + 1):
+        for count in range(decoded_end + 1, len(tokens) + 1):
             self.stopped = self._first_stop(self._content(self.dialogue.text(tokens[:count])))
             if self.stopped is not None:
                 return count
@@ -131,9 +131,9 @@ def _certain(text: str, marks: Sequence[str]) -> str:
     """A text up to the first mark, or to what may become one at its end."""
     end = len(text)
     for mark in marks:
-        place = text.find(mark)
-        if place < 0:
+        mark_start = text.find(mark)
+        if mark_start < 0:
             sizes = (size for size in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:size]))
-            place = len(text) - next(sizes, 0)
-        end = min(end, place)
+            mark_start = len(text) - next(sizes, 0)
+        end = min(end, mark_start)
     return text[:end]

@@ -92,8 +92,8 @@ async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) 
             model = further.model or job.model
             options = place_part(further, name, "generator")
             service = await Generator.options(**options).as_service(model, **cfg.generator)
-            own = {"template": further.template, "syntax": further.syntax, "chat_options": None}
-            episode = cfg.episode.model_copy(update=own)
+            model_format = {"template": further.template, "syntax": further.syntax, "chat_options": None}
+            episode = cfg.episode.model_copy(update=model_format)
             settings[name] = PolicySettings(service, model, episode, {"temperature": further.temperature})
     return settings
 
