@@ -28,7 +28,7 @@ from benchmarks.machine import descendants
 from forge.observability.rollouts import batches
 from forge.recipes.preemption import Preempted
 from forge.types import Sample
-from forge_agents.certificate import EXCLUSIONS
+from forge_agents.record import EXCLUSIONS
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '>' }}{% endfor %}"
 VICTIMS = ("generator", "trainer", "gateway")

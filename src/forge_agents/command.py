@@ -22,9 +22,8 @@ from forge.system.scratch import Scratch
 from forge_envs.environment import InfrastructureError
 from forge_sandbox.worker import SandboxError, Settings, Worker
 
-from .agent import AgentCommand, CommandResult, Network, Status, environment
+from .agent import AgentCommand, CommandResult, Network, Status, environment, fill, remove, unlock
 from .forward import Forwarder
-from .task_folder import fill, remove, unlock
 
 __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
 

@@ -17,8 +17,7 @@ from forge.runtime.controller import ForgeError, ServiceStopped
 from forge.types import NO_TURN, Episode, Sample
 from forge_envs.environment import InfrastructureError
 
-from .certificate import EXCLUSIONS, Certificate
-from .record import Auxiliary, SessionRecord
+from .record import EXCLUSIONS, Auxiliary, Certificate, SessionRecord
 from .settings import Access, SessionSettings
 from .several import Learner
 

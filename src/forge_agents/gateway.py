@@ -21,11 +21,10 @@ from .dialects.anthropic import AnthropicDialect
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionsDialect
 from .dialects.responses import ResponsesDialect
-from .generation import Generation
 from .messages import BadRequest
 from .policies import Policy
 from .record import SessionRecord
-from .session import Note, Session
+from .session import Generation, Session
 from .settings import MAX_BODY, Access, SessionSettings
 
 UNBUFFERED = {"X-Accel-Buffering": "no"}  # reverse proxies such as nginx keep streams back otherwise
@@ -100,8 +99,8 @@ class Gateway:
         """The middleware that says who may call: those that have a session's key, and no page of a browser."""
         return guard(host, None)
 
-    def _session(self, key: str, settings: SessionSettings, note: Note | None = None) -> Session:
-        return Session(key, settings, self.policies, self._in_thread, note)
+    def _session(self, key: str, settings: SessionSettings) -> Session:
+        return Session(key, settings, self.policies, self._in_thread)
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)

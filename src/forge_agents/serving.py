@@ -17,9 +17,7 @@ from forge_envs.dialogue import Dialogue
 from forge_http.web import bind, guard, required_key, web
 
 from .gateway import Gateway, client_key
-from .generation import Generation
 from .policies import Policy
-from .recording import Recording
 from .session import Session
 from .settings import SessionSettings
 
@@ -49,18 +47,14 @@ class ModelServer(Gateway):
         tokenizer: of the model.
         name: of the model for clients.
         key: the API key that clients must send.
-        recording: where the exact tokens of all turns are written; None: nowhere.
     """
 
-    def __init__(
-        self, policy: Any, tokenizer: Any, name: str, key: str | None = None, recording: Recording | None = None
-    ) -> None:
+    def __init__(self, policy: Any, tokenizer: Any, name: str, key: str | None = None) -> None:
         try:
             dialogue, chat_error = Dialogue(tokenizer), ""
         except ValueError as error:
             dialogue, chat_error = Dialogue(tokenizer, "plain"), str(error)
         super().__init__({name: Policy(policy, dialogue, chat_error=chat_error)})
-        self.recording = recording
         self.key = key
 
     def _application(self, host: str) -> web.Application:
@@ -72,11 +66,6 @@ class ModelServer(Gateway):
         (policy,) = self.policies.values()
         engines = await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout()
         return web.json_response({"status": "ok", "engines": engines})
-
-    def _mark_sent(self, request: web.Request, session: Session, generation: Generation) -> None:
-        super()._mark_sent(request, session, generation)
-        if self.recording is not None and generation.ids[0] in session.delivered:
-            self.thread.submit(self.recording.write_delivered, generation.ids)
 
     def access(self, host: str) -> Any:
         """The middleware that says who may call: with a key those that have it, else programs of this machine."""
@@ -102,9 +91,7 @@ class ModelServer(Gateway):
                 is_served=True,
             )
             # One that makes room for another still answers its open requests.
-            identity = f"{name}-{secrets.token_hex(3)}"
-            note = None if self.recording is None else partial(self.recording.write_turns, identity)
-            session = self._session(identity, settings, note)
+            session = self._session(f"{name}-{secrets.token_hex(3)}", settings)
         # In the order of use: the first is the one that was idle for longest.
         self.sessions[name] = session
         if len(self.sessions) > MAX_SESSIONS:
@@ -135,7 +122,6 @@ def add_to(commands: Any) -> None:
     for name, about in ENGINE_OPTIONS.items():
         kind = int if name in ("slots", "max_seq_len") else str
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=about)
-    parser.add_argument("--record", metavar="FOLDER", help="record the traffic as tokens for forge sft and forge dpo")
     parser.set_defaults(run=serve)
 
 
@@ -154,12 +140,7 @@ def serve(args: argparse.Namespace) -> None:
         model = resolve_model(args.model)
         tokenizer = open_tokenizer(model)
         name = args.name or Path(args.model).resolve().name
-        recording = None
-        if args.record is not None:
-            Dialogue(tokenizer)  # raises why its turns cannot be rows
-            recording = Recording(Path(args.record), Path(model), tokenizer)
-        make_server = partial(ModelServer, tokenizer=tokenizer, name=name, key=key, recording=recording)
-
+        make_server = partial(ModelServer, tokenizer=tokenizer, name=name, key=key)
         with bind(args.host, args.port) as listener:
             run(_serve(args, model, name, make_server, options, listener))
     except (ForgeError, ValueError, OSError, ImportError) as error:

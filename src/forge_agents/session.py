@@ -6,26 +6,68 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge.engines.interface import extend
 from forge.types import Completion
 
 from .dialects import Dialect
-from .generation import Generation, InThread, cut_turn, make_token
-from .keys import conversation_keys, tools_key
 from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn
-from .policies import Policy, sample_turns
-from .reading import OPENING, TurnReader
-from .rendering import prompt
-from .sampling import choose_grammar, client_sampling, read_logprobs
+from .policies import Policy, choose_grammar, client_sampling, read_logprobs, sample_turns
+from .reading import OPENING, TurnReader, prompt
 from .settings import SessionSettings
-from .tree import Place, TokenRun, TokenTree
+from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
 
-Note = Callable[[Sequence[TokenRun]], None]
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+@dataclass(eq=False)
+class Generation:
+    """The answer to one request. `news` has its pieces, and None once its task has ended."""
+
+    request: ModelRequest
+    ids: tuple[str, ...]
+    turns: list[ModelTurn] = field(default_factory=list)
+    prompt_tokens: int = 0
+    news: asyncio.Queue[Delta | None] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] | None = None
+
+    def tell(self, sample: int, kind: str, text: str) -> None:
+        """Pass on a piece of a sample's thought or content."""
+        self.news.put_nowait(Delta(sample, thought=text) if kind == "thought" else Delta(sample, content=text))
+
+    async def pieces(self, patience: float) -> AsyncIterator[Delta | None]:
+        """The pieces of the answer; None after each `patience` seconds without one.
+
+        Raises:
+            what ended the generation.
+        """
+        assert self.task is not None
+        while True:
+            try:
+                piece = await asyncio.wait_for(self.news.get(), patience)
+            except TimeoutError:
+                yield None
+                continue
+            if piece is None:
+                break
+            yield piece
+        self.task.result()
+
+
+def cut_turn(turn: Completion, count: int) -> None:
+    """Keep the first tokens of a turn, which a stop string ends."""
+    del turn.token_ids[count:], turn.logprobs[count:], turn.versions[count:], turn.top_logprobs[count:]
+    turn.finish = "stop"
+
+
+def make_token() -> str:
+    """Return random letters for an id."""
+    # Not of the seed: an id must not recur in another session.
+    return f"{random.SystemRandom().getrandbits(96):024x}"
 
 
 class Session:
@@ -35,7 +77,6 @@ class Session:
         key: its secret.
         policies: by the name that clients ask for.
         in_thread: runs what takes long, templates and tokenizers, beside the event loop, one after the other.
-        note: is called there with new turns, before the answer that they belong to is sent.
     """
 
     def __init__(
@@ -44,10 +85,9 @@ class Session:
         settings: SessionSettings,
         policies: Mapping[str, Policy],
         in_thread: InThread,
-        note: Note | None = None,
     ) -> None:
         self.key, self.settings, self.policies = key, settings, policies
-        self.in_thread, self.note = in_thread, note
+        self.in_thread = in_thread
         self.trees = {
             name: TokenTree(restores_thoughts=policy.dialogue.thoughts == "keep") for name, policy in policies.items()
         }
@@ -197,8 +237,6 @@ class Session:
         runs = [replace(run, number=len(tree.runs) + sample) for sample, run in enumerate(runs)]
         for run in runs:
             tree.add(run)
-        if (note := self.note) is not None:
-            await self.in_thread(lambda: note(runs))
         cached = 0 if place.parent is None else len(tree.tokens(place.parent))
         for sample, (run, reader) in enumerate(zip(runs, readers, strict=True)):
             for kind, text in reader.rest(run.added[-1]):

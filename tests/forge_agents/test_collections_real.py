@@ -11,10 +11,10 @@ pytest.importorskip("openai")
 
 import forge
 from forge.types import Prompt, Sample
-from forge_agents.certificate import EXCLUSIONS
 from forge_agents.cli import write_rows
 from forge_agents.collection import WorkerPlay, read_rows
 from forge_agents.config import AgentConfig
+from forge_agents.record import EXCLUSIONS
 from forge_agents.settings import SessionSettings
 
 pytestmark = pytest.mark.processes

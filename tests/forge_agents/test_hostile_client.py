@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import httpx
 
-from forge_agents.certificate import Certificate
-from forge_agents.keys import loose
+from forge_agents.record import Certificate
 from forge_agents.settings import SessionSettings
+from forge_agents.tree import loose
 
 from .conftest import serving
 

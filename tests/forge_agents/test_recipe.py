@@ -13,7 +13,7 @@ import forge
 from benchmarks import agent_soak
 from benchmarks.machine import descendants
 from forge.config import ConfigError
-from forge_agents.certificate import EXCLUSIONS
+from forge_agents.record import EXCLUSIONS
 from forge_inspect.account import account_text, token_account
 from forge_inspect.runs import rows
 from forge_inspect.watch.views import RunView

@@ -14,7 +14,7 @@ from forge.models import build_small_model
 from forge.observability.rollouts import batches
 from forge.recipes.rl_config import RLConfig
 from forge.types import Episode, Group
-from forge_agents.certificate import EXCLUSIONS
+from forge_agents.record import EXCLUSIONS
 from forge_agents.several import SeveralPoliciesConfig as Several
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]

@@ -12,9 +12,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.actors import Generator
 from forge.runtime.controller import run
-from forge_agents.certificate import EXCLUSIONS
 from forge_agents.gateway import Gateway
 from forge_agents.policies import Policy
+from forge_agents.record import EXCLUSIONS
 from forge_agents.settings import SessionSettings
 from forge_envs.dialogue import Dialogue
 from forge_http.web import bind

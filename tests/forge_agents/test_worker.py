@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from forge_agents.worker import Worker
+from forge_agents.collection import Worker
 from forge_envs.environment import InfrastructureError
 
 pytestmark = pytest.mark.processes
@@ -94,7 +94,7 @@ def test_a_worker_that_hangs_is_killed():
 def test_a_worker_ends_with_its_controller(tmp_path):
     program = f"""
 import asyncio, os, signal, sys
-from forge_agents.worker import Worker
+from forge_agents.collection import Worker
 
 async def main():
     worker = Worker([{sys.executable!r}, {str(SCRIPT)!r}], {{"environment": "odd", "args": {{}}}})

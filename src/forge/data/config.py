@@ -16,7 +16,7 @@ class RowsConfig(Section):
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 
     path: str | Rows | None = None
-    """.json, .jsonl or .parquet file, a folder that `datasets` loads or that `forge serve --record` wrote, or a hub id
+    """.json, .jsonl or .parquet file, a folder that `datasets` loads, or a hub id
     (`pip install datasets` for all but JSON). In columns, null keys within a column are absent: they are those of
     other rows."""
     task: str | None = None

@@ -28,7 +28,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
     - two lists of messages, whole conversations or answers to a prompt (text or messages): the context is their common
       beginning, and all turns of the assistant after it are the answer (see `forge.data.chat`);
     - two texts without a prompt: the context is the common beginning of their tokens;
-    - tokens, as of recorded traffic: `prompt_ids`, `chosen_ids` and `rejected_ids`;
+    - tokens: `prompt_ids`, `chosen_ids` and `rejected_ids`;
     - a procedural task: the right answer and a wrong one, drawn by (seed, row).
 
     Pairs of equal answers, in text or in tokens, are left out and counted in `skipped`.

@@ -7,10 +7,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..config.plugin import resolve
 from ..types import Pair, Sample
 from .config import RowsConfig
 from .files import Row, Rows, open_rows, open_stream
@@ -21,8 +19,6 @@ C = TypeVar("C", bound=RowsConfig)
 _PROBE = 1000  # rows of a stream that are read until one is usable; so many bad ones in a row are no accident
 _CHECKED = 20_000  # stored rows that are made before a run: 3 s for prompts, 130 s for conversations of six messages
 _LOGGED = 10  # invalid rows that are logged one by one
-
-RECORDED = "forge_agents.recorded:recorded_rows"  # reads what `forge serve --record` wrote
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +97,7 @@ class RowStream(ABC, Generic[T, C]):
         if section.task is not None:
             self._source = TaskRows(section.task, split=section.split, seed=seed, difficulty=section.difficulty)
             self._identity["difficulty"] = section.difficulty
-        elif section.streaming and isinstance(path, str) and not is_recording(path):
+        elif section.streaming and isinstance(path, str):
             self._source = StreamedRows(
                 lambda: open_stream(path, split=section.split, subset=section.subset),
                 shuffle=section.shuffle,
@@ -109,11 +105,7 @@ class RowStream(ABC, Generic[T, C]):
             )
         else:
             assert path is not None
-            rows: Sequence[Row]
-            if isinstance(path, str) and is_recording(path):
-                rows = resolve(RECORDED, "dataset.path")(path, section.kind, tokenizer)
-            else:
-                rows = open_rows(path, split=section.split, subset=section.subset)
+            rows = open_rows(path, split=section.split, subset=section.subset)
             if sampler is None:
                 self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
             else:
@@ -325,11 +317,6 @@ class RowStream(ABC, Generic[T, C]):
         letters = {letter for text in [*texts, *_texts(row)] for letter in text}
         encoded = {letter: self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters}
         return ", ".join(repr(letter) for letter in sorted(letters) if unknown in encoded[letter])[:80]
-
-
-def is_recording(path: object) -> bool:
-    """Whether a path is a folder of recorded traffic."""
-    return isinstance(path, str) and (Path(path).expanduser() / "recording.json").is_file()
 
 
 def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
