@@ -69,7 +69,7 @@ pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 if ! "$python" -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "2.13.0")' 2>/dev/null; then
     pip install ${index:+--extra-index-url "$index"} "$torch"
 fi
-pip install --quiet -e ".[data,tensorboard${extras// /,}]"
+pip install --quiet -e ".[data${extras// /,}]" tensorboard
 # The vision and audio builds that come with vLLM do not fit its torch, and are not needed for text.
 case "$extras" in *vllm*) pip uninstall --quiet --yes torchvision torchaudio torchcodec ;; esac
 # vLLM warns in every process that Triton, which comes with it, is of no use on a CPU.

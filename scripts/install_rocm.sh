@@ -44,7 +44,7 @@ index="https://download.pytorch.org/whl/rocm$version"
 "$python" -c 'import torch, sys; sys.exit(torch.version.hip is None)' 2>/dev/null \
     || pip install --index-url "$index" 'torch==2.13.0' \
     || fail "no torch 2.13.0 for ROCm $version at $index: see pytorch.org for the supported versions"
-pip install --quiet -e ".[data,tensorboard$extras]"
+pip install --quiet -e ".[data$extras]" tensorboard
 
 "$python" - "$gpus" <<'PYTHON'
 import sys
