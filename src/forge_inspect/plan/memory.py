@@ -36,8 +36,6 @@ def trainer_memory(
     optimizer: OptimizerSettings,
     *,
     shards: int | None = None,
-    tensor: int = 1,
-    copies: int = 1,
     micro_batches: int = 1,
     gloo: bool = False,
     learns: bool = True,
@@ -46,8 +44,6 @@ def trainer_memory(
 
     Args:
         shards: ranks that divide the weights between them; None: one process without a mesh.
-        tensor: ranks of tensor parallelism, by which the weights of `passes` are divided already.
-        copies: of the shards.
         micro_batches: of an update.
         gloo: the collectives are gloo's, which sums gradients in a copy.
         learns: whether it has gradients and an optimiser; a reference model has none.
