@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge.config.sections import flat
 from forge.config.yaml_files import parse_yaml
-from forge.data.packing import pack
 from forge.models.find import resolve_model
 from forge.models.weight_layouts import adapters, merge_adapters
 from forge.observability.folder import CONFIG, MARK
@@ -29,7 +28,6 @@ from forge.training.checkpoint_reader import Planner, Reader
 from forge.training.lora import add_adapters
 from forge.training.policy import Policy
 from forge.training.settings import LoraSettings
-from forge.types import Batch, Episode
 
 COLUMNS = ("step", "group", "dropped", "tokens", "mask", "versions", "engine_logprobs", "logprobs")
 SEQUENCES = 8  # of a comparison: enough for a mean, and few enough for a large model on a CPU
@@ -63,7 +61,6 @@ class RecordedRun:
     that of the version, which sampled the sequences at step `step`; None for version 0.
     """
 
-    folder: Path
     settings: Mapping[str, Any]
     start: Path
     checkpoint: Path | None
@@ -76,11 +73,6 @@ class RecordedRun:
         """The temperature of sampling, which the trainer scores at."""
         return float(self.settings.get("grpo.temperature") or 1.0)
 
-    @property
-    def updates(self) -> int:
-        """Updates of a step: with one the trainer's recorded numbers are those of the version that sampled."""
-        return int(self.settings.get("training.mini_batches") or 1) * int(self.settings.get("training.epochs") or 1)
-
     def flat(self, name: str) -> np.ndarray:
         """A column of the compared tokens of all sequences, [compared]."""
         return np.concatenate([getattr(sequence, name)[sequence.mask] for sequence in self.sequences])
@@ -88,11 +80,6 @@ class RecordedRun:
     def owners(self) -> np.ndarray:
         """The number of the sequence of each compared token, [compared]."""
         return np.repeat(np.arange(len(self.sequences)), [int(sequence.mask.sum()) for sequence in self.sequences])
-
-
-def trainer_batch(sequences: Sequence[SampledTokens]) -> Batch:
-    """The sequences as a trainer gets them, back to back."""
-    return pack([Episode.given(sequence.tokens.tolist(), sequence.mask.tolist()) for sequence in sequences])
 
 
 def open_run(folder: Path, step: int | None = None) -> RecordedRun:
@@ -139,7 +126,11 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     # The newest weights: a fault of publication shows only where they differ from the start.
     version, negative_step = max(sampled)
     groups = sampled[version, negative_step].values()
-    return RecordedRun(folder, settings, start, saved.get(version), version, -negative_step, _choose(groups))
+    # The first ones, of as many groups as there are, within the limits of a comparison.
+    turns = [group[turn] for turn in range(SEQUENCES) for group in groups if turn < len(group)][:SEQUENCES]
+    ends = list(accumulate(len(sequence.tokens) for sequence in turns))
+    chosen = [sequence for sequence, end in zip(turns, ends, strict=True) if end <= TOKENS] or turns[:1]
+    return RecordedRun(settings, start, saved.get(version), version, -negative_step, chosen)
 
 
 def _sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> SampledTokens | None:
@@ -156,13 +147,6 @@ def _sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any])
     if row["step"] - 1 != version:  # the trainer's numbers are of the weights that the step trained
         trainer[:] = np.nan
     return SampledTokens(np.array(row["tokens"], dtype=np.int64), mask, engine, trainer)
-
-
-def _choose(groups: Collection[list[SampledTokens]]) -> list[SampledTokens]:
-    """The first sequences, of as many groups as there are, within the limits of a comparison."""
-    turns = [group[turn] for turn in range(SEQUENCES) for group in groups if turn < len(group)][:SEQUENCES]
-    ends = list(accumulate(len(sequence.tokens) for sequence in turns))
-    return [sequence for sequence, end in zip(turns, ends, strict=True) if end <= TOKENS] or turns[:1]
 
 
 @torch.no_grad()
@@ -185,7 +169,17 @@ def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
     if run.version and run.checkpoint is not None:
         try:
             check_files(run.checkpoint)
-            _read_checkpoint(policy, run.checkpoint)
+            reader = Reader(run.checkpoint)
+            stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+            # In the checkpoint's own dtype; weights that it lacks are frozen ones of the base.
+            weights = {name: weight for name, weight in policy.named_parameters() if f"model.{name}" in stored}
+            buffers = {
+                name: torch.empty_like(weight, dtype=stored[f"model.{name}"].properties.dtype)
+                for name, weight in weights.items()
+            }
+            dcp.load({"model": buffers}, storage_reader=reader, planner=Planner())
+            for name, weight in weights.items():
+                weight.copy_(buffers[name])
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException) as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ValueError(f"{run.checkpoint} cannot be read: {reason}") from error
@@ -199,21 +193,3 @@ def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
         scales = {name: lora.alpha / lora.rank if name.endswith(".lora_B.weight") else 1.0 for name in factors}
         tensors = dict(merge_adapters(base, {name: factor * scales[name] for name, factor in factors.items()}))
     return policy, tensors
-
-
-def _read_checkpoint(policy: nn.Module, folder: Path) -> None:
-    """Read a checkpoint's weights into a model, in place; those that it lacks are frozen ones of the base. A divided
-    model gets its parts, whatever the layout was that wrote them. ValueError: it is of another model."""
-    reader = Reader(folder)
-    stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    wanted = {name: weight for name, weight in policy.named_parameters() if f"model.{name}" in stored}
-    if not wanted:
-        raise ValueError(f"{folder} has no weights of the model that the run began with")
-    # In the checkpoint's own dtype: bfloat16 weights are read without rounding and widened.
-    buffers = {
-        name: torch.empty_like(tensor, dtype=stored[f"model.{name}"].properties.dtype)
-        for name, tensor in wanted.items()
-    }
-    dcp.load({"model": buffers}, storage_reader=reader, planner=Planner())
-    for name, tensor in wanted.items():
-        tensor.copy_(buffers[name])
