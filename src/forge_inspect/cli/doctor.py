@@ -41,7 +41,6 @@ def add_to(commands: Subparsers) -> None:
         ("--target-field", {"default": "answer", "help": "the column of the target, default: answer"}),
         ("--target-pattern", {"help": "as dataset.target_pattern, such as '#### (.*)'"}),
         ("--timeout", {"type": float, "default": 10.0, "help": "seconds of a call"}),
-        ("--tests", {"type": Path, "help": "write a test for each finding to this file"}),
     ]
     add_command(commands, "doctor", TEXT, "cluster --hosts node1,node2 --folder runs", run, options)
 
@@ -49,15 +48,11 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print a report; exit code 1 if there is a problem."""
     if args.target == "reward":
-        from ..reward_doctor.command import examine_reward
+        from ..reward_doctor.examine import examine_reward
 
         examine_reward(args)
         return
-    if args.reward or args.data or args.tests:
-        raise SystemExit("error: --data and --tests are of forge doctor reward package.module:name")
     if args.target == "machine":
-        if args.hosts or args.folder:
-            raise SystemExit("error: --hosts and --folder are of forge doctor cluster")
         examine_machine()
         return
     # Imported here: `forge doctor` must also work where torch does not.
