@@ -13,8 +13,8 @@ from forge.actors.replay_buffer import Item, ReplayBuffer
 from forge.config.arguments import read
 from forge.config.sections import ConfigError
 from forge.observability.console import log
-from forge.observability.folder import CONFIG, MARK
-from forge.observability.schedule import SCHEDULE, GroupEntry, StepEntry
+from forge.observability.folder import CONFIG
+from forge.observability.schedule import GroupEntry, StepEntry
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
 from forge.recipes.launch import execute
@@ -25,7 +25,7 @@ from forge.runtime.controller import ForgeError, endpoint
 from forge.types import Completion, Group, Sample, Spans
 from forge_envs.rollout import turn_seeds
 
-from .schedule import BadSchedule, Schedule, find_difference, read_schedule
+from .schedule import Schedule, find_difference, read_schedule
 
 POLL = 0.02  # seconds between two looks at what the generators hold
 # What the schedule itself lists: with another value it says nothing about the run.
@@ -53,7 +53,6 @@ def replay(
     until: int | None = None,
     replicas: int | None = None,
     changes: Sequence[tuple[str, str]] = (),
-    name: str | None = None,
 ) -> Path:
     """Compute a run again, and compare each step with the run's schedule.
 
@@ -62,39 +61,27 @@ def replay(
         until: the last step; None: that of the schedule.
         replicas: generators; None: as many as the run had.
         changes: settings that differ, as (section.key, value).
-        name: of the new run, beside the first; by default its name with "-replay".
 
     Returns:
-        the folder of the new run.
+        the folder of the new run, beside the first, whose name it has with "-replay"; an earlier replay is replaced.
 
     Raises:
         ConfigError: the run cannot be replayed, or not so.
         ReplayDiffers: a step is not what the schedule says.
     """
-    try:
-        schedule = read_schedule(folder)
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {SCHEDULE}: it is not a run of RL, or of an earlier version") from None
-    except BadSchedule as error:
-        raise ConfigError(str(error)) from None
+    schedule = read_schedule(folder)
     last = max(schedule.steps)
     if until is not None and not 1 <= until <= last:
         raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
     for key, _ in changes:
         if key in LISTED_SAMPLING or any(key == listed or key.startswith(f"{listed}.") for listed in LISTED):
             raise ConfigError(f"--change {key}: the schedule lists what depends on it, so that it must stay as it was")
-    overrides = [("run.name", name or f"{folder.resolve().name}-replay"), ("run.overwrite", "true"), *changes]
+    overrides = [("run.name", f"{folder.resolve().name}-replay"), ("run.overwrite", "true"), *changes]
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
     # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
-    target = Path(cfg.run.root) / cfg.run.name
-    if target.resolve() == folder.resolve():
-        raise ConfigError(f"--name {cfg.run.name} is the run itself: choose another one")
-    # An earlier replay is replaced, but nothing that a user has named.
-    if name is not None and (target / MARK).exists():
-        raise ConfigError(f"--name {name}: {target} holds an earlier run, choose another name")
     check(cfg, schedule)
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
@@ -146,18 +133,13 @@ class ScheduledBuffer(ReplayBuffer):
         # Step n trains version n - 1.
         indices = self.batches[version + 1]
         async with self.changed:
-            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.groups})
-            groups = {group.index: group for group in self.groups}
-            self.items = [group for group in self.groups if group.index not in indices]
+            # A run has groups alone.
+            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.items})
+            groups = {group.index: group for group in self.items}
+            self.items = [group for group in self.items if group.index not in indices]
         return [groups[index] for index in indices]
 
-    @property
-    def groups(self) -> list[Group]:
-        """The items: a run has groups alone."""
-        return [item for item in self.items if isinstance(item, Group)]
-
     def _unfit(self, item: Item) -> str | None:
-        assert isinstance(item, Group)
         reason = self.reasons.get(item.index)
         if reason is None and not any(episode.reward is not None for episode in item.episodes):
             raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
@@ -220,10 +202,7 @@ class ScheduledPolicy:
     def _number(self, seed: int) -> int:
         """The sample whose next turn has this seed."""
         if seed not in self._numbers:
-            raise ReplayDiffers(
-                f"an episode of prompt {self.group.index} was begun once more: its environment failed, which it did "
-                "not in the run"
-            )
+            raise ReplayDiffers(f"an episode of prompt {self.group.index} was begun once more, and not so in the run")
         number = self._numbers.pop(seed)
         self._numbers[next(self._turns[number])] = number
         return number
@@ -235,7 +214,12 @@ class Replay(Loop):
     def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan) -> None:
         super().__init__(cfg, job, parts)
         self.plan = plan
-        self.unfinished = first_versions(plan)
+        steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
+        # The first weights that drew a token of each group that is to be played, by its index.
+        self.unfinished: dict[int, int] = {}
+        for index in sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)}):
+            spans = [sample.spans for sample in plan.schedule.groups[index].samples.values()]
+            self.unfinished[index] = min((first[0][0] for first in spans if first), default=0)
         self.active: dict[int, ScheduledPolicy] = {}
         self.changed = asyncio.Condition()
         self.parted: str | None = None
@@ -296,8 +280,8 @@ class Replay(Loop):
             return True
         if not all(index in self.active for index in due):
             return False
+        policies = [self.active[index] for index in due]
         held_seeds = {seed for seeds in await self.parts.policy.held.fanout() for seed in seeds}
-        policies = [self.active[index] for index in due if index in self.active]
         return all(policy.is_held(version, held_seeds) for policy in policies)
 
     def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
@@ -323,17 +307,8 @@ class Replay(Loop):
     async def run(self) -> None:
         """Compute the steps, and say what came of it."""
         await super().run()
-        compared = [step for step in self.plan.schedule.steps if step <= self.plan.until]
         if self.parted is None:
-            log.info("steps %d to %d are those of the run, bit for bit", min(compared), max(compared))
-
-
-def first_versions(plan: Plan) -> dict[int, int]:
-    """The first weights that drew a token of each group that is to be played, by its index."""
-    steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
-    indices = sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)})
-    spans = {index: [sample.spans for sample in plan.schedule.groups[index].samples.values()] for index in indices}
-    return {index: min((first[0][0] for first in spans[index] if first), default=0) for index in indices}
+            log.info("steps %d to %d are those of the run, bit for bit", min(self.plan.schedule.steps), self.plan.until)
 
 
 async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:

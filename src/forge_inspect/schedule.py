@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.config.sections import ConfigError
 from forge.observability.schedule import FORMAT, SCHEDULE, GroupEntry, SampleEntry, StepEntry, checksum_of
 from forge.types import Spans
-
-
-class BadSchedule(ValueError):
-    """A schedule that is not what a run wrote: names the line and its step."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,11 @@ def read_schedule(folder: Path) -> Schedule:
     """Read and check the schedule of a run.
 
     Raises:
-        FileNotFoundError: it has none.
-        BadSchedule: it is damaged or was edited: names line and step.
+        ConfigError: it has none, or one that is damaged or was edited: names line and step.
     """
     path = folder / SCHEDULE
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {SCHEDULE}: it is not a run of RL, or of an earlier version")
     head: dict[str, Any] = {}
     steps: dict[int, StepEntry] = {}
     published: dict[int, str] = {}
@@ -52,8 +50,6 @@ def read_schedule(folder: Path) -> Schedule:
     for line in _lines(path):
         if "format" in line:
             head = line
-            if line["format"] != FORMAT:
-                raise BadSchedule(f"{path}: format {line['format']}, and this version of forge reads {FORMAT}")
         elif "published" in line:
             published[line["step"]] = line["published"]
         else:
@@ -61,8 +57,8 @@ def read_schedule(folder: Path) -> Schedule:
             steps[entry.step] = entry
             for group in (*entry.groups, *entry.dropped):
                 samples[group.index].update(group.samples)
-    if not head or not steps:
-        raise BadSchedule(f"{path} has no step")
+    if not steps or head["format"] != FORMAT:
+        raise ConfigError(f"{path} has no step, or is of another version of forge")
     groups = {index: GroupEntry(index, entries) for index, entries in samples.items()}
     return Schedule(head["recipe"], tuple(head["by_hand"]), steps, published, groups)
 
@@ -99,10 +95,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             location = f"{location} (step {line['step']})"
             checksum = line.pop("checksum")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise BadSchedule(f"{location} is damaged: {text:.60}") from None
+            raise ConfigError(f"{location} is damaged: {text:.60}") from None
         # Of its contents: another program may have written the same line with other spaces.
         if checksum != checksum_of(json.dumps(line, separators=(",", ":"))):
-            raise BadSchedule(f"{location} is not what the run wrote: its checksum differs")
+            raise ConfigError(f"{location} is not what the run wrote: its checksum differs")
         yield line
 
 

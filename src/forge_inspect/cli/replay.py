@@ -20,7 +20,6 @@ def add_to(commands: Subparsers) -> None:
         ("--until", {"type": int, "metavar": "STEP", "help": "the last step; by default that of the run"}),
         ("--replicas", {"type": int, "help": "generators; by default as many as the run had"}),
         ("--change", {**changes, "help": "a setting that differs: the step is named in which the runs part"}),
-        ("--name", {"help": "of the new run, beside the first; by default its name with -replay"}),
     ]
     add_command(commands, "replay", TEXT, "runs/x --replicas 3", run, options)
 
@@ -43,4 +42,4 @@ def run(args: argparse.Namespace) -> None:
         from ..replay import replay
 
         with one_line_errors():
-            replay(args.folder, until=args.until, replicas=args.replicas, changes=changes, name=args.name)
+            replay(args.folder, until=args.until, replicas=args.replicas, changes=changes)

@@ -35,7 +35,7 @@ def run_watch(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {args.folder} is not a folder of runs")
     try:
         from forge_http.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
-        from ..watch import Watch
+        from ..watch.server import Watch
 
         watch = Watch(args.folder, required_key(args.host))
         listener = bind(args.host, args.port)
