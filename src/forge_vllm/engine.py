@@ -31,7 +31,7 @@ from .arguments import (
     top_logprobs,
 )
 from .handover import Handover
-from .updates import Command, Orders, Traffic, WeightLabels
+from .updates import Command, Orders, Traffic
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -75,10 +75,9 @@ class VLLMEngine:
         self._reads_texts = has_tokenizer(folder)
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         args, on_cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
-        self._labels = WeightLabels(version, "")
         self._traffic = Traffic()
         self._traffic.open.set()
-        self._orders = Orders(options.on_update, on_cpu, self._traffic, self._labels)
+        self._orders = Orders(options.on_update, on_cpu, self._traffic, version)
         self._worker: asyncio.Task[None] | None = None
         self._started = self._generated = self._numbered = self._prefilled = self._reused = 0
         self._lock = threading.Lock()
@@ -123,11 +122,7 @@ class VLLMEngine:
                 self._check_alive()
             # Copied in the caller's thread; vLLM continues until its processes read the copy.
             handover = Handover(self.config, named_tensors, self.dtype, version, identity)
-            try:
-                self._call(future, self._order, handover, future)
-            except BaseException:
-                handover.close()
-                raise
+            self._call(future, self._order, handover, future)
         except Exception as error:
             future.set_exception(error)
         return future
@@ -156,12 +151,12 @@ class VLLMEngine:
     @property
     def version(self) -> int:
         """Version of the weights that sample the next token."""
-        return self._labels.weights[0]
+        return self._orders.weights[self._orders.current][0]
 
     @property
     def identity(self) -> str:
         """Identity of those weights."""
-        return self._labels.weights[1]
+        return self._orders.weights[self._orders.current][1]
 
     def stats(self) -> dict[str, int]:
         """Running and waiting sequences, and the tokens delivered since the start (of running sequences only the first,
@@ -309,7 +304,7 @@ class VLLMEngine:
         try:
             while not traffic.open.is_set():  # it may be cleared again before this runs
                 await traffic.open.wait()
-            traffic.in_flight[name] = self._labels.current
+            traffic.in_flight.add(name)
             salt = traffic.salt
             prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
             async with contextlib.aclosing(
@@ -341,7 +336,7 @@ class VLLMEngine:
                 del traffic.unstarted[name]
             else:
                 self._started -= 1
-            traffic.in_flight.pop(name, None)
+            traffic.in_flight.discard(name)
             if not traffic.in_flight:
                 traffic.idle.set()
         if part.finish_reason == "error" and request.sampling.grammar and not completion.token_ids:
@@ -352,7 +347,7 @@ class VLLMEngine:
         completion.finish = part.finish_reason
         spans = [(span.version, span.start) for span in part.weight_versions]
         self._notify(request, sample, completion, sent, spans)
-        completion.versions, completion.identities = self._labels.of_tokens(spans, 0, len(completion.token_ids))
+        completion.versions, completion.identities = self._orders.of_tokens(spans, 0, len(completion.token_ids))
         return completion
 
     def _spans(self, name: str) -> list[tuple[str, int]]:
@@ -368,7 +363,7 @@ class VLLMEngine:
         """Pass new tokens to the listener; returns their number, 0 while their weights are unknown."""
         if request.listener is None or request.future.done() or not spans:
             return 0
-        versions, identities = self._labels.of_tokens(spans, sent, len(completion.token_ids))
+        versions, identities = self._orders.of_tokens(spans, sent, len(completion.token_ids))
         ids = completion.token_ids[sent:]
         logprobs = completion.logprobs[sent:]
         piece = Completion("", ids, logprobs, {}, request.prompt, versions, completion.finish, identities)

@@ -1,11 +1,13 @@
-"""`forge.observability.perf_tracker` of torchforge: timers whose steps are metrics."""
+"""`forge.observability.perf_tracker` of torchforge, timers whose steps are metrics, and `forge.env`, its variables."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,10 +15,38 @@ import torch
 
 from forge.observability import Reduce, record_metric
 
-from .env import DISABLE_PERF_METRICS, METRIC_TIMER_USES_GPU
-
 F = TypeVar("F", bound=Callable[..., Any])
 GIGABYTE = 1024**3
+Value = bool | int | float | str | None
+
+
+@dataclass
+class EnvVar:
+    """An environment variable: its name, the value without it, and what it does."""
+
+    name: str
+    default: Value
+    description: str
+
+    def get_value(self) -> Value:
+        """The variable as a value of its default's type; the default if it is not set."""
+        text = os.environ.get(self.name)
+        if text is None:
+            return self.default
+        if isinstance(self.default, bool):
+            return text.lower() in ("true", "1", "yes")
+        return type(self.default)(text) if isinstance(self.default, int | float) else text
+
+
+DISABLE_PERF_METRICS = EnvVar("DISABLE_PERF_METRICS", False, "Tracer and trace record nothing.")
+METRIC_TIMER_USES_GPU = EnvVar(
+    "METRIC_TIMER_USES_GPU", None, "The timer of Tracer and trace: true is gpu, false is cpu; unset: their argument."
+)
+
+
+def all_env_vars() -> list[EnvVar]:
+    """All of these variables."""
+    return [value for value in globals().values() if isinstance(value, EnvVar)]
 
 
 class Tracer:
@@ -54,24 +84,21 @@ class Tracer:
 
     def step(self, name: str) -> None:
         """End a step of this name. ValueError: it has not begun."""
-        self._check("step")
+        if self.began is None:
+            raise ValueError(f"tracer {self.prefix} must be started before calling step")
         now = self._now()
         self._record(f"{self.prefix}/{name}/duration", now - self.last)
         self.last = now
 
     def stop(self) -> None:
         """End, and record the total. ValueError: it has not begun."""
-        self._check("stop")
-        assert self.began is not None
+        if self.began is None:
+            raise ValueError(f"tracer {self.prefix} must be started before calling stop")
         self._record(f"{self.prefix}/total_duration", self._now() - self.began)
         if self.track_memory and not self.is_off:
             name = f"{self.prefix}/memory_peak_max_gb"
             record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
         self.began = None
-
-    def _check(self, verb: str) -> None:
-        if self.began is None:
-            raise ValueError(f"tracer {self.prefix} must be started before calling {verb}")
 
     def _now(self) -> float:
         # Kernels run after the call that starts them: without this a step would have the time of its launch alone.
@@ -80,11 +107,9 @@ class Tracer:
         return time.perf_counter()
 
     def _record(self, name: str, seconds: float) -> None:
-        if self.is_off:
-            return
-        mean, longest = f"{name}_avg_s", f"{name}_max_s"
-        record_metric(mean, seconds, Reduce.MEAN)
-        record_metric(longest, seconds, Reduce.MAX)
+        if not self.is_off:
+            record_metric(f"{name}_avg_s", seconds, Reduce.MEAN)
+            record_metric(f"{name}_max_s", seconds, Reduce.MAX)
 
 
 class trace:
