@@ -147,6 +147,8 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
         arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
     for key, value in _leaves("", torchforge):
+        if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
+            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
         if key.startswith(("checkpoint.", "comm.")):
             continue
         target = _place("train", key, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,6 @@ from forge_envs.rollout import turn_seeds
 from .schedule import Schedule, find_difference, read_schedule
 
 POLL = 0.02  # seconds between two looks at what the generators hold
-# What the schedule itself lists: with another value it says nothing about the run.
-LISTED = ("seed", "dataset", "async", "training.batch_size", "training.steps", "training.sync_interval")
-LISTED_SAMPLING = ("grpo.n_samples", "rollout.n_samples")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A schedule, and how much of it is replayed.
-
-    Attributes:
-        until: the last step.
-        changes: settings that are not those of the run: where it parts from the schedule is reported, not an error.
-    """
-
-    schedule: Schedule
-    until: int
-    changes: tuple[str, ...] = ()
 
 
 def replay(
@@ -52,7 +35,6 @@ def replay(
     *,
     until: int | None = None,
     replicas: int | None = None,
-    changes: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Compute a run again, and compare each step with the run's schedule.
 
@@ -60,7 +42,6 @@ def replay(
         folder: of the run.
         until: the last step; None: that of the schedule.
         replicas: generators; None: as many as the run had.
-        changes: settings that differ, as (section.key, value).
 
     Returns:
         the folder of the new run, beside the first, whose name it has with "-replay"; an earlier replay is replaced.
@@ -73,10 +54,7 @@ def replay(
     last = max(schedule.steps)
     if until is not None and not 1 <= until <= last:
         raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
-    for key, _ in changes:
-        if key in LISTED_SAMPLING or any(key == listed or key.startswith(f"{listed}.") for listed in LISTED):
-            raise ConfigError(f"--change {key}: the schedule lists what depends on it, so that it must stay as it was")
-    overrides = [("run.name", f"{folder.resolve().name}-replay"), ("run.overwrite", "true"), *changes]
+    overrides = [("run.name", f"{folder.resolve().name}-replay"), ("run.overwrite", "true")]
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
     # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
@@ -86,8 +64,7 @@ def replay(
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
-    plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
-    recipe = update_wrapper(partial(train, plan=plan), train)
+    recipe = update_wrapper(partial(train, schedule=schedule, until=until or last), train)
     return execute(recipe, cfg)
 
 
@@ -188,11 +165,10 @@ class ScheduledPolicy:
         """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
         # A reward without an environment asks for all samples at once, an episode for its next turn.
         numbers = [self._number(seed)] if n is None else [*range(n)]
-        schedule = tuple(map(self.left, numbers))
-        if all(schedule):  # of a changed run, tokens may be beyond it
-            sampling["schedule"] = schedule
         self.seeds |= dict.fromkeys(numbers, seed)
-        answers: Completion | list[Completion] = await self.policy.generate.route(prompt, n=n, seed=seed, **sampling)
+        answers: Completion | list[Completion] = await self.policy.generate.route(
+            prompt, n=n, seed=seed, schedule=tuple(map(self.left, numbers)), **sampling
+        )
         completions = [answers] if isinstance(answers, Completion) else answers
         for number, completion in zip(numbers, completions, strict=True):
             self.drawn[number] += len(completion.token_ids)
@@ -211,18 +187,17 @@ class ScheduledPolicy:
 class Replay(Loop):
     """The loop of RL by a schedule: it decides what is drawn by which weights, and what each step trains on."""
 
-    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan) -> None:
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, schedule: Schedule, until: int) -> None:
         super().__init__(cfg, job, parts)
-        self.plan = plan
-        steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
+        self.schedule, self.until = schedule, until
+        steps = [entry for entry in schedule.steps.values() if entry.step <= until]
         # The first weights that drew a token of each group that is to be played, by its index.
         self.unfinished: dict[int, int] = {}
         for index in sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)}):
-            spans = [sample.spans for sample in plan.schedule.groups[index].samples.values()]
+            spans = [sample.spans for sample in schedule.groups[index].samples.values()]
             self.unfinished[index] = min((first[0][0] for first in spans if first), default=0)
         self.active: dict[int, ScheduledPolicy] = {}
         self.changed = asyncio.Condition()
-        self.parted: str | None = None
 
     async def rollouts(self) -> None:
         """Start the rollout of each prompt that the schedule has, once its first weights are there."""
@@ -247,7 +222,7 @@ class Replay(Loop):
         # The seed is that of the run: with the same weights it draws the same tokens.
         seed = sample_seed(self.cfg.seed, prompt.index)
         count = self.cfg.grpo.n_samples
-        policy = ScheduledPolicy(self.parts.policy, self.plan.schedule.groups[prompt.index], seed, count)
+        policy = ScheduledPolicy(self.parts.policy, self.schedule.groups[prompt.index], seed, count)
         self.active[prompt.index] = policy
         episodes = await self.parts.env.rollout(policy, sample, n=count, seed=seed)
         del self.active[prompt.index]
@@ -256,7 +231,7 @@ class Replay(Loop):
 
     def is_published(self, version: int) -> bool:
         """Whether generators got the weights of this version."""
-        return version in self.plan.schedule.published
+        return version in self.schedule.published
 
     async def publish(self, version: int) -> None:
         """Hand the weights to the generators, once all that those before them draw is drawn."""
@@ -266,10 +241,10 @@ class Replay(Loop):
         async with self.changed:
             self.changed.notify_all()
         identity = self.job.store.manifest(POLICY, version).digest
-        logged = self.plan.schedule.published.get(version, identity)
+        logged = self.schedule.published.get(version, identity)
         if logged != identity:
             cause = "after the same rollouts" if version else "the model is not that of the run"
-            self.differs(version, f"the weights are {identity}, and were {logged}, {cause}")
+            raise ReplayDiffers(f"step {version}: the weights are {identity}, and were {logged}, {cause}")
 
     async def are_held(self) -> bool:
         """Whether generators may take other weights: none has a token left that these draw."""
@@ -287,35 +262,21 @@ class Replay(Loop):
     def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
         """Write what a step trained on, and compare it with the run's."""
         whole_entry = self.record.log_schedule(entry, dropped, metrics)
-        difference = find_difference(self.plan.schedule.steps[entry.step], whole_entry)
+        difference = find_difference(self.schedule.steps[entry.step], whole_entry)
         if difference is not None:
-            self.differs(entry.step, difference)
-
-    def differs(self, step: int, difference: str) -> None:
-        """Report the first difference from the run.
-
-        Raises:
-            ReplayDiffers: without changes there must be none.
-        """
-        message = f"step {step}: {difference}"
-        if not self.plan.changes:
-            raise ReplayDiffers(message)
-        if self.parted is None:
-            self.parted = message
-            log.warning("with %s the runs part in %s", ", ".join(self.plan.changes), message)
+            raise ReplayDiffers(f"step {entry.step}: {difference}")
 
     async def run(self) -> None:
         """Compute the steps, and say what came of it."""
         await super().run()
-        if self.parted is None:
-            log.info("steps %d to %d are those of the run, bit for bit", min(self.plan.schedule.steps), self.plan.until)
+        log.info("steps %d to %d are those of the run, bit for bit", min(self.schedule.steps), self.until)
 
 
-async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
+async def train(cfg: RLConfig, job: Job, schedule: Schedule, until: int) -> None:
     """Train by a schedule."""
-    job.record.begin_schedule(plan.schedule.recipe, ())
+    job.record.begin_schedule(schedule.recipe, ())
     parts = await start_rl(cfg, job, cfg.load_algorithm())
-    steps = plan.schedule.steps.values()
+    steps = schedule.steps.values()
     trained = {group.index for entry in steps for group in entry.groups}
     dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
     batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
@@ -323,5 +284,5 @@ async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
     buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30)
     parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
     # A hook ends the run, as `training.steps` would change the schedule of the learning rate.
-    ends = Hooks(on_step=lambda step, metrics: step == plan.until)
-    await Replay(cfg, job._replace(hooks=ends), parts, plan).run()
+    ends = Hooks(on_step=lambda step, metrics: step == until)
+    await Replay(cfg, job._replace(hooks=ends), parts, schedule, until).run()

@@ -33,7 +33,7 @@ def clean(processes, fork_server, tmp_path_factory):
 
 
 def test_a_run_with_processes_is_sound(clean):
-    verdict = compare(clean, bisect=True)
+    verdict = compare(clean)
     assert verdict.faults == []
     assert (verdict.step, verdict.version) == (3, 2)
     assert "recorded trainer" in {link.second for link in verdict.links}
@@ -61,7 +61,7 @@ def test_the_command_says_so_and_leaves_it_for_the_page(clean, tmp_path, capsys)
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("temperature: 0.8", "temperature: 0.9"))
     with pytest.raises(SystemExit) as ended:
-        main(["mismatch", str(folder), "--bisect", "--json"])
+        main(["mismatch", str(folder), "--json"])
     assert ended.value.code == 1
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["is_sound"] is False

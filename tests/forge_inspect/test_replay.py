@@ -167,9 +167,6 @@ def test_turns_with_an_environment_are_replayed(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"until": 99}, "--until 99: the schedule has the steps 1 to 8"),
-        ({"changes": [("training.batch_size", "2")]}, "--change training.batch_size: the schedule lists what depends"),
-        ({"changes": [("seed", "2")]}, "--change seed: the schedule lists what depends on it"),
-        ({"changes": [("training.nothing", "2")]}, "training.nothing"),
         ({"replicas": 0}, "num_replicas"),
     ],
 )
@@ -185,6 +182,3 @@ def test_a_run_without_a_schedule_is_one_line(tmp_path: Path) -> None:
     assert code == 1
     assert len(output.strip().splitlines()) == 1
     assert "has no schedule.jsonl: it is not a run of RL, or of an earlier version" in output
-    code, output = forge("replay", str(tmp_path), "--change", "novalue")
-    assert code == 1
-    assert "error: --change novalue: write KEY=VALUE" in output

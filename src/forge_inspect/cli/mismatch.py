@@ -14,7 +14,7 @@ from . import Option, add_command
 if TYPE_CHECKING:
     from ..mismatch.verdict import Mismatch
 
-TEXT = "name the component and the layer in which engine and trainer differ, on a recorded batch of a run"
+TEXT = "name the component in which engine and trainer differ, on a recorded batch of a run"
 BAD_INPUT = 2  # exit code; 1 is a fault of the run
 
 
@@ -22,11 +22,10 @@ def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     options: list[Option] = [
         ("folder", {"type": Path, "metavar": "RUN", "help": "the folder of a run"}),
-        ("--bisect", {"action": "store_true", "help": "walk the layers to the first whose states differ"}),
         ("--step", {"type": int, "help": "whose batch; default: the newest that can be compared"}),
         ("--json", {"action": "store_true", "help": "print JSON"}),
     ]
-    add_command(commands, "mismatch", TEXT, "runs/x --bisect", run, options)
+    add_command(commands, "mismatch", TEXT, "runs/x", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,11 +38,9 @@ def run(args: argparse.Namespace) -> None:
 
     try:
         with quiet_loading():
-            result = compare(args.folder, step=args.step, bisect=args.bisect)
+            result = compare(args.folder, step=args.step)
     except (ValueError, ImportError, FileNotFoundError) as error:
-        is_absent = isinstance(error, FileNotFoundError)
-        reason = f"{args.folder} is not a run that has made a step" if is_absent else error
-        print(f"error: {reason}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     # Where `forge watch` and `forge runs` look for its fault.
     write_atomic(args.folder / MISMATCH, result.json() + "\n")

@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> None:
     options.add_argument("--gpus")
     try:
         known, overrides = options.parse_known_args(args.overrides)
-        _, plan = planned(args.config, overrides, known.gpus)
-    except (argparse.ArgumentError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
+    except argparse.ArgumentError as error:
+        raise ValueError(error) from None
+    _, plan = planned(args.config, overrides, known.gpus)
     print("\n".join(plan_lines(plan)))
     if not plan.fits:
         raise SystemExit(1)

@@ -94,7 +94,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
             weights cannot be read; in one line.
     """
     if not (folder / MARK).is_file() or not (folder / CONFIG).is_file():
-        raise FileNotFoundError(folder)
+        raise FileNotFoundError(f"{folder} is not a run that has made a step")
     settings = flat(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     if any(key.startswith("models.") for key in settings):
         raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import mean, median
 from typing import Literal, NamedTuple
 
@@ -68,20 +69,15 @@ class Examination:
 def examine_reward(args: argparse.Namespace) -> None:
     """Print what was found about a reward: `forge doctor reward`."""
     if not args.reward or not args.data:
-        raise SystemExit("error: which reward, on which rows? forge doctor reward package.module:name --data FILE")
+        raise ValueError("which reward, on which rows? forge doctor reward package.module:name --data FILE")
     target_field = None if args.target_field in ("null", "none", "") else args.target_field
     form = PromptFormat(None, "{question}", target_field, args.prompt_field, args.target_pattern)
     cases: list[Case] = []
-    try:
-        load_reward(args.reward)  # a wrong name is one line here, and a traceback in its process
-        for row in map(with_ground_truth, open_rows(args.data, split="train")):
-            prompt, target = form.render(row)
-            cases.append(Case(prompt, target or None, plain_columns(row, None, [])))
-            if len(cases) == ROWS:
-                break
-        result = examine(args.reward, cases, limit=args.timeout)
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {error}") from None
+    load_reward(args.reward)  # a wrong name is one line here, and a traceback in its process
+    for row in islice(map(with_ground_truth, open_rows(args.data, split="train")), ROWS):
+        prompt, target = form.render(row)
+        cases.append(Case(prompt, target or None, plain_columns(row, None, [])))
+    result = examine(args.reward, cases, limit=args.timeout)
     right, wrong = ("unknown" if value is None else f"{value:.3f}" for value in (result.right, result.wrong))
     print(f"{result.calls} calls on {result.rows} rows: right answers earn {right}, answers of other rows {wrong};")
     if result.seconds:
