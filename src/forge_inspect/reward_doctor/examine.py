@@ -24,7 +24,6 @@ SLOW = 1.0  # seconds of a median call, above which rewards are slower than most
 # Of the distance between wrong and right: an answer that is worth more than this is paid as right.
 PAID = 0.75
 ABOVE = 0.05
-ORDERS = 3  # of a group
 # The kinds of errors by what their text begins with.
 ERRORS = {"no answer within": ("hangs", "hangs"), "its process ended": ("ends", "ends its process")}
 # A fault fails the examination; a doubt may be meant; a note is for reading.
@@ -126,8 +125,7 @@ class _Examiner:
         # First what right and wrong answers earn: all others are compared with these. Last what may end the process.
         self.try_answers()
         self.try_constants()
-        if self._separates():
-            self.try_unearned()
+        self.try_unearned()
         self.leave_out_target()
         self.repeat()
         self.reorder()
@@ -187,7 +185,7 @@ class _Examiner:
             text += "tell them apart, or expects a form that was not tried"
             self.add("fault" if right < wrong else "doubt", "blind", text)
         for form, rows in forms.items():
-            missed = [earned for earned in rows if self._separates() and not self._is_paid(earned.reward)]
+            missed = [earned for earned in rows if not self._is_paid(earned.reward)] if self._separates() else []
             # In a few rows the form may change what the answer is.
             if len(missed) > len(self.cases) / 2:
                 reward, answer = missed[0]
@@ -206,7 +204,7 @@ class _Examiner:
         for name, rows in self.earn(constants).items():
             average = _mean(rows)
             text = f"{name} earns {average:.3f} on average, "
-            if self._separates() and self._is_paid(average):
+            if self._is_paid(average):
                 self.add("fault", "constant", text + "as right ones do")
             elif average > self.typical + ABOVE * distance:
                 self.add("doubt", "constant", text + f"wrong answers {self.typical:.3f}")
@@ -235,7 +233,7 @@ class _Examiner:
             reward = self.process.call(case, [response], "").reward
             if reward is not None:
                 text = f"{name} to a row with an empty target earns {reward:.3f}, and not None (unscored)"
-                self.add("fault" if self._separates() and self._is_paid(reward) else "doubt", "target", text)
+                self.add("fault" if self._is_paid(reward) else "doubt", "target", text)
 
     def repeat(self) -> None:
         """The same call again: a reward that samples or counts differs in nearly all of three."""
@@ -248,22 +246,17 @@ class _Examiner:
                 return
 
     def reorder(self) -> None:
-        """A group in other orders, and its members alone."""
+        """A group in the other order, and its members alone."""
         case = self.cases[0]
         group = list(dict.fromkeys([*probes.right_forms(case.target or "1").values(), *self._others(case)[:3]]))
         plain = self.score(case, group, "a group").rewards
         if not plain:
             return
-        draw = random.Random(0)
-        for _ in range(ORDERS):
-            order = draw.sample(range(len(group)), len(group))
-            shuffled = [group[number] for number in order]
-            moved = self.score(case, shuffled, "a group in another order").rewards
-            if moved and moved != tuple(plain[number] for number in order):
-                self.add("fault", "order", "rewards of a group depend on the order of its answers")
-                return
+        moved = self.score(case, group[::-1], "a group in another order").rewards
+        if moved and moved != plain[::-1]:
+            self.add("fault", "order", "rewards of a group depend on the order of its answers")
         # That a reward compares the answers of a group may be meant.
-        if tuple(self.score(case, [answer], "one answer").reward for answer in group) != plain:
+        elif tuple(self.score(case, [answer], "one answer").reward for answer in group) != plain:
             self.add("note", "group", "answers earn something else in a group than alone")
 
     def try_hostile(self) -> None:
@@ -271,7 +264,7 @@ class _Examiner:
         for case in self.cases[:2]:
             for name, answer in probes.hostile(case).items():
                 reward = self.score(case, [answer], name).reward
-                is_paid = reward is not None and self._separates() and self._is_paid(reward)
+                is_paid = reward is not None and self._is_paid(reward)
                 if is_paid and not (case.target and case.target in answer):
                     self.add("fault", "hostile", f"{name} earns {reward:.3f}, as right answers do")
 
@@ -283,8 +276,9 @@ class _Examiner:
         return right is not None and wrong is not None and right - wrong > 0.1 * max(abs(right), abs(wrong), 1e-6)
 
     def _is_paid(self, reward: float) -> bool:
+        """Whether this is what right answers earn, of a reward that tells them apart."""
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
-        return reward >= wrong + PAID * (right - wrong)
+        return self._separates() and reward >= wrong + PAID * (right - wrong)
 
 
 def _mean(rows: Sequence[Earned]) -> float:
