@@ -29,8 +29,7 @@ from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from forge.training.trainer import PolicyTrainer
 from forge_inspect.plan.components import full_batch, weighted_scores, weighted_values
-from forge_inspect.plan.memory import trainer_memory
-from forge_inspect.plan.passes import run_passes
+from forge_inspect.plan.passes import run_passes, trainer_memory
 
 SEQ_LEN = 1024
 SIZES = {

@@ -29,9 +29,8 @@ from forge_verifiers.config import models_of
 from forge_verifiers.settings import ModelSettings, ProcessRewardModelSettings
 
 from .devices import CONTEXT, Machines
-from .memory import trainer_memory
 from .meter import metered
-from .passes import META, run_passes
+from .passes import META, run_passes, trainer_memory
 
 MARGIN = 0.06  # of a GPU's memory: fragments, and the error of the plan
 UTILISATION = 0.9  # of a GPU's memory, which vLLM takes by default
