@@ -12,7 +12,7 @@ from forge.cli import main
 from forge.training import policy as training_policy
 from forge.training.checkpoint import checkpoints
 from forge_inspect.alerts import folder_alerts
-from forge_inspect.mismatch.verdict import compare
+from forge_inspect.mismatch import compare
 
 
 @pytest.fixture(scope="module")

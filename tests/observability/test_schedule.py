@@ -18,7 +18,7 @@ from forge.observability.schedule import (
     seal_line,
 )
 from forge.types import Episode, Group
-from forge_inspect.schedule import find_difference, read_schedule
+from forge_inspect.replay import find_difference, read_schedule
 
 
 def episode(versions: list[int], reward: float | None = 0.1) -> Episode:

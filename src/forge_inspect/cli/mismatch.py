@@ -12,7 +12,7 @@ from forge.cli.subparsers import Subparsers
 from . import Option, add_command
 
 if TYPE_CHECKING:
-    from ..mismatch.verdict import Mismatch
+    from ..mismatch import Mismatch
 
 TEXT = "name the component in which engine and trainer differ, on a recorded batch of a run"
 BAD_INPUT = 2  # exit code; 1 is a fault of the run
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from forge.system.files import write_atomic
 
     from ..alerts import MISMATCH
-    from ..mismatch.verdict import compare
+    from ..mismatch import compare
 
     try:
         with quiet_loading():
