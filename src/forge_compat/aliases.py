@@ -29,7 +29,6 @@ ALIASES = {
     "forge.losses.grpo_loss": "forge.losses",
     "forge.observability.metric_actors": "forge_compat.upstream.metric_actors",
     "forge.observability.perf_tracker": "forge_compat.upstream.perf_tracker",
-    "forge.env": "forge_compat.upstream.perf_tracker",
     **{
         f"forge.util{module}": "forge_compat.upstream" for module in ("", ".config", ".distributed", ".logging", ".ops")
     },
@@ -38,6 +37,7 @@ ALIASES = {
 # Modules of Meta's torchforge that are not here, and what has their contents.
 ABSENT = {
     "forge.actors.coder": "forge_sandbox",
+    "forge.env": "forge.observability, which reads no variables",
     "forge.rl": "forge.types, forge.data.packing and forge.training.credit",
     "forge.data.datasets": "forge.data.load.load_data",
 }

@@ -1,13 +1,11 @@
-"""`forge.observability.perf_tracker` of torchforge, timers whose steps are metrics, and `forge.env`, its variables."""
+"""`forge.observability.perf_tracker` of torchforge: timers whose steps are metrics."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,36 +15,6 @@ from forge.observability import Reduce, record_metric
 
 F = TypeVar("F", bound=Callable[..., Any])
 GIGABYTE = 1024**3
-Value = bool | int | float | str | None
-
-
-@dataclass
-class EnvVar:
-    """An environment variable: its name, the value without it, and what it does."""
-
-    name: str
-    default: Value
-    description: str
-
-    def get_value(self) -> Value:
-        """The variable as a value of its default's type; the default if it is not set."""
-        text = os.environ.get(self.name)
-        if text is None:
-            return self.default
-        if isinstance(self.default, bool):
-            return text.lower() in ("true", "1", "yes")
-        return type(self.default)(text) if isinstance(self.default, int | float) else text
-
-
-DISABLE_PERF_METRICS = EnvVar("DISABLE_PERF_METRICS", False, "Tracer and trace record nothing.")
-METRIC_TIMER_USES_GPU = EnvVar(
-    "METRIC_TIMER_USES_GPU", None, "The timer of Tracer and trace: true is gpu, false is cpu; unset: their argument."
-)
-
-
-def all_env_vars() -> list[EnvVar]:
-    """All of these variables."""
-    return [value for value in globals().values() if isinstance(value, EnvVar)]
 
 
 class Tracer:
@@ -58,7 +26,7 @@ class Tracer:
     Args:
         prefix: of the metrics' names.
         track_memory: also record the most GPU memory in use until `stop`, in GB: `<prefix>/memory_peak_max_gb`.
-        timer: "cpu", or "gpu", which waits for the work on the GPU at each step; METRIC_TIMER_USES_GPU overrides it.
+        timer: "cpu", or "gpu", which waits for the work on the GPU at each step.
     """
 
     def __init__(self, prefix: str, track_memory: bool = False, timer: str = "cpu") -> None:
@@ -66,10 +34,7 @@ class Tracer:
             raise ValueError(f'timer must be "cpu" or "gpu", got {timer!r}')
         self.prefix = prefix
         self.track_memory = track_memory and torch.cuda.is_available()
-        asked = METRIC_TIMER_USES_GPU.get_value()
-        uses_gpu = timer == "gpu" if asked is None else str(asked).lower() in ("true", "1", "yes")
-        self.waits = uses_gpu and torch.cuda.is_available()
-        self.is_off = bool(DISABLE_PERF_METRICS.get_value())
+        self.waits = timer == "gpu" and torch.cuda.is_available()
         self.began: float | None = None
         self.last = 0.0
 
@@ -95,7 +60,7 @@ class Tracer:
         if self.began is None:
             raise ValueError(f"tracer {self.prefix} must be started before calling stop")
         self._record(f"{self.prefix}/total_duration", self._now() - self.began)
-        if self.track_memory and not self.is_off:
+        if self.track_memory:
             name = f"{self.prefix}/memory_peak_max_gb"
             record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
         self.began = None
@@ -107,9 +72,8 @@ class Tracer:
         return time.perf_counter()
 
     def _record(self, name: str, seconds: float) -> None:
-        if not self.is_off:
-            record_metric(f"{name}_avg_s", seconds, Reduce.MEAN)
-            record_metric(f"{name}_max_s", seconds, Reduce.MAX)
+        record_metric(f"{name}_avg_s", seconds, Reduce.MEAN)
+        record_metric(f"{name}_max_s", seconds, Reduce.MAX)
 
 
 class trace:
