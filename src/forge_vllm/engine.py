@@ -31,7 +31,7 @@ from .arguments import (
     top_logprobs,
 )
 from .handover import Handover
-from .updates import Command, Orders, Traffic
+from .updates import Command, Orders
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -75,9 +75,8 @@ class VLLMEngine:
         self._reads_texts = has_tokenizer(folder)
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         args, on_cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
-        self._traffic = Traffic()
-        self._traffic.open.set()
-        self._orders = Orders(options.on_update, on_cpu, self._traffic, version)
+        self.on_update = options.on_update
+        self._orders = Orders(on_cpu, version)
         self._worker: asyncio.Task[None] | None = None
         self._started = self._generated = self._numbered = self._prefilled = self._reused = 0
         self._lock = threading.Lock()
@@ -116,37 +115,23 @@ class VLLMEngine:
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
         """See `Engine.update_weights`. The tensors are in shared memory; vLLM's processes read them while paused."""
-        future: Future[None] = Future()
         try:
             with self._lock:
                 self._check_alive()
             # Copied in the caller's thread; vLLM continues until its processes read the copy.
-            handover = Handover(self.config, named_tensors, self.dtype, version, identity)
-            self._call(future, self._order, handover, future)
+            return self._add_order(Handover(self.config, named_tensors, self.dtype, version, identity))
         except Exception as error:
+            future: Future[None] = Future()
             future.set_exception(error)
-        return future
+            return future
 
     def release(self) -> Future[None]:
         """See `Engine.release`; uses vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
-        future: Future[None] = Future()
-        self._call(future, self._order, "release", future)
-        return future
+        return self._add_order("release")
 
     def restore(self) -> Future[None]:
         """See `Engine.restore`. On a GPU the next update allocates weights and cache."""
-        future: Future[None] = Future()
-        self._call(future, self._order, "restore", future)
-        return future
-
-    @property
-    def on_update(self) -> str:
-        """What becomes of running sequences at an update: "continue", "finish" or "recompute"."""
-        return self._orders.mode
-
-    @on_update.setter
-    def on_update(self, mode: str) -> None:
-        self._orders.mode = mode
+        return self._add_order("restore")
 
     @property
     def version(self) -> int:
@@ -166,7 +151,7 @@ class VLLMEngine:
             self._check_alive()
         counts = {
             "running": self._started,
-            "waiting": len(self._traffic.unstarted),
+            "waiting": len(self._orders.unstarted),
             "generated_tokens": self._generated,
         }
         return counts | {"prefilled_tokens": self._prefilled, "reused_tokens": self._reused}
@@ -207,6 +192,11 @@ class VLLMEngine:
             self._pending.add(future)
             self._loop.call_soon_threadsafe(function, *args)
         future.add_done_callback(self._pending.discard)
+
+    def _add_order(self, command: Command) -> Future[None]:
+        future: Future[None] = Future()
+        self._call(future, self._order, command, future)
+        return future
 
     # Everything below runs in the loop.
 
@@ -296,7 +286,7 @@ class VLLMEngine:
 
         name = str(self._numbered)
         self._numbered += 1
-        traffic = self._traffic
+        traffic = self._orders
         traffic.unstarted[name] = None
         completion = Completion(prompt_ids=request.prompt)
         sent = 0  # tokens that the listener has
@@ -382,6 +372,6 @@ class VLLMEngine:
 
     async def _execute_orders(self) -> None:
         try:
-            await self._orders.execute()
+            await self._orders.execute(self.on_update)
         except Exception as error:
             self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))

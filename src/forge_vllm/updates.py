@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .arguments import settle
@@ -19,11 +18,16 @@ Command = Handover | Literal["release", "restore"]
 Order = tuple[Command, "Future[None]"]
 
 
-@dataclass
-class Traffic:
-    """The requests in vLLM, by its names for them.
+class Orders:
+    """Executes orders one by one, and knows the requests in vLLM, by its names for them.
+
+    Args:
+        on_cpu: whether vLLM runs on a CPU, where its sleep mode does nothing.
 
     Attributes:
+        llm: vLLM's engine, once it has started.
+        weights: version and identity by vLLM's label of an update, which its completions carry by token; the last are
+            in use.
         open: whether vLLM accepts requests; cleared by a release.
         salt: prompts share blocks of vLLM's cache only under the same one.
         unstarted: requests without a token, in order.
@@ -31,31 +35,15 @@ class Traffic:
         idle: set while there are none.
     """
 
-    open: asyncio.Event = field(default_factory=asyncio.Event)
-    salt: str = ""
-    unstarted: dict[str, None] = field(default_factory=dict)
-    in_flight: set[str] = field(default_factory=set)
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Orders:
-    """Executes orders one by one.
-
-    Args:
-        mode: on_update of the engine.
-        on_cpu: whether vLLM runs on a CPU, where its sleep mode does nothing.
-
-    Attributes:
-        llm: vLLM's engine, once it has started.
-        weights: version and identity by vLLM's label of an update, which its completions carry by token; the last are
-            in use.
-    """
-
-    def __init__(self, mode: str, on_cpu: bool, traffic: Traffic, version: int) -> None:
+    def __init__(self, on_cpu: bool, version: int) -> None:
         self.llm: Any = None
-        self.mode = mode
         self.on_cpu = on_cpu
-        self.traffic = traffic
+        self.open = asyncio.Event()
+        self.open.set()
+        self.salt = ""
+        self.unstarted: dict[str, None] = {}
+        self.in_flight: set[str] = set()
+        self.idle = asyncio.Event()
         self.weights = {"default": (version, "")}
         self._orders: deque[Order] = deque()
         self._memory: Literal["allocated", "released", "restored"] = "allocated"
@@ -63,7 +51,7 @@ class Orders:
     def add(self, command: Command, future: Future[None]) -> None:
         """Append an order; `execute` settles its future."""
         if command == "release":
-            self.traffic.open.clear()
+            self.open.clear()
         self._orders.append((command, future))
 
     def drop(self) -> None:
@@ -96,9 +84,13 @@ class Orders:
                 identities[version] = identity
         return versions, identities
 
-    async def execute(self) -> None:
+    async def execute(self, mode: str) -> None:
         """Execute the orders until there are no more. What vLLM raises passes: the weights may be half of one version
-        and half of another then."""
+        and half of another then.
+
+        Args:
+            mode: on_update of the engine.
+        """
         while self._orders:
             command, future = self._orders[0]
             if command == "release":
@@ -106,7 +98,7 @@ class Orders:
             elif command == "restore":
                 await self._restore()
             else:
-                await self._update(command)
+                await self._update(command, mode)
             if not self._orders:  # the engine has ended meanwhile
                 return
             self._orders.popleft()
@@ -114,12 +106,12 @@ class Orders:
                 command.close()
             settle(future)
             if self._memory == "allocated" and all(later != "release" for later, _ in self._orders):
-                self.traffic.open.set()
+                self.open.set()
 
-    async def _update(self, handover: Handover) -> None:
+    async def _update(self, handover: Handover, mode: str) -> None:
         if self._memory == "allocated":
-            pause, clear = PAUSE[self.mode]
-            if self.mode == "finish":
+            pause, clear = PAUSE[mode]
+            if mode == "finish":
                 await self._drain()
             await self.llm.pause_generation(mode=pause, clear_cache=clear)
         await self._restore()
@@ -130,9 +122,9 @@ class Orders:
         self.weights[label] = handover.version, handover.identity
 
         # Requests without a token start again: their prompts' keys and values are of the old weights.
-        if self.mode == "continue":
-            self.traffic.salt = label
-            await self.llm.abort([*self.traffic.unstarted])
+        if mode == "continue":
+            self.salt = label
+            await self.llm.abort([*self.unstarted])
         if self._memory == "restored" and not self.on_cpu:
             await self.llm.wake_up(["kv_cache"])  # which resumes, too
         else:
@@ -144,11 +136,11 @@ class Orders:
 
         vLLM's own waiting pause ignores preempted sequences, which would continue afterwards.
         """
-        self.traffic.open.clear()
-        await self.llm.abort([*self.traffic.unstarted])
-        while self.traffic.in_flight:
-            self.traffic.idle.clear()
-            await self.traffic.idle.wait()
+        self.open.clear()
+        await self.llm.abort([*self.unstarted])
+        while self.in_flight:
+            self.idle.clear()
+            await self.idle.wait()
 
     async def _release(self) -> None:
         if self._memory == "released":
