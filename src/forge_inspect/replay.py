@@ -11,7 +11,7 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from forge.actors.replay_buffer import Item, ReplayBuffer
+from forge.actors.replay_buffer import ReplayBuffer
 from forge.config.arguments import read
 from forge.config.sections import ConfigError
 from forge.observability.console import log
@@ -209,6 +209,7 @@ class ScheduledBuffer(ReplayBuffer):
 
     def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
         super().__init__(capacity=1 << 30, **settings)
+        self.items: list[Any]  # a run has groups alone
         self.batches = batches
         self.reasons = reasons
 
@@ -218,13 +219,12 @@ class ScheduledBuffer(ReplayBuffer):
         # Step n trains version n - 1.
         indices = self.batches[version + 1]
         async with self.changed:
-            # A run has groups alone.
             await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.items})
             groups = {group.index: group for group in self.items}
             self.items = [group for group in self.items if group.index not in indices]
         return [groups[index] for index in indices]
 
-    def _unfit(self, item: Item) -> str | None:
+    def _unfit(self, item: Any) -> str | None:
         reason = self.reasons.get(item.index)
         if reason is None and not any(episode.reward is not None for episode in item.episodes):
             raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")

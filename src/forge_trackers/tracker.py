@@ -93,7 +93,7 @@ class Wandb:
         # Offline all of it is written again, so that one folder has the whole run and nothing twice.
         for old in (run.folder / "wandb").glob(f"offline-run-*-{run_id}"):
             shutil.rmtree(old)
-        mode = section["mode"] or os.environ.get("WANDB_MODE") or "online"
+        mode: Any = section["mode"] or os.environ.get("WANDB_MODE") or "online"
         self._run = wandb.init(
             **{name: section[name] for name in ("project", "entity", "group", "tags")},
             name=section["name"] or run.name,
@@ -111,12 +111,8 @@ class Wandb:
         """Log the metrics of a step, and its rollouts as a table."""
         values: Row = dict(row)
         if rollouts:
-            columns = [*rollouts[0]]
-            # Numbers as they are, and everything else as text.
-            plain = (int, float, str, type(None))
-            lines = [
-                [v if isinstance(v, plain) else json.dumps(v) for v in map(line.get, columns)] for line in rollouts
-            ]
+            columns: list[str | int] = [*rollouts[0]]
+            lines = [[_cell(cell) for cell in line.values()] for line in rollouts]
             values["rollouts"] = self._table(columns=columns, data=lines, allow_mixed_types=True)
         self._run.log(values, step=step)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from forge.models.hub import split_revision
 
@@ -27,7 +28,8 @@ DEVICES = {
 }
 
 
-class Machines(NamedTuple):
+@dataclass(frozen=True)
+class Machines:
     """Devices of one kind, each of `memory` bytes; on a CPU `count` is 1."""
 
     device: str

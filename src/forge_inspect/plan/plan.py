@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -115,10 +114,10 @@ def find_remedy(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, mac
     """The first change with which a component fits, the cheapest first, in one sentence."""
     name = component.name
     is_engine = kind_of(name) == "generator"
-    make_component = partial(engine_plan if is_engine else trainer_plan, folder=folder, name=name, machines=machines)
+    planned: Callable[..., ComponentPlan] = engine_plan if is_engine else trainer_plan
     for settings in engine_changes(cfg, folder, name) if is_engine else trainer_changes(cfg, name):
         try:
-            changed = make_component(change(settings))
+            changed = planned(change(settings), folder, name, machines)
         except ValueError:  # the model cannot be divided so
             continue
         if changed.fits:
@@ -159,13 +158,17 @@ def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Set
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # More GPUs keep all slots, and fewer slots keep the length of answers: shorter ones come last.
     if cfg.generator.engine == "vllm":
+        key = f"{section_of(name)}.procs"
         counts = [cfg.placement(name)["procs"] * factor for factor in FACTORS]
-        yield from ({f"{section_of(name)}.procs": n} for n in counts if config.num_key_value_heads % n == 0)
+        counts = [count for count in counts if config.num_key_value_heads % count == 0]
     else:  # its logits take memory for each slot
-        counts = [cfg.generator.slots >> halvings for halvings in range(1, 12)]
-        yield from ({"generator.slots": count} for count in counts if count >= 2)
-    lengths = [check_length(config, cfg.generator.max_seq_len) >> halvings for halvings in range(1, 12)]
-    yield from ({"generator.max_seq_len": length} for length in lengths if length >= BLOCK)
+        key = "generator.slots"
+        counts = [count for halvings in range(1, 12) if (count := cfg.generator.slots >> halvings) >= 2]
+    for count in counts:
+        yield {key: count}
+    for halvings in range(1, 12):
+        if (length := check_length(config, cfg.generator.max_seq_len) >> halvings) >= BLOCK:
+            yield {"generator.max_seq_len": length}
 
 
 def section_of(service: str) -> str:
