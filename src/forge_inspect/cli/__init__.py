@@ -19,7 +19,7 @@ def add_command(
     run: Callable[[argparse.Namespace], None],
     options: list[Option],
 ) -> None:
-    """Add a command to the parser; what is wrong with its input ends it with one line."""
+    """Add a command to the parser; bad input ends it with one line."""
     parser = commands.add_parser(name, help=text, description=text, epilog=f"example: forge {name} {example}")
     for option, settings in options:
         parser.add_argument(option, **settings)

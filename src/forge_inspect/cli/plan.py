@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the plan; ends with 1 where something does not fit."""
     from ..plan.plan import plan_lines
 
-    # The settings of a recipe are not options: what is left of the words goes to its configuration.
+    # The settings of a recipe are not options: the other words go to its configuration.
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("--gpus")
     try:
