@@ -118,7 +118,11 @@ class Wandb:
 
     def close(self, finished: bool) -> None:
         """Finish the run, as failed if it did not reach its last step."""
+        import wandb
+
         self._run.finish(exit_code=0 if finished else 1)
+        # Its service process ends: until then an offline file may lack the last rows.
+        wandb.teardown()
 
 
 def _cell(value: Any) -> Any:
