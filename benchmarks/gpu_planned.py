@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from forge.training.settings import LoraSettings, OptimizerSettings, PassSettings
 from forge.training.trainer import PolicyTrainer
-from forge_inspect.plan.memory import trainer_memory
-from forge_inspect.plan.passes import run_passes
-from forge_inspect.plan.trainers import full_batch, weighted_scores
+from forge_inspect.plan.components import full_batch, weighted_scores
+from forge_inspect.plan.passes import run_passes, trainer_memory
 
 MOST = 0.1  # the error that a plan may have
 

@@ -28,9 +28,8 @@ from forge.training.distributed import join, leave
 from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from forge.training.trainer import PolicyTrainer
-from forge_inspect.plan.memory import trainer_memory
-from forge_inspect.plan.passes import run_passes
-from forge_inspect.plan.trainers import full_batch, weighted_scores, weighted_values
+from forge_inspect.plan.components import full_batch, weighted_scores, weighted_values
+from forge_inspect.plan.passes import run_passes, trainer_memory
 
 SEQ_LEN = 1024
 SIZES = {
@@ -207,8 +206,6 @@ def plan(case: Case, model: Path) -> int:
         settings,
         OptimizerSettings(**case.optimizer),
         shards=None if case.ranks == 1 else shards,
-        tensor=layout.tensor_parallel_degree,
-        copies=layout.data_parallel_replicate_degree or 1,
         micro_batches=case.updates,
         gloo=True,
     )

@@ -22,20 +22,22 @@ ALIASES = {
     "forge.verifiers": "forge_verifiers",
     "forge.watch": "forge_inspect.watch",
     "forge.actors.reference_model": "forge.actors.reference",
-    "forge.controller.provisioner": "forge_compat.provisioner",
+    "forge.controller.provisioner": "forge_compat.launcher",
     "forge.data_models": "forge.types",
     "forge.data_models.completion": "forge.types",
     "forge.data_models.prompt": "forge.types",
     "forge.losses.grpo_loss": "forge.losses",
     "forge.observability.metric_actors": "forge_compat.upstream.metric_actors",
     "forge.observability.perf_tracker": "forge_compat.upstream.perf_tracker",
-    "forge.env": "forge_compat.upstream.env",
-    "forge.util": "forge_compat.upstream",
+    **{
+        f"forge.util{module}": "forge_compat.upstream" for module in ("", ".config", ".distributed", ".logging", ".ops")
+    },
 }
 
 # Modules of Meta's torchforge that are not here, and what has their contents.
 ABSENT = {
     "forge.actors.coder": "forge_sandbox",
+    "forge.env": "forge.observability, which reads no variables",
     "forge.rl": "forge.types, forge.data.packing and forge.training.credit",
     "forge.data.datasets": "forge.data.load.load_data",
 }

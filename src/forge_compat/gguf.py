@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-import struct
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from forge.models.architecture import FAMILIES
 from forge.models.find import quiet_loading, resolve_model
@@ -27,12 +28,11 @@ def open_gguf(file: Path) -> Path:
     """
     if not file.is_file():
         raise FileNotFoundError(f"model file {file} does not exist")
-    check_gguf(file)
-    try:
-        import accelerate  # noqa: F401 (transformers loads GGUF through it)
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"a .gguf model needs more packages: pip install 'torchforge-rl[gguf]' ({error})") from error
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF")
+    if find_spec("gguf") is None or find_spec("accelerate") is None:  # transformers loads GGUF through them
+        raise ImportError("a .gguf model needs more packages: pip install 'torchforge-rl[gguf]'")
     cache = cache_folder() / "gguf"
     folder = cache / file_digest(file)
     if folder.is_dir():
@@ -44,23 +44,18 @@ def open_gguf(file: Path) -> Path:
     parent, name = str(file.parent), file.name
     try:
         config = AutoConfig.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
-        supported = config.model_type in FAMILIES
-        if supported:
-            with quiet_loading():
-                model = AutoModelForCausalLM.from_pretrained(
-                    parent, gguf_file=name, dtype=torch.float32, trust_remote_code=False
-                )
-                tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
+        if config.model_type not in FAMILIES:
+            raise ValueError(f"model_type {config.model_type!r} is unsupported: use one of {', '.join(FAMILIES)}")
+        with quiet_loading():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                parent, gguf_file=name, dtype=torch.float32, trust_remote_code=False
+            )
+            tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name, trust_remote_code=False)
     except Exception as error:  # the reader raises anything on files that are damaged or of an unknown architecture
         raise ValueError(f"{file} could not be opened as GGUF: {' '.join(str(error).split())}") from error
-    if not supported:
-        raise ValueError(
-            f"model {file} has model_type {config.model_type!r}, which is unsupported: use one of {', '.join(FAMILIES)}"
-        )
     # The weights are dequantised; transformers would not save a quantised model.
-    model.hf_quantizer = None  # type: ignore[assignment]
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    model.hf_quantizer = None
+    del model.config.quantization_config
     cache.mkdir(parents=True, exist_ok=True)
     # Written beside its place: an interrupted run leaves no folder that looks complete.
     aside = Path(tempfile.mkdtemp(dir=cache, prefix="incomplete-"))
@@ -74,14 +69,3 @@ def open_gguf(file: Path) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
-
-
-def check_gguf(file: Path) -> None:
-    """Raise ValueError for a file that does not begin as GGUF does."""
-    with file.open("rb") as opened:
-        start = opened.read(24)
-    if start[:4] != b"GGUF" or len(start) < 24:
-        raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF, or is cut off")
-    version = struct.unpack("<I", start[4:8])[0]
-    if version not in (2, 3):
-        raise ValueError(f"{file} could not be opened as GGUF: its version is {version}, and 2 and 3 are known")

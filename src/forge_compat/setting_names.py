@@ -99,7 +99,7 @@ TRL = {
     "deepspeed": "services.trainer.procs and parallelism",
     "fsdp": "services.trainer.procs and parallelism",
     # What is written, and when.
-    "report_to": "metrics={wandb: {project: ...}}, tensorboard, trackio or mlflow",
+    "report_to": "metrics={wandb: {project: ...}} or tensorboard",
     "logging_steps": "nothing to set, every step is logged",
     "save_steps": "checkpoint.every",
     "save_strategy": "checkpoint.every",

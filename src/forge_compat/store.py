@@ -15,7 +15,7 @@ import asyncio
 import atexit
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,37 +137,25 @@ def use(store: VersionStore) -> VersionStore:
 def release() -> None:
     """Remove the store of the run if this process made it; another process's is only forgotten."""
     global _store
-    store = _store
+    if _store is not None:
+        if _store.owned:
+            _store.close()
+        if os.environ.get(ADDRESS) == str(_store.root):
+            del os.environ[ADDRESS]
     # The next use makes or finds another one.
     _store = None
-    if store is None:
-        return
-    if store.owned:
-        store.close()
-    if os.environ.get(ADDRESS) == str(store.root):
-        del os.environ[ADDRESS]
 
 
 def _address_of_ancestor() -> str | None:
-    for process in _ancestors():
+    process = os.getppid()
+    while process > 1:
         for folder in memory_folder().glob(f"{PREFIX}{process}-{MACHINE}-*"):
             # Another user's folder could have values of theirs in it.
             if (folder / MARK).exists() and folder.lstat().st_uid == os.geteuid():
                 return str(folder)
-    return None
-
-
-def _ancestors() -> Iterator[int]:
-    """Ids of the parent process, its parent and so on; none where there is no /proc."""
-    process = os.getppid()
-    while process > 1:
-        yield process
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text()
-        except OSError:
-            return
         # The name, in brackets, may have blanks.
-        process = int(fields.rpartition(")")[2].split()[1])
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 async def put(

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +18,61 @@ import yaml
 from forge.config.arguments import whole
 from forge.config.yaml_files import read_yaml
 
-from .interpolations import resolve_all
 from .torchforge_keys import ALPACA, ENGINE, ENGINE_KEYS, KEYS, MESH, NOTES, PROGRAM, RECOMPUTED
 
 Json = Any
+INTERPOLATION = re.compile(r"(?<!\\)\$\{([^${}]*)\}")
+MAX_ROUNDS = 100  # substitutions in one text; a chain of names is a few long, a circle has no end
+
+
+def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
+    r"""Resolve the interpolations everywhere in nested values, and remove `hf://`; `\${key}` is the text `${key}`.
+
+    Raises:
+        ValueError: one names a key or variable that does not exist, refers to itself, or adds up texts.
+    """
+
+    # Every value against the values as they were written: a name may come after its use.
+    def resolved(value: Json) -> Json:
+        if isinstance(value, dict):
+            return {name: resolved(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [resolved(part) for part in value]
+        return _resolve(value, values) if isinstance(value, str) else value
+
+    return {name: resolved(part) for name, part in values.items()}
+
+
+def _resolve(text: str, values: Mapping[str, Json]) -> Json:
+    """A text with its interpolations, the innermost first; one that is nothing else keeps the type of its value."""
+    for _ in range(MAX_ROUNDS):
+        match = INTERPOLATION.search(text)
+        if match is None:
+            return text.replace(r"\${", "${").removeprefix("hf://")
+        value = _value_of(match[1].strip(), values)
+        if match[0] == text and not isinstance(value, str):
+            return value
+        text = f"{text[: match.start()]}{value}{text[match.end() :]}"
+    raise ValueError(f"the interpolation {text!r} refers to itself")
+
+
+def _value_of(expression: str, values: Mapping[str, Json]) -> Json:
+    """The value of one interpolation."""
+    resolver, _, arguments = expression.partition(":")
+    if resolver == "sum":
+        return sum(int(number) for number in arguments.split(","))
+    if resolver == "oc.env":
+        variable, has_default, default = arguments.partition(",")
+        if variable not in os.environ and not has_default:
+            raise ValueError(f"${{{expression}}}: the environment has no {variable}: set it, or write the value")
+        return os.environ.get(variable, yaml.safe_load(default))
+    # The path of another key.
+    value: Json = values
+    for name in expression.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(f"${{{expression}}} names a key that the file does not have")
+        value = value[name]
+    return value
 
 
 class Settings(dict[str, Json]):
@@ -100,7 +153,6 @@ def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
             key; names the key.
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
-    sources: dict[str, tuple[str, Json]] = {}  # by key here
     for key, value in _leaves("", values):
         if value == "???":
             raise ValueError(f"{key} is open (???): write its value")
@@ -109,14 +161,14 @@ def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
             if not _is_said(key, value, values):
                 converted.notes.append((key, value, _note(key)))
             continue
-        path, here = target
-        earlier, earlier_value = sources.get(path, (key, value))
-        if earlier_value != value:
-            converted.notes.append((earlier, earlier_value, f"{path} is that of {key}"))
-        sources[path] = key, value
-        converted.put(path, here)
-    if any(_is_off(values, f"{section}checkpoint.enable") for section in ("", "trainer.")):
-        converted.put("checkpoint.every", 0)
+
+        converted.put(*target)
+    for key in ("checkpoint.enable", "trainer.checkpoint.enable"):
+        is_enabled = _at(values, key)
+        if is_enabled not in (None, True, False):
+            raise ValueError(f"{key} must be true or false, got {is_enabled!r:.80}")
+        if is_enabled is False:
+            converted.put("checkpoint.every", 0)
     converted.put("run.name", name)
     if converted.recipe == "train":
         _finish_rl(converted, values)
@@ -139,8 +191,8 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = arguments.pop("optimizer", None) or {}
     if not isinstance(optimizer, Mapping):
         raise TypeError(f"optimizer must be a mapping of its settings, got {optimizer!r:.80}")
-    optimizer = {**optimizer}
-    renamed = {name: optimizer.pop(name) for name in ("name", "lr", "eps") if name in optimizer}
+    renamed = {name: value for name, value in optimizer.items() if name in ("name", "lr", "eps")}
+    optimizer = {name: value for name, value in optimizer.items() if name not in renamed}
     torchforge |= {"optimizer": renamed} if renamed else {}
     model = arguments["model"]
     if isinstance(model, Mapping):
@@ -157,7 +209,7 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             name = target[0].rpartition(".")[2]
             is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
             (arguments if is_pass else optimizer)[name] = target[1]
-        elif key == "optimizer.name" and value is not None:
+        elif key == "optimizer.name":
             raise ValueError(
                 f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'module:Class'}}"
             )
@@ -176,15 +228,13 @@ def _override(values: dict[str, Json], override: str) -> None:
     *sections, name = path.removeprefix("~").split(".")
     target: Json = values
     for section in sections:
-        target = target.setdefault(section, {}) if isinstance(target, dict) else None
-    if not isinstance(target, dict) or (override.startswith("~") and name not in target):
-        raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
-    if override.startswith("~"):
-        del target[name]
-    elif is_set:
+        target = target.setdefault(section, {})
+    if is_set:
         target[name] = yaml.safe_load(text)
-    else:
+    elif not override.startswith("~"):
         raise ValueError(f"an override is written as section.key=value, got {override}")
+    elif target.pop(name, None) is None:
+        raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
 
 
 def _leaves(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
@@ -225,11 +275,14 @@ def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple
     """The key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
     engine = ENGINE.fullmatch(key)
     procs = _at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
-    expected = {"model": _model(values), "tensor_parallel_size": procs or 1, "pipeline_parallel_size": 1}
-    if engine is None or value is None or (engine[1] in expected and expected[engine[1]] == value):
-        return None
     # "auto" is the dtype of the model's config.json, which is the default.
-    if (engine[1], value) == ("dtype", "auto"):
+    said = {
+        "model": _model(values),
+        "tensor_parallel_size": procs or 1,
+        "pipeline_parallel_size": 1,
+        "dtype": "auto",
+    }
+    if engine is None or value is None or said.get(engine[1]) == value:
         return None
     return f"generator.{ENGINE_KEYS.get(engine[1], f'vllm.{engine[1]}')}", value
 
@@ -239,24 +292,17 @@ def _model(values: Mapping[str, Json]) -> str | None:
     return next((values[name] for name in ("model", "model_name") if isinstance(values.get(name), str)), None)
 
 
-def _is_off(values: Mapping[str, Json], path: str) -> bool:
-    """Whether a switch is false. ValueError: it is neither true nor false."""
-    value = _at(values, path)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{path} must be true or false, got {value!r:.80}")
-    return value is False
-
-
 def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
     """Whether nothing is lost without this key: it is a default, or another one says it."""
-    model = _model(values)
-    if ENGINE.fullmatch(key):  # `_engine_argument` keeps all others
-        return True
-    if key.removeprefix("trainer.") == "checkpoint.enable" and value is False:
-        return True
-    if key.startswith(("parallelism.", "trainer.parallelism.")) and key.endswith("_degree") and value == 1:
-        return True
-    return value == model and key in ("dataset.model", "checkpoint.initial_load_path", "model.hf_assets_path")
+    titan = key.removeprefix("trainer.")
+    return (
+        ENGINE.fullmatch(key) is not None  # `_engine_argument` keeps all others
+        or (titan == "checkpoint.enable" and value is False)
+        or (titan.startswith("parallelism.") and titan.endswith("_degree") and value == 1)
+        or (
+            key in ("dataset.model", "checkpoint.initial_load_path", "model.hf_assets_path") and value == _model(values)
+        )
+    )
 
 
 def _note(key: str) -> str:
@@ -290,7 +336,16 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
         group = group or samples
     if key:
         # A batch there counts answers on each rank, here prompts in all.
-        episodes = whole(_at(values, key), key) * _buffer_parts(values)
+        episodes = whole(_at(values, key), key)
+        # The ranks for which its buffer has a batch each; -1: those that other degrees leave.
+        parts = _at(values, "replay_buffer.dp_size")
+        if parts == -1:
+            others = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
+            episodes *= _ranks(
+                values, "replay_buffer.dp_size = -1", "actors.trainer.procs", "trainer.parallelism", others
+            )
+        elif parts is not None:
+            episodes *= whole(parts, "replay_buffer.dp_size")
         converted.put("training.batch_size", max(1, -(-episodes // (group or 1))))
     # Its engine is always vLLM.
     if _at(values, "policy.engine_args") or _at(values, "policy.engine_config"):
@@ -309,17 +364,6 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
         if is_absent and (path != "grpo.beta" or _at(values, "ref_model")):
             converted.put(path, value)
             converted.added.append(path)
-
-
-def _buffer_parts(values: Mapping[str, Json]) -> int:
-    """The ranks for which torchforge's buffer has a batch each. ValueError: their number does not follow."""
-    parts = _at(values, "replay_buffer.dp_size")
-    if parts is None:
-        return 1
-    if parts != -1:
-        return whole(parts, "replay_buffer.dp_size")
-    others = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
-    return _ranks(values, "replay_buffer.dp_size = -1", "actors.trainer.procs", "trainer.parallelism", others)
 
 
 def _ranks(values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]) -> int:

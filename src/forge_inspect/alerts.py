@@ -99,7 +99,7 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
         (
             difference > 0.05,
             f"log-probabilities of engine and trainer differ by {difference:.2g} nats on average",
-            "`forge mismatch RUN --bisect` names the component. Use the same dtype in both, a correction, and "
+            "`forge mismatch RUN` names the component. Use the same dtype in both, a correction, and "
             "generator.router_replay for mixtures",
         ),
         # A clipped token has no gradient: many mean steps that are too large.

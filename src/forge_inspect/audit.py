@@ -61,8 +61,10 @@ def audit(folder: Path, by_schedule: bool = False) -> Audit:
         by_schedule: read the schedule even if all rollouts were recorded, which takes much longer to read.
 
     Raises:
-        ValueError: it cannot be audited: it has no step, or neither all rollouts nor a schedule.
+        FileNotFoundError, ValueError: it cannot be audited: it has no step, or neither all rollouts nor a schedule.
     """
+    if not (folder / MARK).is_file():
+        raise FileNotFoundError(f"{folder} is not a run that has made a step")
     settings = flat(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     history = [json.loads(line) for line in (folder / MARK).read_text().splitlines()]
     by_schedule = by_schedule or settings.get("metrics.rollouts") != "all"
@@ -74,9 +76,8 @@ def audit(folder: Path, by_schedule: bool = False) -> Audit:
         raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
     auditor = _Auditor(rows, history, settings, by_schedule)
     auditor.check_steps()
-    auditor.check_repeats()
+    auditor.check_episodes()
     auditor.check_prompts()
-    auditor.check_scores()
     auditor.check_versions()
     auditor.check_tokens()
     # The files, against their checksums at the last checkpoint, if there was one.
@@ -132,10 +133,7 @@ class _Auditor:
         self.trained = [row for row in self.rows if row["dropped"] in (None, IDLE)]
         self.dropped = [row for row in self.rows if row["dropped"] not in (None, IDLE)]
         self.batch_size = int(settings["training.batch_size"])
-
-    def fault(self, text: str) -> None:
-        """Add a fault."""
-        self.result.faults.append(text)
+        self.fault = self.result.faults.append
 
     def fault_if(self, numbers: Sequence[Any], text: str) -> None:
         """Add a fault if there are numbers that it is about; the first of them are named."""
@@ -153,14 +151,18 @@ class _Auditor:
             if step and counts[step] != self.batch_size:
                 self.fault(f"step {step} trained {counts[step]} groups, and training.batch_size is {self.batch_size}")
 
-    def check_repeats(self) -> None:
-        """No episode is trained twice, and no group in two steps."""
+    def check_episodes(self) -> None:
+        """No episode is trained twice, no group in two steps, and nothing that is unscored or failed at all."""
         episodes = Counter((row["group"], row["sample"], row["branch"]) for row in self.trained)
         doubled = [key for key, count in episodes.items() if count > 1]
         self.fault_if(doubled, "episodes (group, sample, branch) were trained twice")
         steps = Counter(group for group, _ in {(row["group"], row["step"]) for row in self.trained})
         again = [group for group, count in steps.items() if count > 1]
         self.fault_if(again, "groups were trained in several steps")
+        unscored = [(row["group"], row["sample"]) for row in self.trained if row["reward"] is None]
+        self.fault_if(unscored, "episodes without a reward were trained (group, sample)")
+        failed = [(row["group"], row["sample"]) for row in self.trained if row["finish"] == "infrastructure"]
+        self.fault_if(failed, "episodes that failed were trained (group, sample)")
 
     def check_prompts(self) -> None:
         """Each prompt was trained, was dropped for a counted reason, or was in flight at the end."""
@@ -190,13 +192,6 @@ class _Auditor:
             self.result.counts[f"groups dropped: {reason}"] = number
             if number > counted[reason]:
                 self.fault(f"{number} groups were dropped as {reason}, and metrics.jsonl counts {counted[reason]}")
-
-    def check_scores(self) -> None:
-        """Nothing unscored, and nothing that failed, has a part in a gradient."""
-        unscored = [(row["group"], row["sample"]) for row in self.trained if row["reward"] is None]
-        self.fault_if(unscored, "episodes without a reward were trained (group, sample)")
-        failed = [(row["group"], row["sample"]) for row in self.trained if row["finish"] == "infrastructure"]
-        self.fault_if(failed, "episodes that failed were trained (group, sample)")
 
     def check_versions(self) -> None:
         """No token is older than allowed or of a version that was not there yet, and a version has one identity,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from forge.actors.replay_buffer import Item, ReplayBuffer
+from forge.actors.replay_buffer import ReplayBuffer
 from forge.config.arguments import read
 from forge.config.sections import ConfigError
 from forge.observability.console import log
-from forge.observability.folder import CONFIG, MARK
-from forge.observability.schedule import SCHEDULE, GroupEntry, StepEntry
+from forge.observability.folder import CONFIG
+from forge.observability.schedule import FORMAT, SCHEDULE, GroupEntry, SampleEntry, StepEntry, checksum_of
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
 from forge.recipes.launch import execute
@@ -25,26 +27,115 @@ from forge.runtime.controller import ForgeError, endpoint
 from forge.types import Completion, Group, Sample, Spans
 from forge_envs.rollout import turn_seeds
 
-from .schedule import BadSchedule, Schedule, find_difference, read_schedule
-
-POLL = 0.02  # seconds between two looks at what the generators hold
-# What the schedule itself lists: with another value it says nothing about the run.
-LISTED = ("seed", "dataset", "async", "training.batch_size", "training.steps", "training.sync_interval")
-LISTED_SAMPLING = ("grpo.n_samples", "rollout.n_samples")
-
 
 @dataclass(frozen=True)
-class Plan:
-    """A schedule, and how much of it is replayed.
+class Schedule:
+    """A whole schedule.
 
     Attributes:
-        until: the last step.
-        changes: settings that are not those of the run: where it parts from the schedule is reported, not an error.
+        recipe: the loop that ran, "module:class".
+        by_hand: what was passed from Python, which no file has: hooks, an environment.
+        steps: by number, without a gap.
+        published: the identity of the weights of each version that generators got.
+        groups: all groups, dropped ones included, by the index of their prompt.
     """
 
-    schedule: Schedule
-    until: int
-    changes: tuple[str, ...] = ()
+    recipe: str
+    by_hand: tuple[str, ...]
+    steps: Mapping[int, StepEntry]
+    published: Mapping[int, str]
+    groups: Mapping[int, GroupEntry]
+
+
+def read_schedule(folder: Path) -> Schedule:
+    """Read and check the schedule of a run.
+
+    Raises:
+        ConfigError: it has none, or one that is damaged or was edited: names line and step.
+    """
+    path = folder / SCHEDULE
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {SCHEDULE}: it is not a run of RL, or of an earlier version")
+    head: dict[str, Any] = {}
+    steps: dict[int, StepEntry] = {}
+    published: dict[int, str] = {}
+    # A replay draws all samples of a prompt in one request, those that were dropped included.
+    samples: dict[int, dict[int, SampleEntry]] = defaultdict(dict)
+    for line in _lines(path):
+        if "format" in line:
+            head = line
+        elif "published" in line:
+            published[line["step"]] = line["published"]
+        else:
+            entry = StepEntry(line["step"], _groups(line["groups"]), _groups(line["dropped"]), line["numbers"])
+            steps[entry.step] = entry
+            for group in (*entry.groups, *entry.dropped):
+                samples[group.index].update(group.samples)
+    if not steps or head["format"] != FORMAT:
+        raise ConfigError(f"{path} has no step, or is of another version of forge")
+    groups = {index: GroupEntry(index, entries) for index, entries in samples.items()}
+    return Schedule(head["recipe"], tuple(head["by_hand"]), steps, published, groups)
+
+
+def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
+    """Return the first thing in which another entry of a step differs, in words; None if they are alike."""
+    if [group.index for group in recorded.groups] != [group.index for group in entry.groups]:
+        return f"it trained on the prompts {_indices(recorded)}, and now on {_indices(entry)}"
+    for group, second_group in zip(recorded.groups, entry.groups, strict=True):
+        if group.samples.keys() != second_group.samples.keys():
+            return f"prompt {group.index} had samples {[*group.samples]}, and now {[*second_group.samples]}"
+        for number, sample in group.samples.items():
+            second_sample = second_group.samples[number]
+            if sample.digest != second_sample.digest or sample.spans != second_sample.spans:
+                versions = f"versions {_words(sample.spans)}, now {_words(second_sample.spans)}"
+                return f"sample {number} of prompt {group.index} has other tokens or log-probabilities ({versions})"
+            if sample.reward != second_sample.reward:
+                return (
+                    f"sample {number} of prompt {group.index} had the reward {sample.reward}, and now "
+                    f"{second_sample.reward} for the same tokens"
+                )
+    for name, value in recorded.numbers.items():
+        if value != entry.numbers.get(name):
+            return f"{name} was {value!r}, and is {entry.numbers.get(name)!r} for the same rollouts"
+    return None
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a schedule, each as the run wrote it."""
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        location = f"{path}, line {number}"
+        try:
+            line = json.loads(text)
+            location = f"{location} (step {line['step']})"
+            checksum = line.pop("checksum")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{location} is damaged: {text:.60}") from None
+        # Of its contents: another program may have written the same line with other spaces.
+        if checksum != checksum_of(json.dumps(line, separators=(",", ":"))):
+            raise ConfigError(f"{location} is not what the run wrote: its checksum differs")
+        yield line
+
+
+def _groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
+    groups = []
+    for index, reason, samples in lists:
+        entries = {
+            number: SampleEntry(tuple((int(version), int(count)) for version, count in spans), reward, digest)
+            for number, spans, reward, digest in samples
+        }
+        groups.append(GroupEntry(int(index), entries, reason))
+    return tuple(groups)
+
+
+def _indices(entry: StepEntry) -> str:
+    return ", ".join(str(group.index) for group in entry.groups)
+
+
+def _words(spans: Spans) -> str:
+    return " ".join(f"{version}x{count}" for version, count in spans) or "none"
+
+
+POLL = 0.02  # seconds between two looks at what the generators hold
 
 
 def replay(
@@ -52,8 +143,6 @@ def replay(
     *,
     until: int | None = None,
     replicas: int | None = None,
-    changes: Sequence[tuple[str, str]] = (),
-    name: str | None = None,
 ) -> Path:
     """Compute a run again, and compare each step with the run's schedule.
 
@@ -61,46 +150,29 @@ def replay(
         folder: of the run.
         until: the last step; None: that of the schedule.
         replicas: generators; None: as many as the run had.
-        changes: settings that differ, as (section.key, value).
-        name: of the new run, beside the first; by default its name with "-replay".
 
     Returns:
-        the folder of the new run.
+        the folder of the new run, beside the first, whose name it has with "-replay"; an earlier replay is replaced.
 
     Raises:
         ConfigError: the run cannot be replayed, or not so.
         ReplayDiffers: a step is not what the schedule says.
     """
-    try:
-        schedule = read_schedule(folder)
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {SCHEDULE}: it is not a run of RL, or of an earlier version") from None
-    except BadSchedule as error:
-        raise ConfigError(str(error)) from None
+    schedule = read_schedule(folder)
     last = max(schedule.steps)
     if until is not None and not 1 <= until <= last:
         raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
-    for key, _ in changes:
-        if key in LISTED_SAMPLING or any(key == listed or key.startswith(f"{listed}.") for listed in LISTED):
-            raise ConfigError(f"--change {key}: the schedule lists what depends on it, so that it must stay as it was")
-    overrides = [("run.name", name or f"{folder.resolve().name}-replay"), ("run.overwrite", "true"), *changes]
+    overrides = [("run.name", f"{folder.resolve().name}-replay"), ("run.overwrite", "true")]
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
     # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
-    target = Path(cfg.run.root) / cfg.run.name
-    if target.resolve() == folder.resolve():
-        raise ConfigError(f"--name {cfg.run.name} is the run itself: choose another one")
-    # An earlier replay is replaced, but nothing that a user has named.
-    if name is not None and (target / MARK).exists():
-        raise ConfigError(f"--name {name}: {target} holds an earlier run, choose another name")
     check(cfg, schedule)
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
-    plan = Plan(schedule, until or last, tuple(f"{key}={value}" for key, value in changes))
-    recipe = update_wrapper(partial(train, plan=plan), train)
+    recipe = update_wrapper(partial(train, schedule=schedule, until=until or last), train)
     return execute(recipe, cfg)
 
 
@@ -137,6 +209,7 @@ class ScheduledBuffer(ReplayBuffer):
 
     def __init__(self, batches: Mapping[int, Sequence[int]], reasons: Mapping[int, str], **settings: Any) -> None:
         super().__init__(capacity=1 << 30, **settings)
+        self.items: list[Any]  # a run has groups alone
         self.batches = batches
         self.reasons = reasons
 
@@ -146,18 +219,12 @@ class ScheduledBuffer(ReplayBuffer):
         # Step n trains version n - 1.
         indices = self.batches[version + 1]
         async with self.changed:
-            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.groups})
-            groups = {group.index: group for group in self.groups}
-            self.items = [group for group in self.groups if group.index not in indices]
+            await self.changed.wait_for(lambda: {*indices} <= {group.index for group in self.items})
+            groups = {group.index: group for group in self.items}
+            self.items = [group for group in self.items if group.index not in indices]
         return [groups[index] for index in indices]
 
-    @property
-    def groups(self) -> list[Group]:
-        """The items: a run has groups alone."""
-        return [item for item in self.items if isinstance(item, Group)]
-
-    def _unfit(self, item: Item) -> str | None:
-        assert isinstance(item, Group)
+    def _unfit(self, item: Any) -> str | None:
         reason = self.reasons.get(item.index)
         if reason is None and not any(episode.reward is not None for episode in item.episodes):
             raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
@@ -206,11 +273,10 @@ class ScheduledPolicy:
         """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
         # A reward without an environment asks for all samples at once, an episode for its next turn.
         numbers = [self._number(seed)] if n is None else [*range(n)]
-        schedule = tuple(map(self.left, numbers))
-        if all(schedule):  # of a changed run, tokens may be beyond it
-            sampling["schedule"] = schedule
         self.seeds |= dict.fromkeys(numbers, seed)
-        answers: Completion | list[Completion] = await self.policy.generate.route(prompt, n=n, seed=seed, **sampling)
+        answers: Completion | list[Completion] = await self.policy.generate.route(
+            prompt, n=n, seed=seed, schedule=tuple(map(self.left, numbers)), **sampling
+        )
         completions = [answers] if isinstance(answers, Completion) else answers
         for number, completion in zip(numbers, completions, strict=True):
             self.drawn[number] += len(completion.token_ids)
@@ -220,10 +286,7 @@ class ScheduledPolicy:
     def _number(self, seed: int) -> int:
         """The sample whose next turn has this seed."""
         if seed not in self._numbers:
-            raise ReplayDiffers(
-                f"an episode of prompt {self.group.index} was begun once more: its environment failed, which it did "
-                "not in the run"
-            )
+            raise ReplayDiffers(f"an episode of prompt {self.group.index} was begun once more, and not so in the run")
         number = self._numbers.pop(seed)
         self._numbers[next(self._turns[number])] = number
         return number
@@ -232,13 +295,17 @@ class ScheduledPolicy:
 class Replay(Loop):
     """The loop of RL by a schedule: it decides what is drawn by which weights, and what each step trains on."""
 
-    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, plan: Plan) -> None:
+    def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, schedule: Schedule, until: int) -> None:
         super().__init__(cfg, job, parts)
-        self.plan = plan
-        self.unfinished = first_versions(plan)
+        self.schedule, self.until = schedule, until
+        steps = [entry for entry in schedule.steps.values() if entry.step <= until]
+        # The first weights that drew a token of each group that is to be played, by its index.
+        self.unfinished: dict[int, int] = {}
+        for index in sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)}):
+            spans = [sample.spans for sample in schedule.groups[index].samples.values()]
+            self.unfinished[index] = min((first[0][0] for first in spans if first), default=0)
         self.active: dict[int, ScheduledPolicy] = {}
         self.changed = asyncio.Condition()
-        self.parted: str | None = None
 
     async def rollouts(self) -> None:
         """Start the rollout of each prompt that the schedule has, once its first weights are there."""
@@ -263,7 +330,7 @@ class Replay(Loop):
         # The seed is that of the run: with the same weights it draws the same tokens.
         seed = sample_seed(self.cfg.seed, prompt.index)
         count = self.cfg.grpo.n_samples
-        policy = ScheduledPolicy(self.parts.policy, self.plan.schedule.groups[prompt.index], seed, count)
+        policy = ScheduledPolicy(self.parts.policy, self.schedule.groups[prompt.index], seed, count)
         self.active[prompt.index] = policy
         episodes = await self.parts.env.rollout(policy, sample, n=count, seed=seed)
         del self.active[prompt.index]
@@ -272,7 +339,7 @@ class Replay(Loop):
 
     def is_published(self, version: int) -> bool:
         """Whether generators got the weights of this version."""
-        return version in self.plan.schedule.published
+        return version in self.schedule.published
 
     async def publish(self, version: int) -> None:
         """Hand the weights to the generators, once all that those before them draw is drawn."""
@@ -282,10 +349,10 @@ class Replay(Loop):
         async with self.changed:
             self.changed.notify_all()
         identity = self.job.store.manifest(POLICY, version).digest
-        logged = self.plan.schedule.published.get(version, identity)
+        logged = self.schedule.published.get(version, identity)
         if logged != identity:
             cause = "after the same rollouts" if version else "the model is not that of the run"
-            self.differs(version, f"the weights are {identity}, and were {logged}, {cause}")
+            raise ReplayDiffers(f"step {version}: the weights are {identity}, and were {logged}, {cause}")
 
     async def are_held(self) -> bool:
         """Whether generators may take other weights: none has a token left that these draw."""
@@ -296,51 +363,28 @@ class Replay(Loop):
             return True
         if not all(index in self.active for index in due):
             return False
+        policies = [self.active[index] for index in due]
         held_seeds = {seed for seeds in await self.parts.policy.held.fanout() for seed in seeds}
-        policies = [self.active[index] for index in due if index in self.active]
         return all(policy.is_held(version, held_seeds) for policy in policies)
 
     def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
         """Write what a step trained on, and compare it with the run's."""
         whole_entry = self.record.log_schedule(entry, dropped, metrics)
-        difference = find_difference(self.plan.schedule.steps[entry.step], whole_entry)
+        difference = find_difference(self.schedule.steps[entry.step], whole_entry)
         if difference is not None:
-            self.differs(entry.step, difference)
-
-    def differs(self, step: int, difference: str) -> None:
-        """Report the first difference from the run.
-
-        Raises:
-            ReplayDiffers: without changes there must be none.
-        """
-        message = f"step {step}: {difference}"
-        if not self.plan.changes:
-            raise ReplayDiffers(message)
-        if self.parted is None:
-            self.parted = message
-            log.warning("with %s the runs part in %s", ", ".join(self.plan.changes), message)
+            raise ReplayDiffers(f"step {entry.step}: {difference}")
 
     async def run(self) -> None:
         """Compute the steps, and say what came of it."""
         await super().run()
-        compared = [step for step in self.plan.schedule.steps if step <= self.plan.until]
-        if self.parted is None:
-            log.info("steps %d to %d are those of the run, bit for bit", min(compared), max(compared))
+        log.info("steps %d to %d are those of the run, bit for bit", min(self.schedule.steps), self.until)
 
 
-def first_versions(plan: Plan) -> dict[int, int]:
-    """The first weights that drew a token of each group that is to be played, by its index."""
-    steps = [entry for entry in plan.schedule.steps.values() if entry.step <= plan.until]
-    indices = sorted({group.index for entry in steps for group in (*entry.groups, *entry.dropped)})
-    spans = {index: [sample.spans for sample in plan.schedule.groups[index].samples.values()] for index in indices}
-    return {index: min((first[0][0] for first in spans[index] if first), default=0) for index in indices}
-
-
-async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
+async def train(cfg: RLConfig, job: Job, schedule: Schedule, until: int) -> None:
     """Train by a schedule."""
-    job.record.begin_schedule(plan.schedule.recipe, ())
+    job.record.begin_schedule(schedule.recipe, ())
     parts = await start_rl(cfg, job, cfg.load_algorithm())
-    steps = plan.schedule.steps.values()
+    steps = schedule.steps.values()
     trained = {group.index for entry in steps for group in entry.groups}
     dropped = {group.index: group.reason for entry in steps for group in entry.dropped if group.index not in trained}
     batches = {entry.step: [group.index for group in entry.groups] for entry in steps}
@@ -348,5 +392,5 @@ async def train(cfg: RLConfig, job: Job, plan: Plan) -> None:
     buffer = await ScheduledBuffer.as_local(batches, dropped, keep_dropped=1 << 30)
     parts = replace(parts, buffer=buffer, state=replace(parts.state, buffer=buffer))
     # A hook ends the run, as `training.steps` would change the schedule of the learning rate.
-    ends = Hooks(on_step=lambda step, metrics: step == plan.until)
-    await Replay(cfg, job._replace(hooks=ends), parts, plan).run()
+    ends = Hooks(on_step=lambda step, metrics: step == until)
+    await Replay(cfg, job._replace(hooks=ends), parts, schedule, until).run()

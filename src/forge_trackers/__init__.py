@@ -1,12 +1,8 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, Trackio and MLflow.
+"""Experiment trackers: TensorBoard, Weights & Biases, and one of a user's own.
 
-Threads of the controller follow the files of a run. After the run,
-
-    python -m forge_trackers runs/x
-
-delivers the rows that a tracker lacks.
+A thread of the controller follows the files of a run, and hands each step to the trackers of its configuration.
 """
 
-from .settings import check_trackers
+from .tracker import Delivery, check_trackers
 
-__all__ = ["check_trackers"]
+__all__ = ["Delivery", "check_trackers"]

@@ -1,23 +1,28 @@
-"""The trackers: their interface, TensorBoard, W&B, Trackio, which has W&B's API, and MLflow."""
+"""The trackers, TensorBoard and W&B, and the delivery of a run's rows to them, in one thread.
+
+The thread follows metrics.jsonl and rollouts.arrow, so that no tracker delays training. One that fails is one line of
+the log. W&B uploads in its service process, and retries there.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from forge.config.sections import flat
-from forge.observability.lines import Row
-
-from .settings import wandb_mode
+from forge.config.plugin import resolve
+from forge.observability.lines import Lines, Row
+from forge.observability.rollouts import ROLLOUTS, batches, texts
+from forge.system.masking import masked, without_secrets
 
 
 @dataclass
@@ -25,21 +30,18 @@ class TrackedRun:
     """The run that a tracker follows.
 
     Attributes:
-        start: step of the checkpoint that the run resumes from, 0 for a new run; None: the run has ended.
-        state: values that a tracker stores in trackers.json, to continue the same run.
+        start: step of the checkpoint that the run resumes from, 0 for a new run.
     """
 
     folder: Path
     name: str
     config: Row
-    start: int | None
-    state: dict[str, Any]
+    start: int
 
 
 class Tracker(Protocol):
     """A tracker is constructed with its section of the configuration and the run, one of your own with the run. It gets
-    every row whose step is at least `first`, with the rollouts of that step, and is closed once. Each of these may
-    raise, and is then retried."""
+    every row whose step is at least `first`, with the rollouts of that step, and is closed once."""
 
     first: int
 
@@ -48,63 +50,6 @@ class Tracker(Protocol):
 
     def close(self, finished: bool) -> None:
         """End the run; `finished` is False if it did not reach its last step."""
-
-
-def as_table(rollouts: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return the columns of rollouts: numbers as they are, and everything else as text."""
-    cells = {name: [line[name] for line in rollouts] for name in (rollouts[0] if rollouts else ())}
-    plain = (int, float, str, type(None))
-    return {name: [v if isinstance(v, plain) else json.dumps(v) for v in column] for name, column in cells.items()}
-
-
-MAX_PARAM = 6000  # characters of a value, which is MLflow's limit
-PARAMS_AT_ONCE = 100  # the limit of a request
-
-
-class Mlflow:
-    """A run of MLflow, in a local database or on a server."""
-
-    def __init__(self, section: Row, run: TrackedRun) -> None:
-        # This process retries by itself: MLflow would wait for minutes at a server that is down.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
-
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self._metric = Metric
-        self._client = client = MlflowClient(section["tracking_uri"])
-        if "id" not in run.state:
-            name = section["experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
-            existing = client.get_experiment_by_name(name)
-            experiment = client.create_experiment(name) if existing is None else existing.experiment_id
-            created = client.create_run(experiment, run_name=section["name"] or run.name)
-            run.state["id"] = created.info.run_id
-        self._id = run.state["id"]
-        params = [Param(key, str(value)[:MAX_PARAM]) for key, value in flat(run.config).items()]
-        if not client.get_run(self._id).data.params:  # they can be set once
-            for start in range(0, len(params), PARAMS_AT_ONCE):
-                client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE])
-        client.update_run(self._id, status="RUNNING")
-        client.log_dict(self._id, run.config, "config.yaml")
-        # MLflow cannot remove a value: steps that it has stay as they are.
-        self.first = 1 + max((metric.step for metric in client.get_metric_history(self._id, "step")), default=-1)
-        self._time = (-1, 0)
-
-    def log(self, step: int, row: dict[str, float], rollouts: Sequence[Row]) -> None:
-        """Log the metrics of a step, and its rollouts as a table."""
-        # A retry has the time of the first attempt: MLflow then recognises values that it has.
-        if self._time[0] != step:
-            self._time = step, int(time.time() * 1000)
-        self._client.log_batch(self._id, [self._metric(k, v, self._time[1], step) for k, v in row.items()])
-        columns = as_table(rollouts)
-        if columns:
-            self._client.log_table(self._id, columns, f"rollouts/{step:06d}.json")
-
-    def close(self, finished: bool) -> None:
-        """End the run as FINISHED or FAILED."""
-        self._client.set_terminated(self._id, "FINISHED" if finished else "FAILED")
 
 
 class TensorBoard:
@@ -134,113 +79,154 @@ class TensorBoard:
         self._writer.close()
 
 
-START_TIMEOUT = 30.0  # seconds until the server of W&B counts as unreachable
+class Wandb:
+    """A run of Weights & Biases; a resumed run has the same id, which lies in the run's folder."""
 
-log = logging.getLogger(f"forge.{__name__}")
+    def __init__(self, section: Row, run: TrackedRun) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
 
-
-class WandbApi:
-    """A run behind W&B's API.
-
-    Args:
-        run: the object that `init` returned.
-        first: the first step that the run lacks.
-        table: makes a table from its columns.
-        finish: ends the run, with whether it reached its last step.
-        reserved: names that the API does not accept as metrics.
-    """
-
-    def __init__(
-        self,
-        run: Any,
-        first: int,
-        table: Callable[[dict[str, list[Any]]], object],
-        finish: Callable[[bool], None],
-        reserved: frozenset[str] = frozenset(),
-    ) -> None:
-        self._run = run
-        self.first = first
-        self._table = table
-        self._finish = finish
-        self._reserved = reserved
+        path = run.folder / "wandb.id"
+        if not path.exists():
+            path.write_text(secrets.token_hex(4))
+        run_id = path.read_text()
+        # Offline all of it is written again, so that one folder has the whole run and nothing twice.
+        for old in (run.folder / "wandb").glob(f"offline-run-*-{run_id}"):
+            shutil.rmtree(old)
+        mode: Any = section["mode"] or os.environ.get("WANDB_MODE") or "online"
+        self._run = wandb.init(
+            **{name: section[name] for name in ("project", "entity", "group", "tags")},
+            name=section["name"] or run.name,
+            id=run_id,
+            config=run.config,
+            dir=str(run.folder),
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            settings=wandb.Settings(console="off", silent=True, save_code=False),
+        )
+        self._table = wandb.Table
+        self.first = self._run.starting_step if mode == "online" else 0
 
     def log(self, step: int, row: dict[str, float], rollouts: Sequence[Row]) -> None:
         """Log the metrics of a step, and its rollouts as a table."""
-        values: dict[str, object] = {name: value for name, value in row.items() if name not in self._reserved}
-        columns = as_table(rollouts)
-        if columns:
-            values["rollouts"] = self._table(columns)
+        values: Row = dict(row)
+        if rollouts:
+            columns: list[str | int] = [*rollouts[0]]
+            lines = [[_cell(cell) for cell in line.values()] for line in rollouts]
+            values["rollouts"] = self._table(columns=columns, data=lines, allow_mixed_types=True)
         self._run.log(values, step=step)
 
     def close(self, finished: bool) -> None:
         """Finish the run, as failed if it did not reach its last step."""
-        self._finish(finished)
+        import wandb
 
-
-def start_wandb(section: Row, run: TrackedRun) -> WandbApi:
-    """Start a run of Weights & Biases; a resumed run has the same id."""
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import wandb
-
-    mode = wandb_mode(section)
-    offline = mode != "online"
-    resumed = "id" in run.state
-    run.state.setdefault("id", secrets.token_hex(4))
-    if offline:
-        # All of it is written again, so that one folder has the whole run and nothing twice.
-        for old in (run.folder / "wandb").glob(f"offline-run-*-{run.state['id']}"):
-            shutil.rmtree(old)
-    options = {name: section[name] for name in ("project", "entity", "group", "tags")}
-    options |= {"mode": mode, "name": section["name"] or run.name, "config": run.config, "dir": str(run.folder)}
-    settings = wandb.Settings(console="off", silent=True, save_code=False, init_timeout=START_TIMEOUT)
-    # Rewinding to the checkpoint is best, and not available to every account.
-    attempts: list[Row] = [{"id": run.state["id"], "resume": None if offline else "allow"}]
-    if resumed and run.start and not offline:
-        attempts.insert(0, {"resume_from": f"{run.state['id']}?_step={run.start}"})
-    for number, resumption in enumerate(attempts, 1):
-        try:
-            started = wandb.init(**options, **resumption, settings=settings)
-            break
-        except Exception as error:
-            wandb.teardown()  # otherwise it takes the id for one in use
-            if number == len(attempts):
-                raise
-            log.warning(
-                "metrics.wandb: steps it has after %d stay as they are: %s", run.start, " ".join(str(error).split())
-            )
-
-    def table(columns: dict[str, list[Any]]) -> object:
-        lines = [list(line) for line in zip(*columns.values(), strict=True)]
-        return wandb.Table(columns=list(columns), data=lines, allow_mixed_types=True)
-
-    def finish(finished: bool) -> None:
-        started.finish(exit_code=0 if finished else 1)
+        self._run.finish(exit_code=0 if finished else 1)
+        # Its service process ends: until then an offline file may lack the last rows.
         wandb.teardown()
 
-    return WandbApi(started, 0 if offline else started.starting_step, table, finish)
+
+def _cell(value: Any) -> Any:
+    """Return numbers and texts as they are, and everything else as text."""
+    return value if isinstance(value, int | float | str | None) else json.dumps(value)
 
 
-def start_trackio(section: Row, run: TrackedRun) -> WandbApi:
-    """Start a run of Trackio, in its local database."""
-    # With one of these set it would send the run to a server.
-    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-        os.environ.pop(name, None)
-    import trackio
+POLL_INTERVAL = 0.5  # seconds between two reads of the files
+END_TIMEOUT = 60.0  # seconds that trackers have for the last rows
 
-    name = section["name"] or run.name
-    hardware: Row = {"auto_log_cpu": False, "auto_log_gpu": False}
-    started = trackio.init(section["project"], name=name, config=run.config, embed=False, **hardware)
-    # A resumed run has the same id, and is written again from its first step.
-    if "id" in run.state:
-        started.id = run.state["id"]
-        with suppress(ValueError):  # nothing of the project was written
-            for old in trackio.Api().runs(section["project"]):
-                if old.id == started.id:
-                    old.delete()
-    run.state["id"] = started.id
+STARTS: dict[str, Callable[[Any, TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "tracker": lambda name, run: resolve(name, "metrics.tracker")(run),
+}
+Step = tuple[int, dict[str, float], list[Row]]  # its number, its row and its rollouts
 
-    def table(columns: dict[str, list[Any]]) -> object:
-        lines: Any = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
-        return trackio.Table(data=lines)
+log = logging.getLogger(f"forge.{__name__}")
 
-    return WandbApi(started, 0, table, lambda finished: started.finish(), frozenset({"step"}))
+
+def check_trackers(metrics: Row) -> None:
+    """Check the section `metrics` of a configuration before a run.
+
+    Raises:
+        ModuleNotFoundError: a package is missing; names it.
+        ValueError: W&B has no API key here, or there is no tracker of your own's name.
+    """
+    if metrics.get("tracker"):
+        resolve(metrics["tracker"], "metrics.tracker")
+    for name in ("tensorboard", "wandb"):
+        if metrics.get(name) and importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"metrics.{name} needs the {name} package: pip install {name}")
+    section = metrics.get("wandb")
+    if section and (section["mode"] or os.environ.get("WANDB_MODE") or "online") == "online":
+        import wandb
+
+        if not wandb.api.api_key:
+            raise ValueError(
+                "metrics.wandb: there is no API key: run wandb login, set WANDB_API_KEY, or set mode: offline"
+            )
+
+
+class Delivery:
+    """Feeds the trackers of a run until `close`.
+
+    Args:
+        metrics: the section of the configuration.
+        config: the whole configuration, which trackers show without its secrets.
+        start: step of the checkpoint that the run resumes from, 0 for a new run.
+    """
+
+    def __init__(self, folder: Path, metrics: Row, config: Row, start: int) -> None:
+        self._run = TrackedRun(folder, folder.name, without_secrets(config), start)
+        self._sections = {name: metrics[name] for name in STARTS if metrics.get(name)}
+        self._trackers: dict[str, Tracker] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._feed, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until the last rows are delivered."""
+        self._ended.set()
+        self._thread.join(END_TIMEOUT)
+        if self._thread.is_alive():
+            log.warning("%s did not take the last rows in time", " and ".join(self._trackers))
+
+    def _feed(self) -> None:
+        """Send every step to all trackers until the run has ended."""
+        for name, section in self._sections.items():
+            if (tracker := self._attempt(name, STARTS[name], section, self._run)) is not None:
+                self._trackers[name] = tracker
+        for step, row, rollouts in self._read_steps():
+            for name, tracker in [*self._trackers.items()]:
+                if step >= tracker.first:
+                    self._attempt(name, tracker.log, step, row, rollouts)
+        for name, tracker in [*self._trackers.items()]:
+            self._attempt(name, tracker.close, (self._run.folder / "finished").exists())
+
+    def _attempt(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a tracker; one that fails gets no further rows."""
+        try:
+            return action(*arguments)
+        except Exception as error:
+            self._trackers.pop(name, None)
+            text = masked(" ".join(str(error).split()))[:200]
+            log.warning("metrics.%s failed with %s: %s. Training continues", name, type(error).__name__, text)
+
+    def _read_steps(self) -> Iterator[Step]:
+        """Yield each step as it is written; stop at the end of the files once the run has ended."""
+        metrics = Lines(self._run.folder / "metrics.jsonl")
+        waiting: list[Row] = []
+        position = 0
+        while True:
+            # Asked before the files are read: what was written until the end is read once more after it.
+            is_last = self._ended.is_set()
+            rows = list(metrics.read())
+            # The rollouts of a step are written before its row.
+            for end, batch in batches(self._run.folder / ROLLOUTS, after=position):
+                waiting += texts(batch)
+                position = end
+            for row in rows:
+                rollouts = [line for line in waiting if line["step"] <= row["step"]]
+                waiting = waiting[len(rollouts) :]
+                yield int(row["step"]), row, rollouts
+            if is_last:
+                return
+            self._ended.wait(POLL_INTERVAL)

@@ -31,7 +31,7 @@ from .arguments import (
     top_logprobs,
 )
 from .handover import Handover
-from .updates import Command, Orders, Traffic, WeightLabels
+from .updates import Command, Orders
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -75,10 +75,8 @@ class VLLMEngine:
         self._reads_texts = has_tokenizer(folder)
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         args, on_cpu = engine_args(folder, config, options.slots, self.max_seq_len, options.dtype, options.vllm)
-        self._labels = WeightLabels(version, "")
-        self._traffic = Traffic()
-        self._traffic.open.set()
-        self._orders = Orders(options.on_update, on_cpu, self._traffic, self._labels)
+        self.on_update = options.on_update
+        self._orders = Orders(on_cpu, version)
         self._worker: asyncio.Task[None] | None = None
         self._started = self._generated = self._numbered = self._prefilled = self._reused = 0
         self._lock = threading.Lock()
@@ -117,51 +115,33 @@ class VLLMEngine:
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, identity: str = ""
     ) -> Future[None]:
         """See `Engine.update_weights`. The tensors are in shared memory; vLLM's processes read them while paused."""
-        future: Future[None] = Future()
         try:
             with self._lock:
                 self._check_alive()
             # Copied in the caller's thread; vLLM continues until its processes read the copy.
-            handover = Handover(self.config, named_tensors, self.dtype, version, identity)
-            try:
-                self._call(future, self._order, handover, future)
-            except BaseException:
-                handover.close()
-                raise
+            return self._add_order(Handover(self.config, named_tensors, self.dtype, version, identity))
         except Exception as error:
+            future: Future[None] = Future()
             future.set_exception(error)
-        return future
+            return future
 
     def release(self) -> Future[None]:
         """See `Engine.release`; uses vLLM's sleep mode, level 2. On a CPU only the cache is freed, not the weights."""
-        future: Future[None] = Future()
-        self._call(future, self._order, "release", future)
-        return future
+        return self._add_order("release")
 
     def restore(self) -> Future[None]:
         """See `Engine.restore`. On a GPU the next update allocates weights and cache."""
-        future: Future[None] = Future()
-        self._call(future, self._order, "restore", future)
-        return future
-
-    @property
-    def on_update(self) -> str:
-        """What becomes of running sequences at an update: "continue", "finish" or "recompute"."""
-        return self._orders.mode
-
-    @on_update.setter
-    def on_update(self, mode: str) -> None:
-        self._orders.mode = mode
+        return self._add_order("restore")
 
     @property
     def version(self) -> int:
         """Version of the weights that sample the next token."""
-        return self._labels.weights[0]
+        return self._orders.weights[self._orders.current][0]
 
     @property
     def identity(self) -> str:
         """Identity of those weights."""
-        return self._labels.weights[1]
+        return self._orders.weights[self._orders.current][1]
 
     def stats(self) -> dict[str, int]:
         """Running and waiting sequences, and the tokens delivered since the start (of running sequences only the first,
@@ -171,7 +151,7 @@ class VLLMEngine:
             self._check_alive()
         counts = {
             "running": self._started,
-            "waiting": len(self._traffic.unstarted),
+            "waiting": len(self._orders.unstarted),
             "generated_tokens": self._generated,
         }
         return counts | {"prefilled_tokens": self._prefilled, "reused_tokens": self._reused}
@@ -212,6 +192,11 @@ class VLLMEngine:
             self._pending.add(future)
             self._loop.call_soon_threadsafe(function, *args)
         future.add_done_callback(self._pending.discard)
+
+    def _add_order(self, command: Command) -> Future[None]:
+        future: Future[None] = Future()
+        self._call(future, self._order, command, future)
+        return future
 
     # Everything below runs in the loop.
 
@@ -301,7 +286,7 @@ class VLLMEngine:
 
         name = str(self._numbered)
         self._numbered += 1
-        traffic = self._traffic
+        traffic = self._orders
         traffic.unstarted[name] = None
         completion = Completion(prompt_ids=request.prompt)
         sent = 0  # tokens that the listener has
@@ -309,7 +294,7 @@ class VLLMEngine:
         try:
             while not traffic.open.is_set():  # it may be cleared again before this runs
                 await traffic.open.wait()
-            traffic.in_flight[name] = self._labels.current
+            traffic.in_flight.add(name)
             salt = traffic.salt
             prompt = tokens_input(list(request.prompt), cache_salt=salt or None)
             async with contextlib.aclosing(
@@ -341,7 +326,7 @@ class VLLMEngine:
                 del traffic.unstarted[name]
             else:
                 self._started -= 1
-            traffic.in_flight.pop(name, None)
+            traffic.in_flight.discard(name)
             if not traffic.in_flight:
                 traffic.idle.set()
         if part.finish_reason == "error" and request.sampling.grammar and not completion.token_ids:
@@ -352,7 +337,7 @@ class VLLMEngine:
         completion.finish = part.finish_reason
         spans = [(span.version, span.start) for span in part.weight_versions]
         self._notify(request, sample, completion, sent, spans)
-        completion.versions, completion.identities = self._labels.of_tokens(spans, 0, len(completion.token_ids))
+        completion.versions, completion.identities = self._orders.of_tokens(spans, 0, len(completion.token_ids))
         return completion
 
     def _spans(self, name: str) -> list[tuple[str, int]]:
@@ -368,7 +353,7 @@ class VLLMEngine:
         """Pass new tokens to the listener; returns their number, 0 while their weights are unknown."""
         if request.listener is None or request.future.done() or not spans:
             return 0
-        versions, identities = self._labels.of_tokens(spans, sent, len(completion.token_ids))
+        versions, identities = self._orders.of_tokens(spans, sent, len(completion.token_ids))
         ids = completion.token_ids[sent:]
         logprobs = completion.logprobs[sent:]
         piece = Completion("", ids, logprobs, {}, request.prompt, versions, completion.finish, identities)
@@ -387,6 +372,6 @@ class VLLMEngine:
 
     async def _execute_orders(self) -> None:
         try:
-            await self._orders.execute()
+            await self._orders.execute(self.on_update)
         except Exception as error:
             self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))

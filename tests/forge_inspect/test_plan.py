@@ -20,14 +20,12 @@ from benchmarks.planned_memory import (
 )
 from forge.cli import main
 from forge_inspect.cli.plan import planned
-from forge_inspect.plan.devices import DEVICES, Device, Machines, parse_machines
-from forge_inspect.plan.others import count_elements, scoring_memory
-from forge_inspect.plan.shapes import PUBLIC, shape_folder
-from forge_inspect.plan.text import plan_lines
-from forge_inspect.plan.times import DecodingCost, Work, generation_seconds, training_seconds
+from forge_inspect.plan.components import count_elements, scoring_memory
+from forge_inspect.plan.devices import DEVICES, PUBLIC, Machines, parse_machines, shape_folder
+from forge_inspect.plan.plan import plan_lines
 
 APPS = Path(__file__).parents[2] / "apps"
-CPU = Device("CPU", 64e9, 0.0, 0.0, 0.0, 0.0, "cpu")
+CPU = Machines("CPU", 64e9, 1, "cpu")
 ALONE = [case for case in CASES if case.ranks == 1]
 SHARED = [Case(ranks=2, passes=RECOMPUTED, updates=2), Case(ranks=2, layout={"tensor_parallel_degree": 2}, updates=2)]
 CLOSE = 0.02  # of all cases of the benchmark that have one process
@@ -79,7 +77,6 @@ def test_every_recipe_for_gpus_fits_them(recipe: Path):
     gpus = "32xH100" if "32b_grpo" in recipe.stem else "8xH100"
     _, plan_of_recipe = planned(str(recipe), [], gpus)
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
-    assert plan_of_recipe.step_seconds > 0
 
 
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]):
@@ -92,16 +89,13 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "8xH100", "--training.gradient_checkpointing", "false"])
     assert "note: the trainer fits with training.gradient_checkpointing" in capsys.readouterr().out
-    main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "8xH200", "--price", "3"])
-    assert "dollars" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["apps/sft/qwen3_8b.yaml", "--gpus", "8xT800"], "write a number and a device, as 8xH100"),
-        (["apps/sft/qwen3_8b.yaml", "--gpus"], "--gpus needs a value"),
-        (["apps/sft/qwen3_8b.yaml", "--price", "two"], "--price"),
+        (["apps/sft/qwen3_8b.yaml", "--gpus"], "--gpus: expected one argument"),
         (["apps/sft/qwen3_8b.yaml", "--training.seqlen", "5"], "did you mean"),
         (
             ["apps/sft/qwen3_8b.yaml", "--services.trainer.procs", "6", "--parallelism.tensor_parallel_degree", "3"],
@@ -122,9 +116,9 @@ def test_bad_input_is_one_line(words: list[str], message: str, monkeypatch: pyte
 
 
 def test_machines():
-    assert parse_machines("8xh100", CPU) == Machines(DEVICES["H100"], 8)
-    assert parse_machines("A100-40", CPU) == Machines(DEVICES["A100-40"], 1)
-    assert parse_machines("CPU", CPU) == Machines(CPU, 1)
+    assert parse_machines("8xh100", CPU) == Machines("H100", DEVICES["H100"], 8)
+    assert parse_machines("A100-40", CPU) == Machines("A100-40", DEVICES["A100-40"], 1)
+    assert parse_machines("CPU", CPU) == CPU
     for text in ("0xH100", "8*H100", "", "8x"):
         with pytest.raises(ValueError, match="known are"):
             parse_machines(text, CPU)
@@ -141,21 +135,6 @@ def test_shapes_of_public_models_have_their_parameters(tmp_path: Path):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape_folder(name, tmp_path)))
         assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01), name
-
-
-def test_seconds_follow_the_roofline(tmp_path: Path):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(shape_folder("Qwen/Qwen3-8B", tmp_path))
-    work = Work(256, 256.0, 1024.0)
-    device = DEVICES["H100"]
-    one = training_seconds(config, work, device, 1, False)
-    # 6 * parameters * tokens without the head of prompts, and attention on top.
-    assert one == pytest.approx(6 * 7.5e9 * 256 * 1280 / (989e12 * 0.33), rel=0.1)
-    assert training_seconds(config, work, device, 4, True) == pytest.approx(one / 3, rel=1e-6)
-    settings = {"slots": 64, "weights": 16.4e9, "token_bytes": 147456.0, "decoding": DecodingCost(0.0, 2e12)}
-    alone = generation_seconds(config, work, device, replicas=1, **settings)
-    assert generation_seconds(config, work, device, replicas=4, **settings) == pytest.approx(alone / 4, rel=0.01)
 
 
 def small_scorer(folder: Path, kind: str) -> Path:

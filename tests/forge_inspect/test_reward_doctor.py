@@ -1,15 +1,10 @@
-"""The reward doctor finds what a reward does wrong, shows it by tests that fail, and leaves a good one alone."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The reward doctor finds what a reward does wrong, and leaves a good one alone."""
 
 import pytest
 
 from forge.cli import main
 from forge_inspect.reward_doctor import examine
 from forge_inspect.reward_doctor.calls import Case, RewardProcess
-from forge_inspect.reward_doctor.findings import test_file as written_tests
 
 pytestmark = pytest.mark.processes
 
@@ -101,18 +96,11 @@ def rewards(tmp_path, monkeypatch):
         ("ranked", "fault", "order", "depend on the order"),
     ],
 )
-def test_each_fault_has_its_name_and_a_test_that_fails(rewards, tmp_path, name, severity, kind, text):
+def test_each_fault_has_its_name(rewards, name, severity, kind, text):
     result = examine(f"{rewards}:{name}", CASES, limit=1.0)
     findings = [finding for finding in result.findings if finding.kind == kind and text in finding.text]
     assert findings, [finding.line for finding in result.findings]
     assert findings[0].severity == severity
-    if kind in ("random", "order", "blind"):  # no single call shows them
-        return
-    path = tmp_path / "test_found.py"
-    path.write_text(written_tests(f"{rewards}:{name}", findings[:1], 1.0))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert "1 failed" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_a_good_reward_is_left_alone(rewards):
@@ -135,11 +123,9 @@ def test_on_the_command_line(rewards, tmp_path, capsys):
     rows.write_text("".join(f'{{"question": "What is {a} + {b}?", "answer": "{a + b}"}}\n' for a, b in SUMS))
     main(["doctor", "reward", f"{rewards}:good", "--data", str(rows)])
     assert "right answers earn 1.000, answers of other rows 0.000" in capsys.readouterr().out
-    tests = ["--tests", str(tmp_path / "test_out.py")]
     with pytest.raises(SystemExit, match=r"^1$"):
-        main(["doctor", "reward", f"{rewards}:first_number", "--data", str(rows), *tests])
+        main(["doctor", "reward", f"{rewards}:first_number", "--data", str(rows)])
     assert "fault: raises on" in capsys.readouterr().out
-    assert "def test_raises_1():" in Path("test_out.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +134,6 @@ def test_on_the_command_line(rewards, tmp_path, capsys):
         (["doctor", "reward"], "which reward, on which rows"),
         (["doctor", "reward", "nope:x", "--data", "rows.jsonl"], "nope:x. was not found"),
         (["doctor", "reward", "ExactMatch", "--data", "rows.jsonl"], "rows.jsonl"),
-        (["doctor", "machine", "--tests", "x.py"], "are of forge doctor reward"),
     ],
 )
 def test_what_cannot_be(words, problem):

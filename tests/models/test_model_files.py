@@ -17,7 +17,6 @@ import pytest
 
 from forge.models import build_small_model, check_family, open_tokenizer, resolve_model
 from forge.models.files import try_tokenizer
-from forge_compat.gguf import check_gguf
 
 ROOT = Path(__file__).parents[2]
 CALLS = ("from_pretrained", "from_config", "load_dataset")
@@ -200,7 +199,7 @@ def test_pickled_weights_are_not_loaded(name: str, model: Path):
 def test_a_gguf_header_that_lies_is_one_line(start: bytes, tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(start)
     with pytest.raises(ValueError, match=r"\A[^\n]*GGUF[^\n]*\Z"):
-        check_gguf(tmp_path / "model.gguf")
+        resolve_model(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.processes

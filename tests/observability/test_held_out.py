@@ -16,7 +16,7 @@ from forge.observability.metrics import Snapshot
 from forge.observability.rollouts import HELD_OUT
 from forge.rewards.reward import Score
 from forge.types import Completion, Prompt, Sample
-from forge_inspect.watch.held_out import Answers
+from forge_inspect.watch.views import Answers
 
 SAMPLES = [Sample(Prompt(f"{number} + 1 =", (number, 7), number), str(number + 1)) for number in range(6)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forge.config import ConfigError
 from forge.observability.schedule import (
     SCHEDULE,
     GroupEntry,
@@ -17,7 +18,7 @@ from forge.observability.schedule import (
     seal_line,
 )
 from forge.types import Episode, Group
-from forge_inspect.schedule import BadSchedule, find_difference, read_schedule
+from forge_inspect.replay import find_difference, read_schedule
 
 
 def episode(versions: list[int], reward: float | None = 0.1) -> Episode:
@@ -82,17 +83,17 @@ def test_what_the_run_did_not_write_is_named(tmp_path: Path, lines: list[str]) -
         (0, "format", 9, "checksum differs"),
     ):
         line = json.loads(lines[number]) | {name: value}
-        with pytest.raises(BadSchedule, match=message):
+        with pytest.raises(ConfigError, match=message):
             read_schedule(written(tmp_path, [*lines[:number], json.dumps(line), *lines[number + 1 :]]))
     # Of another version of forge the checksum fits.
     del line["checksum"]
-    with pytest.raises(BadSchedule, match="format 9"):
+    with pytest.raises(ConfigError, match="another version"):
         read_schedule(written(tmp_path, [seal_line(line), *lines[1:]]))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '"x"'])
 def test_a_damaged_line_is_named(tmp_path: Path, lines: list[str], text: str) -> None:
-    with pytest.raises(BadSchedule, match=r"line 3.* is damaged"):
+    with pytest.raises(ConfigError, match=r"line 3.* is damaged"):
         read_schedule(written(tmp_path, [*lines[:2], text, *lines[3:]]))
 
 

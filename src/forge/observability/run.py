@@ -98,8 +98,8 @@ class Run:
             self.sync()  # the checksums may cover rows that were removed
         self._trackers: Any = None
         metrics = config.get("metrics", {})
-        if any(map(metrics.get, ("tensorboard", "wandb", "trackio", "mlflow", "tracker"))):
-            make_delivery = resolve("forge_trackers.deliver:Delivery", "metrics")
+        if any(map(metrics.get, ("tensorboard", "wandb", "tracker"))):
+            make_delivery = resolve("forge_trackers:Delivery", "metrics")
             self._trackers = make_delivery(self.folder, metrics, config, start)
         configure_logging()
         self._progress = Progress(name, steps, start)

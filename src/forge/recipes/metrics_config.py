@@ -27,26 +27,6 @@ class WandbConfig(Section):
     """`offline` writes to `wandb/` in the run's folder; `wandb sync` uploads it. Null: `WANDB_MODE`, else online."""
 
 
-class TrackioConfig(Section):
-    """Trackio, on this machine; `trackio show` opens it, `trackio sync` publishes it."""
-
-    project: str
-    """The project there."""
-    name: str | None = None
-    """Of the run; null: `run.name`."""
-
-
-class MlflowConfig(Section):
-    """MLflow."""
-
-    tracking_uri: str | None = None
-    """A server, or a database such as `sqlite:///mlflow.db`; null: MLFLOW_TRACKING_URI, else that file."""
-    experiment: str | None = None
-    """Created if missing; null: MLFLOW_EXPERIMENT_NAME, else `Default`."""
-    name: str | None = None
-    """Of the run; null: `run.name`."""
-
-
 class ProfileConfig(Section):
     """`torch.profiler` ([watching.md](watching.md))."""
 
@@ -62,8 +42,6 @@ class MetricsConfig(Section):
     tensorboard: bool = False
     """Also write TensorBoard events (`pip install tensorboard`)."""
     wandb: WandbConfig | None = None
-    trackio: TrackioConfig | None = None
-    mlflow: MlflowConfig | None = None
     tracker: str | None = None
     """A tracker of your own: `package.module:Name` ([trackers.md](trackers.md#your-own))."""
     profile: ProfileConfig | None = None
@@ -74,7 +52,7 @@ class MetricsConfig(Section):
     @property
     def tracks(self) -> bool:
         """Whether a tracker follows the run."""
-        return bool(self.tensorboard or self.wandb or self.trackio or self.mlflow or self.tracker)
+        return bool(self.tensorboard or self.wandb or self.tracker)
 
     def profiles(self, step: int, folder: Path) -> dict[str, str]:
         """The folders of a step's profiles, by service; empty if it is not profiled."""

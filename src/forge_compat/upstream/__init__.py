@@ -1,15 +1,91 @@
-"""Names of Meta's torchforge whose contents have another form here: `forge.util`, metric loggers and tracers.
+"""Names of Meta's torchforge whose contents have another form here; `forge.util` and its modules are this one.
 
-    from forge.util.config import parse
-    from forge.util.ops import compute_logprobs
-    from forge.observability.metric_actors import get_or_create_metric_logger
-    from forge.observability.perf_tracker import Tracer
-
-`forge_compat.aliases` has the names of these modules, docs/howto/from_torchforge.md what stands for each here.
+from forge.util.config import parse
+from forge.util.ops import compute_logprobs
 """
 
-from .distributed import get_world_size_and_rank
-from .logging import get_logger, log_once, log_rank_zero
-from .ops import compute_logprobs
+from __future__ import annotations
 
-__all__ = ["compute_logprobs", "get_logger", "get_world_size_and_rank", "log_once", "log_rank_zero"]
+import argparse
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+
+from forge_compat.torchforge_files import Settings, read_upstream
+
+
+def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:
+    """Make a function of a configuration a program: `program --config FILE section.key=value ~section.key`.
+
+    The function gets the file's values, with interpolations resolved: `cfg.trainer.training.steps`, `cfg.get("x")`,
+    `**cfg.dataset`. Bad input ends the program with one line.
+    """
+
+    @functools.wraps(main)
+    def program() -> NoReturn:
+        parser = argparse.ArgumentParser(description=main.__doc__)
+        parser.add_argument("--config", type=Path, required=True, help="YAML file")
+        # Without dashes, as torchforge has them; argparse reports one that has.
+        parser.add_argument("overrides", nargs="*", help="section.key=value")
+        args = parser.parse_args()
+        try:
+            values = read_upstream(args.config, args.overrides)
+        except (ValueError, OSError) as error:
+            raise SystemExit(f"error: {error}") from None
+        sys.exit(main(Settings(values)))  # type: ignore[arg-type]  # its value is the exit code, as torchforge has it
+
+    return program
+
+
+def get_world_size_and_rank() -> tuple[int, int]:
+    """The size of the default process group and this process's rank in it; (1, 0) without a group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1, 0
+    return dist.get_world_size(), dist.get_rank()
+
+
+def get_logger(level: str | None = None) -> logging.Logger:
+    """The logger of this library, at a level such as "DEBUG"; None leaves its level."""
+    logger = logging.getLogger("forge")
+    if level is not None:
+        logger.setLevel(level.upper())
+    return logger
+
+
+def log_rank_zero(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
+    """Log a message in rank 0 alone."""
+    if get_world_size_and_rank()[1] == 0:
+        logger.log(level, msg, stacklevel=2)
+
+
+@functools.lru_cache(maxsize=1024)
+def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> None:
+    """Log a message in rank 0 alone, and only the first time in this process."""
+    log_rank_zero(logger, msg, level)
+
+
+def compute_logprobs(logits: Tensor, input_ids: Tensor, temperature: float = 1.0, align: bool = True) -> Tensor:
+    """Log-probabilities of tokens in float32.
+
+    Args:
+        logits: [rows, length, vocabulary]
+        input_ids: [rows, tokens]
+        temperature: of the distribution.
+        align: the tokens are the last ones of the sequence whose logits these are, so that the logits before each
+            predict it; false: logits [rows, tokens, vocabulary], each for the token at the same place.
+
+    Returns:
+        [rows, tokens]
+    """
+    count = input_ids.shape[1]
+    if align:
+        logits = logits[:, -count - 1 : -1].to(input_ids.device)
+    # In float32 before the sum over the vocabulary, which bfloat16 would round to three digits.
+    scores = (logits / temperature).float().log_softmax(-1)
+    return scores.gather(-1, input_ids.long().unsqueeze(-1)).squeeze(-1)

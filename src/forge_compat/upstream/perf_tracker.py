@@ -13,8 +13,6 @@ import torch
 
 from forge.observability import Reduce, record_metric
 
-from .env import DISABLE_PERF_METRICS, METRIC_TIMER_USES_GPU
-
 F = TypeVar("F", bound=Callable[..., Any])
 GIGABYTE = 1024**3
 
@@ -28,7 +26,7 @@ class Tracer:
     Args:
         prefix: of the metrics' names.
         track_memory: also record the most GPU memory in use until `stop`, in GB: `<prefix>/memory_peak_max_gb`.
-        timer: "cpu", or "gpu", which waits for the work on the GPU at each step; METRIC_TIMER_USES_GPU overrides it.
+        timer: "cpu", or "gpu", which waits for the work on the GPU at each step.
     """
 
     def __init__(self, prefix: str, track_memory: bool = False, timer: str = "cpu") -> None:
@@ -36,10 +34,7 @@ class Tracer:
             raise ValueError(f'timer must be "cpu" or "gpu", got {timer!r}')
         self.prefix = prefix
         self.track_memory = track_memory and torch.cuda.is_available()
-        asked = METRIC_TIMER_USES_GPU.get_value()
-        uses_gpu = timer == "gpu" if asked is None else str(asked).lower() in ("true", "1", "yes")
-        self.waits = uses_gpu and torch.cuda.is_available()
-        self.is_off = bool(DISABLE_PERF_METRICS.get_value())
+        self.waits = timer == "gpu" and torch.cuda.is_available()
         self.began: float | None = None
         self.last = 0.0
 
@@ -54,24 +49,21 @@ class Tracer:
 
     def step(self, name: str) -> None:
         """End a step of this name. ValueError: it has not begun."""
-        self._check("step")
+        if self.began is None:
+            raise ValueError(f"tracer {self.prefix} must be started before calling step")
         now = self._now()
         self._record(f"{self.prefix}/{name}/duration", now - self.last)
         self.last = now
 
     def stop(self) -> None:
         """End, and record the total. ValueError: it has not begun."""
-        self._check("stop")
-        assert self.began is not None
+        if self.began is None:
+            raise ValueError(f"tracer {self.prefix} must be started before calling stop")
         self._record(f"{self.prefix}/total_duration", self._now() - self.began)
-        if self.track_memory and not self.is_off:
+        if self.track_memory:
             name = f"{self.prefix}/memory_peak_max_gb"
             record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
         self.began = None
-
-    def _check(self, verb: str) -> None:
-        if self.began is None:
-            raise ValueError(f"tracer {self.prefix} must be started before calling {verb}")
 
     def _now(self) -> float:
         # Kernels run after the call that starts them: without this a step would have the time of its launch alone.
@@ -80,8 +72,6 @@ class Tracer:
         return time.perf_counter()
 
     def _record(self, name: str, seconds: float) -> None:
-        if self.is_off:
-            return
         mean, longest = f"{name}_avg_s", f"{name}_max_s"
         record_metric(mean, seconds, Reduce.MEAN)
         record_metric(longest, seconds, Reduce.MAX)

@@ -19,8 +19,15 @@ def add_command(
     run: Callable[[argparse.Namespace], None],
     options: list[Option],
 ) -> None:
-    """Add a command to the parser."""
+    """Add a command to the parser; bad input ends it with one line."""
     parser = commands.add_parser(name, help=text, description=text, epilog=f"example: forge {name} {example}")
     for option, settings in options:
         parser.add_argument(option, **settings)
-    parser.set_defaults(run=run)
+
+    def run_command(args: argparse.Namespace) -> None:
+        try:
+            run(args)
+        except (ValueError, OSError, ImportError) as error:
+            raise SystemExit(f"error: {error}") from None
+
+    parser.set_defaults(run=run_command)

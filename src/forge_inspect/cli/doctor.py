@@ -10,7 +10,6 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from forge.cli.subparsers import Subparsers
 from forge.runtime.inventory import (
@@ -22,11 +21,11 @@ from forge.runtime.inventory import (
     versions,
     visible_gpus,
 )
-from forge.system.files import cache_folder
 
 from . import Option, add_command
 
 TEXT = "examine this machine, the hosts of a run, or a reward"
+DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs
 
 
 def add_to(commands: Subparsers) -> None:
@@ -41,7 +40,6 @@ def add_to(commands: Subparsers) -> None:
         ("--target-field", {"default": "answer", "help": "the column of the target, default: answer"}),
         ("--target-pattern", {"help": "as dataset.target_pattern, such as '#### (.*)'"}),
         ("--timeout", {"type": float, "default": 10.0, "help": "seconds of a call"}),
-        ("--tests", {"type": Path, "help": "write a test for each finding to this file"}),
     ]
     add_command(commands, "doctor", TEXT, "cluster --hosts node1,node2 --folder runs", run, options)
 
@@ -49,15 +47,11 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print a report; exit code 1 if there is a problem."""
     if args.target == "reward":
-        from ..reward_doctor.command import examine_reward
+        from ..reward_doctor.examine import examine_reward
 
         examine_reward(args)
         return
-    if args.reward or args.data or args.tests:
-        raise SystemExit("error: --data and --tests are of forge doctor reward package.module:name")
     if args.target == "machine":
-        if args.hosts or args.folder:
-            raise SystemExit("error: --hosts and --folder are of forge doctor cluster")
         examine_machine()
         return
     # Imported here: `forge doctor` must also work where torch does not.
@@ -73,48 +67,36 @@ def run(args: argparse.Namespace) -> None:
 
 
 def examine_machine() -> None:
-    """Print a line for each finding about this machine."""
+    """Print a line for each finding about this machine; exit code 1 if there is a problem."""
     problems = 0
-    for finding in findings():
-        problems += bool(finding.problem)
-        print(
-            f"{finding.name:24} {finding.value}" + (f"\n{'':24} PROBLEM: {finding.problem}" if finding.problem else "")
-        )
+    for name, value, problem in findings():
+        problems += bool(problem)
+        print(f"{name:24} {value}" + (f"\n{'':24} PROBLEM: {problem}" if problem else ""))
     if problems:
         raise SystemExit(1)
 
 
-DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs
-
-
-class Finding(NamedTuple):
-    """One line of the report; `problem` is a fault with its remedy, or empty."""
-
-    name: str
-    value: str
-    problem: str = ""
-
-
-def findings() -> Iterator[Finding]:
-    """Check everything about this machine that a run needs."""
-    gpus = tuple(visible_gpus())
-    yield Finding("machine", f"{len(os.sched_getaffinity(0))} cores, {memory_limit() / 1e9:.0f} GB")
-    yield Finding("versions", ", ".join(f"{name} {version}" for name, version in versions().items()))
-    yield shared_memory(free_shared_memory())
+def findings() -> Iterator[tuple[str, str, str]]:
+    """Check everything about this machine that a run needs: a name, a value, and a fault with its remedy, or ""."""
+    yield "machine", f"{len(os.sched_getaffinity(0))} cores, {memory_limit() / 1e9:.0f} GB", ""
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions().items()), ""
+    free = free_shared_memory()
+    problem = "weights reach generators through it: enlarge it, in a container with --shm-size=8g"
+    yield "/dev/shm", f"{free / 1e9:.1f} GB free", problem if free < SHARED_MEMORY else ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     problem = f"raise the limit: ulimit -n {OPEN_FILES}" if soft < OPEN_FILES else ""
-    yield Finding("open files of a process", f"{soft:,}", problem)
+    yield "open files of a process", f"{soft:,}", problem
+
     driver = driver_gpus()
-    yield accelerators(gpus, driver)
-    yield from compilers(needed=bool(driver or gpus))
-
-
-def shared_memory(free: int) -> Finding:
-    """Check /dev/shm, through which weights reach the generators."""
-    problem = ""
-    if free < SHARED_MEMORY:
-        problem = "weights reach generators through it: enlarge it, in a container with --shm-size=8g"
-    return Finding("/dev/shm", f"{free / 1e9:.1f} GB free", problem)
+    visible = tuple(visible_gpus())
+    yield "GPUs", *accelerators(visible, driver)
+    # On a GPU attention is always compiled, elsewhere with training.compile.
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    is_needed = bool(driver or visible)
+    problem = "on a GPU attention is compiled: install gcc, and python3-dev"
+    yield "C compiler", compiler or "none", problem if is_needed and not compiler else ""
+    yield "Python.h", str(header), problem if is_needed and not header.is_file() else ""
 
 
 def driver_gpus() -> list[str]:
@@ -126,7 +108,7 @@ def driver_gpus() -> list[str]:
     return [] if process.returncode else [line.strip() for line in process.stdout.splitlines() if line.strip()]
 
 
-def accelerators(visible: tuple[str, ...], driver: list[str]) -> Finding:
+def accelerators(visible: tuple[str, ...], driver: list[str]) -> tuple[str, str]:
     """Compare the GPUs that torch can use with those that the driver and a scheduler's variables name."""
     import torch
 
@@ -136,33 +118,8 @@ def accelerators(visible: tuple[str, ...], driver: list[str]) -> Finding:
     value = f"torch {torch.__version__} sees {count}" + (f", the driver {len(driver)} ({names})" if driver else "")
     # A scheduler may restrict the GPUs: then fewer than the driver's are as they should be.
     variable = next((name for name in VISIBLE if os.environ.get(name)), None)
-    problem = ""
-    # In the order in which a person would look: driver, build, library.
-    if count < len(visible):
-        problem = f"{variable or 'this machine'} names {len(visible)}, and torch sees {count}: "
-        problem += "check the driver" if built else "this torch is built for CPUs: run scripts/install.sh"
-    elif driver and not count and not variable:
-        problem = "torch sees none of them: "
-        problem += "its build does not fit the driver" if built else "it is built for CPUs: run scripts/install.sh"
-    elif count and torch.version.cuda and not torch.distributed.is_nccl_available():
-        problem = "this torch has no NCCL: several GPUs cannot train together"
-    return Finding("GPUs", value, problem)
-
-
-def compilers(*, needed: bool) -> Iterator[Finding]:
-    """Check the compiler and headers of torch.compile: on a GPU attention is always compiled."""
-    # As torch does, which takes CC before it looks for others.
-    preferred = os.environ.get("CC")
-    names = (preferred,) if preferred else ("cc", "gcc", "clang")
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    reason = "on a GPU attention is compiled" if needed else "training.compile needs it"
-    missing = "" if compiler else f"{reason}: install gcc" + (f"; CC is {preferred}" if preferred else "")
-    yield Finding("C compiler", compiler or "none", missing if needed else "")
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    missing = "" if header.is_file() else f"{reason}: install python3-dev, or a Python with its headers"
-    yield Finding("Python.h", str(header) if header.is_file() else "none", missing if needed else "")
-    # The folder may not exist yet: then the nearest one above it must be writable.
-    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_folder())
-    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-    closed = "" if os.access(existing, os.W_OK) else "compiled kernels cannot be kept: set TORCHINDUCTOR_CACHE_DIR"
-    yield Finding("compiled kernels", str(cache), closed)
+    if count < len(visible) or (driver and not count and not variable):
+        expected = f"{variable} names {len(visible)}" if variable else "this machine has some"
+        remedy = "check the driver" if built else "this torch is built for CPUs: run scripts/install.sh"
+        return value, f"{expected}, and torch sees {count}: {remedy}"
+    return value, ""

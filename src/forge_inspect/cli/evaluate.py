@@ -28,23 +28,19 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Evaluate, and print the metrics; invalid input ends the program with one line."""
     from forge.config.arguments import load
-    from forge.config.sections import ConfigError
     from forge.recipes.rl_config import RLConfig
     from forge.runtime.controller import forked_processes
 
     # A run's own settings of the model go: this one is given.
     words = ["--config", args.suite, "--model", args.model, "--from_scratch", "null", *args.overrides]
-    try:
-        cfg = load(RLConfig, words)
-        if args.answers is not None and not args.answers.absolute().parent.is_dir():
-            raise ConfigError(f"--answers: the folder of {args.answers} does not exist")
-        # The server imports its libraries while this process imports the recipe.
-        with forked_processes():
-            from ..suite import evaluate_suite
+    cfg = load(RLConfig, words)
+    if args.answers is not None:
+        args.answers.touch()  # before the work, which may take an hour
+    # The server imports its libraries while this process imports the recipe.
+    with forked_processes():
+        from ..suite import evaluate_suite
 
-            metrics = evaluate_suite(cfg, args.answers)
-    except (ConfigError, ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+        metrics = evaluate_suite(cfg, args.answers)
     print(json.dumps(metrics) if args.json else table(metrics))
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from forge.cli.subparsers import Subparsers
 
 from . import Option, add_command
 
 if TYPE_CHECKING:
-    from ..mismatch.verdict import Mismatch
+    from ..mismatch import Mismatch
 
-TEXT = "name the component and the layer in which engine and trainer differ, on a recorded batch of a run"
+TEXT = "name the component in which engine and trainer differ, on a recorded batch of a run"
 BAD_INPUT = 2  # exit code; 1 is a fault of the run
 
 
@@ -22,11 +22,10 @@ def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     options: list[Option] = [
         ("folder", {"type": Path, "metavar": "RUN", "help": "the folder of a run"}),
-        ("--bisect", {"action": "store_true", "help": "walk the layers to the first whose states differ"}),
         ("--step", {"type": int, "help": "whose batch; default: the newest that can be compared"}),
         ("--json", {"action": "store_true", "help": "print JSON"}),
     ]
-    add_command(commands, "mismatch", TEXT, "runs/x --bisect", run, options)
+    add_command(commands, "mismatch", TEXT, "runs/x", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,28 +34,19 @@ def run(args: argparse.Namespace) -> None:
     from forge.system.files import write_atomic
 
     from ..alerts import MISMATCH
-    from ..mismatch.verdict import compare
+    from ..mismatch import compare
 
     try:
         with quiet_loading():
-            result = compare(args.folder, step=args.step, bisect=args.bisect)
-    except FileNotFoundError:
-        _reject(f"{args.folder} is not a run that has made a step")
-    except (ValueError, ImportError) as error:
-        _reject(str(error))
-    try:
-        # Where `forge watch` and `forge runs` look for its fault.
-        write_atomic(args.folder / MISMATCH, result.json() + "\n")
-    except OSError as error:  # a run of somebody else, that can be read alone
-        print(f"{args.folder / MISMATCH} could not be written: {error.strerror or error}", file=sys.stderr)
+            result = compare(args.folder, step=args.step)
+    except (ValueError, ImportError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    # Where `forge watch` and `forge runs` look for its fault.
+    write_atomic(args.folder / MISMATCH, result.json() + "\n")
     print(result.json() if args.json else "\n".join(_lines(result)))
     if not result.is_sound:
         raise SystemExit(1)
-
-
-def _reject(reason: str) -> NoReturn:
-    print(f"error: {reason}", file=sys.stderr)
-    raise SystemExit(BAD_INPUT)
 
 
 def _lines(result: Mismatch) -> list[str]:
@@ -64,9 +54,8 @@ def _lines(result: Mismatch) -> list[str]:
     lines = [f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}"]
     width = max(len(f"{link.first} | {link.second}") for link in result.links)
     for link in result.links:
-        share = "" if link.share is None or result.is_sound else f"  {link.share:6.1%} of the difference"
         mark = "" if link.agrees else "  <- differs"
-        lines.append(f"{f'{link.first} | {link.second}':<{width}}  {link.mean:.1e} nats{share}{mark}")
+        lines.append(f"{f'{link.first} | {link.second}':<{width}}  {link.mean:.1e} nats{mark}")
     lines += [f"fault: {fault}" for fault in result.faults]
     lines += [f"note: {note}" for note in result.notes]
     if result.is_sound:

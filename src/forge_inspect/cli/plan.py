@@ -1,10 +1,9 @@
-"""`forge plan CONFIG`: the memory and the seconds of a run, before it starts and without a GPU."""
+"""`forge plan CONFIG`: the memory of a run, before it starts and without a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from forge.cli.subparsers import Subparsers
 
 from . import Option, add_command
 
-TEXT = "what a configuration needs: memory of each process, seconds of a step; without a GPU and without weights"
+TEXT = "what a configuration needs: memory of each process; without a GPU and without weights"
 # The section that one recipe alone has.
 SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model": "reward-model", "distill": "distill"}
 
@@ -24,47 +23,30 @@ def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     options: list[Option] = [
         ("config", {"help": "YAML file of a recipe; apps/... are those of the installed recipes"}),
-        ("--gpus", {"help": "a number and a device, as 8xH100 or 64xH200; cpu"}),
-        ("--price", {"help": "dollars of a GPU's hour: adds the cost of 1,000 steps"}),
-        ("overrides", {"nargs": argparse.REMAINDER, "help": "--section.key VALUE"}),
+        ("overrides", {"nargs": argparse.REMAINDER, "help": "--gpus 8xH100 (64xH200, cpu); --section.key VALUE"}),
     ]
     add_command(commands, "plan", TEXT, "apps/grpo/qwen3_1_7b.yaml --gpus 2xH100", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the plan; ends with 1 where something does not fit."""
-    from forge.config.sections import ConfigError
+    from ..plan.plan import plan_lines
 
+    # The settings of a recipe are not options: the other words go to its configuration.
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("--gpus")
     try:
-        # Options after the file are among the overrides, which argparse does not look into.
-        gpus = _take(args.overrides, "--gpus") or args.gpus
-        price = _take(args.overrides, "--price") or args.price
-        _, plan = planned(args.config, args.overrides, gpus)
-        if price is not None and not re.fullmatch(r"\d*\.?\d+", price):
-            raise ValueError(f"--price is dollars of a GPU's hour, got {price!r}")
-    except (ConfigError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
-    from ..plan.text import plan_lines
-
-    print("\n".join(plan_lines(plan, float(price) if price else None)))
+        known, overrides = options.parse_known_args(args.overrides)
+    except argparse.ArgumentError as error:
+        raise ValueError(error) from None
+    _, plan = planned(args.config, overrides, known.gpus)
+    print("\n".join(plan_lines(plan)))
     if not plan.fits:
         raise SystemExit(1)
 
 
-def _take(words: list[str], option: str) -> str | None:
-    """Remove an option and return its value, if it is there. ValueError: it has none."""
-    for number, word in enumerate(words):
-        name, joined, value = word.partition("=")
-        if name == option:
-            del words[number]
-            if not joined and number == len(words):
-                raise ValueError(f"{option} needs a value")
-            return value if joined else words.pop(number)
-    return None
-
-
 def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, Any]:
-    """The configuration of a file, and its `forge_inspect.plan.components.Plan`.
+    """The configuration of a file, and its `forge_inspect.plan.plan.Plan`.
 
     Raises:
         ConfigError: a setting that does not exist, or is wrong.
@@ -95,11 +77,10 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
     from forge.models.find import build_small_model
     from forge.runtime.inventory import memory_limit
 
-    from ..plan.components import make_plan
-    from ..plan.devices import Device, parse_machines
-    from ..plan.shapes import shape_folder
+    from ..plan.devices import Machines, parse_machines, shape_folder
+    from ..plan.plan import make_plan
 
-    cpu = Device("CPU", memory_limit(), 0.0, 0.0, 0.0, 0.0, "cpu")
+    cpu = Machines("CPU", memory_limit(), 1, "cpu")
     uses_gpus = any(cfg.services[name].with_gpus for name in cfg.configured())
     machines = parse_machines(gpus or ("8xH100" if uses_gpus else "cpu"), cpu)
     with tempfile.TemporaryDirectory() as scratch:

@@ -14,25 +14,16 @@ TEXT = "compute a run again by its schedule, and compare each step with it, bit 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    changes = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
     options: list[Option] = [
         ("folder", {"type": Path, "help": "the folder of a run"}),
         ("--until", {"type": int, "metavar": "STEP", "help": "the last step; by default that of the run"}),
         ("--replicas", {"type": int, "help": "generators; by default as many as the run had"}),
-        ("--change", {**changes, "help": "a setting that differs: the step is named in which the runs part"}),
-        ("--name", {"help": "of the new run, beside the first; by default its name with -replay"}),
     ]
     add_command(commands, "replay", TEXT, "runs/x --replicas 3", run, options)
 
 
 def run(args: argparse.Namespace) -> None:
     """Replay; exit code 1 if a step is not what the schedule says."""
-    changes = []
-    for text in args.change:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise SystemExit(f"error: --change {text}: write KEY=VALUE, such as training.learning_rate=1e-4")
-        changes.append((key, value))
     from forge.recipes.signals import end_at_signals
     from forge.runtime.controller import forked_processes
 
@@ -43,4 +34,4 @@ def run(args: argparse.Namespace) -> None:
         from ..replay import replay
 
         with one_line_errors():
-            replay(args.folder, until=args.until, replicas=args.replicas, changes=changes, name=args.name)
+            replay(args.folder, until=args.until, replicas=args.replicas)

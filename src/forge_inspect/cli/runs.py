@@ -38,12 +38,9 @@ def list_runs(args: argparse.Namespace) -> None:
     from forge_inspect.alerts import alerts, folder_alerts
     from forge_inspect.runs import ending, find_runs, last, rows, settings, state
 
-    try:
-        folders = find_runs(args.folders)
-    except FileNotFoundError as error:
-        raise SystemExit(f"error: {error}") from None
+    folders = find_runs(args.folders)
     if not folders:
-        raise SystemExit(f"error: no runs in {', '.join(map(str, args.folders))}")
+        raise ValueError(f"no runs in {', '.join(map(str, args.folders))}")
     lines = []
     for folder in folders:
         # A damaged run is a line like any other, with a remark: the others are worth showing.
@@ -83,23 +80,20 @@ def compare_runs(args: argparse.Namespace) -> None:
     from forge_inspect.runs import differences, last, rows
 
     if len(args.folders) < 2:
-        raise SystemExit("error: compare takes two runs or more")
+        raise ValueError("compare takes two runs or more")
     for folder in args.folders:
         if not (folder / CONFIG).is_file():
-            raise SystemExit(f"error: {folder} is not a run: it has no {CONFIG}")
+            raise ValueError(f"{folder} is not a run: it has no {CONFIG}")
     names = [printable(folder) for folder in args.folders]
-    try:
-        settings = differences(args.folders)
-        numbers = [rows(folder) for folder in args.folders]
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+    settings = differences(args.folders)
+    numbers = [rows(folder) for folder in args.folders]
     if settings:
         _print([["setting", *names], *([printable(key), *map(printable, values)] for key, values in settings.items())])
     else:
         print("the settings are the same")
-    if not all(numbers):
-        empty = next(name for name, rows_of_run in zip(names, numbers, strict=True) if not rows_of_run)
-        raise SystemExit(f"error: {empty} has no step")
+    for name, rows_of_run in zip(names, numbers, strict=True):
+        if not rows_of_run:
+            raise ValueError(f"{name} has no step")
     # Runs of different lengths are compared at the last step that all of them have.
     step = min(rows_of_run[-1]["step"] for rows_of_run in numbers)
     shared = [[row for row in rows_of_run if row["step"] <= step] for rows_of_run in numbers]

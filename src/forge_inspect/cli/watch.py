@@ -32,15 +32,12 @@ def add_to(commands: Subparsers) -> None:
 def run_watch(args: argparse.Namespace) -> None:
     """Serve the page until interrupted."""
     if not args.folder.is_dir():
-        raise SystemExit(f"error: {args.folder} is not a folder of runs")
-    try:
-        from forge_http.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
-        from ..watch import Watch
+        raise ValueError(f"{args.folder} is not a folder of runs")
+    from forge_http.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
+    from ..watch.server import Watch
 
-        watch = Watch(args.folder, required_key(args.host))
-        listener = bind(args.host, args.port)
-    except (ImportError, ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    watch = Watch(args.folder, required_key(args.host))
+    listener = bind(args.host, args.port)
 
     async def serve() -> None:
         async with watch.listen(listener) as url:
@@ -58,9 +55,6 @@ def run_report(args: argparse.Namespace) -> None:
     from ..watch.report import write_report
 
     if not (args.folder / CONFIG).is_file():
-        raise SystemExit(f"error: {args.folder} is not a run: it has no {CONFIG}")
-    try:
-        write_report(args.folder)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
+        raise ValueError(f"{args.folder} is not a run: it has no {CONFIG}")
+    write_report(args.folder)
     print(args.folder / "report.html")

@@ -1,183 +1,283 @@
-"""The plan of a configuration: each component's memory, a step's seconds, and what would fit."""
+"""The memory of each component of a run: trainers, critics and references, engines, and the reward's models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from forge.models.architecture import sparse_layers
-from forge.recipes.placement import gpus_needed
-from forge.recipes.rl_config import RLConfig
+from forge.engines.cache import BLOCK, WIDTH, rounded, token_bytes
+from forge.engines.engine import MARGIN as ENGINE_MARGIN
+from forge.engines.interface import check_length
+from forge.models.architecture import longest
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
+from forge.training.settings import Head, OptimizerSettings, PassSettings
+from forge.types import Batch
+from forge_verifiers.config import models_of
+from forge_verifiers.settings import ModelSettings, ProcessRewardModelSettings
 
-from .devices import Machines
-from .generation import EngineMemory, engine_memory
-from .others import REWARD_REMEDY, count_elements, model_of, reward_plan, services_of
-from .remedies import Change, engine_remedy, trainer_remedy
-from .times import Work, decoding_cost, generation_seconds, scoring_seconds, training_seconds, update_seconds
-from .trainers import ComponentPlan, kind_of, samples_of, trainer_plan
+from .devices import CONTEXT, Machines
+from .meter import metered
+from .passes import META, run_passes, trainer_memory
 
-PROMPT = 0.5  # of the longest prompt and the longest completion: their means, where no run has measured them
-DEVICES_PER_HOST = 8
+MARGIN = 0.06  # of a GPU's memory: fragments, and the error of the plan
+UTILISATION = 0.9  # of a GPU's memory, which vLLM takes by default
 
 
-@dataclass
-class Plan:
-    """The plan of a configuration.
+@dataclass(frozen=True)
+class ComponentPlan:
+    """The memory of each process of a component.
 
-    seconds: of a step's phases by name; empty without GPUs. notes: what to know, or to change. devices: GPUs that the
-    configuration asks for, those of judges and verifiers included.
+    parts: bytes by name. capacity: of its device. moment: of a trainer's peak. sequences: of full length that an engine
+    runs at once, which takes all memory that there is. limits: what bounds it. elements: parameters.
     """
 
-    model: str
-    machines: Machines
-    devices: int
-    components: list[ComponentPlan] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    step_seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    name: str
+    processes: int
+    with_gpus: bool
+    parts: dict[str, int]
+    capacity: float
+    moment: str = ""
+    sequences: int | None = None
+    limits: str = ""
+    elements: int = 0
 
     @property
-    def elements(self) -> int:
-        """Parameters of the model."""
-        return self.components[0].elements
+    def total(self) -> float:
+        """Bytes of a process, with the driver's where it has a GPU."""
+        return sum(self.parts.values()) + (CONTEXT if self.with_gpus else 0)
 
     @property
     def fits(self) -> bool:
-        """Whether every component fits, and there are enough GPUs."""
-        return all(component.fits for component in self.components) and self.devices <= self.machines.count
+        """Whether it fits its device, with a margin."""
+        if self.sequences is not None:
+            return self.sequences >= 2
+        return not self.with_gpus or self.total <= self.bound
+
+    @property
+    def bound(self) -> float:
+        """Bytes that a process may take."""
+        return self.capacity * (1 - MARGIN)
 
 
-def make_plan(
-    cfg: TrainingRecipe, folder: Path, name: str, machines: Machines, find: Callable[[str], Path], change: Change
-) -> Plan:
-    """The plan of a configuration, without weights and without a GPU.
+def kind_of(service: str) -> str:
+    """The kind of a service, also of a further model: `trainer` of `models.rival.trainer`."""
+    return service.rpartition(".")[2]
+
+
+def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machines) -> ComponentPlan:
+    """The plan of a component that trains a model or scores with it.
 
     Args:
         folder: with the model's config.json.
-        name: of the model.
-        find: the folder with the config.json of another model, by its name.
-        change: the configuration with other settings, for what would fit.
+        name: of its service: trainer, critic, ref_model, or one of a further policy, `models.rival.trainer`.
 
     Raises:
         ValueError: a model, or degrees of parallelism, that the trainer rejects.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    models = {service: model_of(cfg, service, (config, folder), find) for service in services_of(cfg)}
-    trainers = ["trainer", *(service for service in models if kind_of(service) != "generator")]
-    models["trainer"] = config, folder
-    plan = Plan(name, machines, sum(gpus_needed(cfg).values()))
-    plan.components += [trainer_plan(cfg, *models[service], service, machines) for service in trainers]
-    own_engine = None
-    if isinstance(cfg, RecipeConfig) and cfg.engine is not None and cfg.service("generator") is not None:
-        models["generator"] = config, folder
-        generators = ["generator", *(x for x in models if kind_of(x) == "generator" and x != "generator")]
-        engines = [_plan_engine(cfg, *models[service], machines, service) for service in generators]
-        plan.components += [component for component, _ in engines]
-        own_engine = engines[0][1]
-    try:
-        rewards = reward_plan(cfg, config, machines, find)
-        plan.components += [rewards] if rewards is not None else []
-    except FileNotFoundError as error:
-        # An ensemble names its models in a file that an earlier program writes.
-        plan.notes.append(f"the reward's models are not in this plan: {error}")
-    if machines.device.type == "cpu" or not plan.components[0].with_gpus:
-        return plan
-
-    _add_seconds(plan, cfg, config, own_engine)
-    if plan.devices > machines.count:
-        plan.notes.append(f"{plan.devices} GPUs are asked for, and there are {machines.count}")
-    for component in plan.components:
-        if component.fits:
-            continue
-        if component.name == "reward":
-            plan.notes.append(REWARD_REMEDY)
-        elif isinstance(cfg, RecipeConfig) and kind_of(component.name) == "generator":
-            its_config, _ = models[component.name]
-            plan.notes.append(engine_remedy(cfg, its_config, component.elements, machines, component.name))
-        else:
-            plan.notes.append(trainer_remedy(cfg, *models[component.name], component.name, machines, change))
-    trained = 1 + sum(further.trains for further in getattr(cfg, "models", {}).values())
-    if trained > 1:
-        plan.notes.append(f"{trained} policies are trained at once: the seconds are those of the first")
-    if "generation" in plan.seconds:
-        longest = max(plan.seconds, key=plan.seconds.__getitem__)
-        share = plan.seconds[longest] / plan.step_seconds
-        plan.notes.append(f"{longest} takes longest, {share:.0%} of a step: give it more GPUs first")
-    return plan
-
-
-def _plan_engine(
-    cfg: RecipeConfig, config: PreTrainedConfig, folder: Path, machines: Machines, service: str
-) -> tuple[ComponentPlan, EngineMemory]:
-    options = Options(**cfg.placement(service))
-    device = machines.device if options.with_gpus else replace(machines.device, type="cpu")
-    elements = count_elements(folder)
-    memory = engine_memory(config, elements, cfg.generator, options.procs, device)
-    parts = {"weights": memory.weights, "next version": memory.update, "cache": memory.cache, "others": memory.others}
-    limits = f"{memory.sequences} of {cfg.generator.slots} slots at once with sequences of full length"
-    if memory.most > cfg.generator.slots:
-        limits += f"; generator.slots {memory.most} would fit"
-    component = ComponentPlan(
-        service,
+    options = Options(**cfg.placement(name))
+    kind = kind_of(name)
+    layout = cfg.layout(name).over(options.procs)
+    settings = PassSettings(**cfg.training.trainer())
+    learns = kind != "ref_model"
+    device_type = machines.type if options.with_gpus else "cpu"
+    # One process computes in bfloat16 by way of FSDP on a GPU, as `forge.training.distributed.join` makes it.
+    has_mesh = options.procs > 1 or (device_type != "cpu" and (settings.dtype == "bfloat16" or settings.cpu_offload))
+    head: Head = "value" if kind == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
+    # A micro-batch is full, and an update has several of them where a pack does not hold the batch.
+    data = options.procs // (layout.tensor_parallel_degree * layout.context_parallel_degree)
+    seq_len = cfg.training.seq_len
+    length = min(cfg.reach(AutoConfig.from_pretrained(folder, trust_remote_code=False)), seq_len)
+    sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
+    samples = cfg.training.batch_size * (sampling.n_samples if sampling is not None else 1)
+    passes = run_passes(
+        folder,
+        full_batch(seq_len, length, data),
+        weighted_scores if head == "policy" else weighted_values,
+        settings,
+        head=head,
+        lora=cfg.lora if kind == "trainer" else None,
+        parallelism=layout,
+        world_size=options.procs,
+        device_type=device_type,
+        learns=learns,
+        backend=cfg.trainer.backend if kind == "trainer" else "fsdp",
+    )
+    memory = trainer_memory(
+        passes,
+        settings,
+        OptimizerSettings(**cfg.training.optimizer_settings()),
+        shards=layout.data_parallel_shard_degree * layout.context_parallel_degree if has_mesh else None,
+        micro_batches=2 if samples * length > seq_len * data else 1,
+        gloo=device_type == "cpu",
+        learns=learns,
+    )
+    parts = {part: size for part, size in asdict(memory).items() if part != "moment"}
+    if cfg.training.cpu_offload and learns:
+        # FSDP2 keeps these in host memory, where the optimiser computes too.
+        parts |= {"weights": 0, "gradients": 0, "optimizer": 0}
+    return ComponentPlan(
+        name,
         options.procs * options.num_replicas,
         options.with_gpus,
-        {name: size for name, size in parts.items() if size},
-        device.memory,
+        {part: size for part, size in parts.items() if size},
+        machines.memory,
+        memory.moment,
+        elements=passes.elements * layout.tensor_parallel_degree,
+    )
+
+
+def full_batch(seq_len: int, length: int, ranks: int) -> Batch:
+    """A batch of one pack of `seq_len` tokens for each rank, of sequences of this length, which are trained whole."""
+    count = max(1, seq_len // length) * ranks
+    tokens = count * length
+    mask = np.ones(tokens, dtype=bool)
+    mask[::length] = False
+    numbers = np.zeros(tokens, dtype=np.float32)
+    return Batch(
+        # Different beginnings: no prefix is shared.
+        tokens=np.arange(tokens) % 97 + np.repeat(np.arange(count), length) % 89,
+        lengths=np.full(count, length),
+        mask=mask,
+        logprobs=numbers,
+        versions=np.zeros(tokens, dtype=np.int64),
+        advantages=numbers,
+        weights=mask / np.float32(mask.sum()),
+    )
+
+
+def weighted_scores(logprobs: Tensor, weights: Tensor) -> Tensor:
+    """Any loss of a policy: what it holds for a token is nothing beside the token's activations."""
+    return (logprobs * weights).sum()
+
+
+def weighted_values(values: Tensor, weights: Tensor) -> Tensor:
+    """The same of a scalar head."""
+    return (values * weights).sum()
+
+
+def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) -> ComponentPlan:
+    """The plan of a generator: weights, keys and values, and what else its engine holds."""
+    options = Options(**cfg.placement(name))
+    settings = cfg.generator
+    on_gpus = options.with_gpus and machines.type != "cpu"
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    elements = count_elements(folder)
+    length = rounded(check_length(config, settings.max_seq_len), BLOCK)
+    per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // options.procs
+    weights = elements * (2 if settings.dtype == "bfloat16" else 4) // options.procs
+    update = most = 0
+    if settings.engine == "vllm":
+        share = float(settings.vllm.get("gpu_memory_utilization", UTILISATION))
+        others = ENGINE_MARGIN
+        cache = max(0, int(share * machines.memory) - weights - others)
+        most = cache // (length * per_token)
+        sequences = min(settings.slots, most)
+    else:
+        update = weights  # the next version is filled while this one decodes
+        logits = 4 * settings.slots * config.vocab_size * 4
+        if settings.captures(config, machines.type if on_gpus else "cpu"):
+            logits *= 2
+        others = logits + int(settings.prefix_cache_mb * 1e6)
+        # One more row, in which prompts are computed.
+        cache = (rounded(settings.slots, WIDTH) + 1) * length * per_token
+        if settings.cache_gb is not None:
+            cache = min(cache, round(settings.cache_gb * 1e9))
+        elif on_gpus:
+            others += ENGINE_MARGIN
+            room = max(0, int(machines.memory - CONTEXT) - 2 * weights - others)
+            cache = min(cache, room)
+            # More slots have more logits.
+            most = (room + logits) // (length * per_token + logits // settings.slots) - 1
+            most -= most % WIDTH
+        sequences = max(0, min(settings.slots, cache // (length * per_token) - 1))
+
+    limits = f"{sequences} of {settings.slots} slots at once with sequences of full length"
+    if most > settings.slots:
+        limits += f"; generator.slots {most} would fit"
+    parts = {"weights": weights, "next version": update, "cache": cache, "others": others}
+    return ComponentPlan(
+        name,
+        options.procs * options.num_replicas,
+        options.with_gpus,
+        {part: size for part, size in parts.items() if size},
+        machines.memory,
+        sequences=sequences,
         limits=limits,
-        has_room=memory.sequences >= 2,
         elements=elements,
     )
-    return component, memory
 
 
-def _add_seconds(plan: Plan, cfg: TrainingRecipe, config: PreTrainedConfig, engine: EngineMemory | None) -> None:
-    device = plan.machines.device
-    length = min(cfg.reach(config), cfg.training.seq_len)
-    # Lengths are known once a run has measured them: until then they are half of what they may be.
-    sampling = getattr(cfg, "grpo", None) or getattr(cfg, "distill", None)
-    longest = min(length, sampling.max_tokens) if sampling is not None else length
-    work = Work(cfg.training.batch_size * samples_of(cfg), PROMPT * max(1, length - longest), PROMPT * longest)
-    ranks = cfg.placement("trainer")["procs"]
-    plan.seconds["training"] = training_seconds(config, work, device, ranks, cfg.training.gradient_checkpointing)
-    reference = cfg.service("ref_model")
-    if reference is not None and "ref_model" not in cfg.idle:
-        ranks = reference.procs * reference.num_replicas
-        plan.seconds["reference"] = scoring_seconds(config, work, device, ranks)
-    training = sum(plan.seconds.values())
-    plan.step_seconds = training
-    generator = cfg.service("generator")
-    if engine is None or generator is None or sampling is None or not isinstance(cfg, RecipeConfig):
-        return
-    itemsize = 2 if cfg.generator.dtype == "bfloat16" else 4
-    plan.seconds["generation"] = generation_seconds(
-        config,
-        work,
-        device,
-        replicas=generator.num_replicas,
-        slots=max(1, engine.sequences),
-        weights=active_elements(config, plan.elements) * itemsize / generator.procs,
-        token_bytes=engine.token_bytes,
-        decoding=decoding_cost(config, cfg.generator, device),
+def count_elements(folder: Path) -> int:
+    """Parameters of a causal language model, from its config.json."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # Without memory: a model of 32B has its number of parameters in .2 s.
+    with META:
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def reward_plan(
+    cfg: RecipeConfig, folder: Path, machines: Machines, find: Callable[[str], Path]
+) -> ComponentPlan | None:
+    """The memory of the reward's models, of which each of its processes has all; None where it has none.
+
+    Args:
+        folder: of the policy, whose sequences they read.
+
+    Raises:
+        FileNotFoundError: a verifier's files, which name its models, are not there yet.
+    """
+    verifiers = cfg.reward.verifiers
+    models = [*(verifiers.planned_models() if verifiers is not None else ()), *models_of(cfg.scorers)]
+    if not models:
+        return None
+    options = cfg.service("reward") or Options()
+    reach = cfg.reach(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    memory = [scoring_memory(settings, find(settings.path), reach) for settings in models]
+    return ComponentPlan(
+        "reward",
+        options.procs * options.num_replicas,
+        options.with_gpus and any(settings.device != "cpu" for settings in models),
+        # They may score at once, each in a thread.
+        {"weights": sum(weights for weights, _ in memory), "activations": sum(passes for _, passes in memory)},
+        machines.memory,
     )
-    hosts = -(-plan.devices // DEVICES_PER_HOST)
-    plan.seconds["weights"] = update_seconds(plan.elements * itemsize, device, hosts)
-    training += plan.seconds["weights"]
-    age = cfg.async_.max_policy_age if isinstance(cfg, RLConfig) else 0
-    # Old samples may be trained: generation runs beside training, and the slower one sets the pace.
-    overlapped = max(plan.seconds["generation"], training)
-    plan.step_seconds = overlapped if age else plan.seconds["generation"] + training
 
 
-def active_elements(config: PreTrainedConfig, elements: int) -> float:
-    """Parameters that are read for one token: of a mixture those of the chosen experts."""
-    layers = len(sparse_layers(config))
-    if not layers:
-        return elements
-    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    idle = config.num_experts - config.num_experts_per_tok
-    return elements - layers * idle * 3 * config.hidden_size * width
+def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[int, int]:
+    """The bytes of a reward model's weights, and what its forward pass of a full batch holds beside them.
+
+    Args:
+        length: of the longest sequence that it is given, in tokens; shorter ones fill the batch as well.
+    """
+    loader: Any = AutoModelForSequenceClassification
+    if isinstance(settings, ProcessRewardModelSettings):
+        loader = AutoModelForTokenClassification if settings.good is None else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text_config = config.get_text_config()
+    text_config.pad_token_id = text_config.pad_token_id or 0  # a run takes the tokenizer's
+    with META:
+        model = loader.from_config(config, dtype=getattr(torch, settings.dtype), trust_remote_code=False)
+    model.eval()
+    # Long rows: attention's mask grows with the square of the width, all else with the tokens of the batch.
+    width = min(length, longest(config), settings.max_tokens or length, settings.batch_tokens)
+    rows = max(1, settings.batch_tokens // width)
+    ids = torch.zeros((rows, width), dtype=torch.long, device=META)
+    weights = dict(model.named_parameters())
+    with metered(weights) as meter, torch.no_grad():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    held = sum(weight.nbytes for weight in weights.values())
+    return held, max(most for _, most in meter.peaks.values())

@@ -1,72 +1,126 @@
-"""Devices that a plan is for: their memory and their rates."""
+"""Devices that a plan is for, and the shapes of models: of a folder, or of public models without a download."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.models.hub import split_revision
 
 GB = 1e9
 GIB = 2**30
 # Driver, kernels and the buffers of collectives, which no allocator of torch counts.
 CONTEXT = 1.5 * GB
-
-
-@dataclass(frozen=True)
-class Device:
-    """One kind of device.
-
-    memory: bytes. tflops: dense bfloat16. bandwidth: of its memory, in GB/s. link: to the other devices of its host, in
-    GB/s. network: of its host to others, in GB/s for each device.
-    """
-
-    name: str
-    memory: float
-    tflops: float
-    bandwidth: float
-    link: float
-    network: float
-    type: str = "cuda"
-
-
-# What torch says that they have; rates from data sheets; a network of 400 Gbit/s for each GPU of a host,
-# 200 for older ones.
+# Bytes that torch says that they have.
 DEVICES = {
-    device.name: device
-    for device in (
-        Device("A100-40", 39.4 * GIB, 312, 1555, 300, 25),
-        Device("A100", 79.2 * GIB, 312, 2039, 300, 25),
-        Device("H100", 79.2 * GIB, 989, 3350, 450, 50),
-        Device("H200", 139.8 * GIB, 989, 4800, 450, 50),
-        Device("B200", 178.4 * GIB, 2250, 7700, 900, 50),
-        Device("L4", 22.0 * GIB, 121, 300, 32, 12),
-        Device("L40S", 44.5 * GIB, 362, 864, 32, 25),
-        Device("A10", 22.0 * GIB, 125, 600, 32, 12),
-        Device("RTX4090", 23.5 * GIB, 165, 1008, 32, 12),
-    )
+    "A100-40": 39.4 * GIB,
+    "A100": 79.2 * GIB,
+    "H100": 79.2 * GIB,
+    "H200": 139.8 * GIB,
+    "B200": 178.4 * GIB,
+    "L4": 22.0 * GIB,
+    "L40S": 44.5 * GIB,
+    "A10": 22.0 * GIB,
+    "RTX4090": 23.5 * GIB,
 }
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Devices of one kind; on a CPU `count` is 1."""
+    """Devices of one kind, each of `memory` bytes; on a CPU `count` is 1."""
 
-    device: Device
+    device: str
+    memory: float
     count: int
+    type: str = "cuda"
 
 
-def parse_machines(text: str, cpu: Device) -> Machines:
+def parse_machines(text: str, cpu: Machines) -> Machines:
     """The devices of `8xH100`, `H100` or `cpu`.
 
     Raises:
         ValueError: an unknown device; names those that are known.
     """
     if text.lower() == "cpu":
-        return Machines(cpu, 1)
-    match = re.fullmatch(r"(?:(\d+)\s*[xX])?\s*([\w-]+)", text.strip())
-    names = {name.lower(): device for name, device in DEVICES.items()}
-    device = match and names.get(match[2].lower())
-    if not match or not device or match[1] == "0":
+        return cpu
+    match = re.fullmatch(r"(?:([1-9]\d*)\s*[xX])?\s*([\w-]+)", text.strip())
+    device = match and next((name for name in DEVICES if name.lower() == match[2].lower()), None)
+    if not match or not device:
         raise ValueError(
             f"--gpus {text!r}: write a number and a device, as 8xH100; known are {', '.join(DEVICES)}, cpu"
         )
-    return Machines(device, int(match[1] or 1))
+    return Machines(device, DEVICES[device], int(match[1] or 1))
+
+
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8}
+LLAMA3 = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def _shape(
+    family: dict[str, Any], hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False, **others: Any
+) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": 40960,
+        **family,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+        **others,
+    }
+
+
+# From the config.json files of their authors.
+PUBLIC = {
+    "Qwen/Qwen3-0.6B": _shape(QWEN3, 1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _shape(QWEN3, 2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-4B": _shape(QWEN3, 2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-4B-Instruct-2507": _shape(QWEN3, 2560, 9728, 36, 32, tied=True, max_position_embeddings=262144),
+    "Qwen/Qwen3-8B": _shape(QWEN3, 4096, 12288, 36, 32),
+    "Qwen/Qwen3-14B": _shape(QWEN3, 5120, 17408, 40, 40),
+    "Qwen/Qwen3-32B": _shape(QWEN3, 5120, 25600, 64, 64),
+    "Qwen/Qwen3-30B-A3B": _shape(QWEN3_MOE, 2048, 6144, 48, 32, num_key_value_heads=4, moe_intermediate_size=768),
+    "Qwen/Qwen3-235B-A22B": _shape(QWEN3_MOE, 4096, 12288, 94, 64, num_key_value_heads=4, moe_intermediate_size=1536),
+    "meta-llama/Llama-3.1-8B-Instruct": _shape(LLAMA3, 4096, 14336, 32, 32),
+    "meta-llama/Llama-3.1-70B-Instruct": _shape(LLAMA3, 8192, 28672, 80, 64),
+}
+# Those of the same shape under other names.
+PUBLIC |= {f"{name}-Base": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/") and "-2507" not in name}
+for _name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"):
+    PUBLIC[f"{_name}-Instruct-2507"] = {**PUBLIC[_name], "max_position_embeddings": 262144}
+PUBLIC["meta-llama/Llama-3.1-8B"] = PUBLIC["meta-llama/Llama-3.1-8B-Instruct"]
+
+
+def shape_folder(model: str, scratch: Path) -> Path:
+    """A folder with the config.json of a model, which is written to `scratch` unless the model is a folder.
+
+    Raises:
+        ValueError: the model is not a folder, not known here, and not at the hub.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    name, revision = split_revision(model)
+    # Before the hub, which takes half a minute where there is no network.
+    if name in PUBLIC:
+        fields = dict(PUBLIC[name])
+        folder = scratch / name.replace("/", "--")
+        folder.mkdir(parents=True, exist_ok=True)
+        fields["architectures"] = [ARCHITECTURES[fields["model_type"]]]
+        (folder / "config.json").write_text(json.dumps(fields, indent=1))
+        return folder
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+    except (OSError, ValueError) as error:
+        public_names = ", ".join(name for name in PUBLIC if "-Base" not in name)
+        raise ValueError(
+            f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): "
+            f"give a folder with that file alone; known without it are {public_names}"
+        ) from None

@@ -69,18 +69,18 @@ class RewardProcess:
         if self._process is None:
             self._start()
         began = time.monotonic()
+        rewards, error = (), f"no answer within {self.limit:g} s"
         try:
             target = case.target if target is None else target
             self._pipe.send((Prompt(case.prompt, (), 0, dict(case.row)), list(responses), target))
-            rewards, error = self._receive(self.limit)
-        except TimeoutError:
-            self.end()
-            return Outcome(error=f"no answer within {self.limit:g} s", seconds=self.limit)
+            if self._pipe.poll(self.limit):
+                rewards, error = self._pipe.recv()
+            else:
+                self.end()
         except (BrokenPipeError, EOFError):
             self._process.join()
             error = f"its process ended with {self._process.exitcode}"
             self.end()
-            return Outcome(error=error, seconds=time.monotonic() - began)
         return Outcome(rewards, error, time.monotonic() - began)
 
     def end(self) -> None:
@@ -98,13 +98,10 @@ class RewardProcess:
         self._process = context.Process(target=_serve, args=(self.name, other_end))
         self._process.start()
         other_end.close()
-        with suppress(EOFError):  # it has ended by itself: the call says so
-            self._receive(START)
-
-    def _receive(self, limit: float) -> Any:
-        if not self._pipe.poll(limit):
-            raise TimeoutError
-        return self._pipe.recv()
+        # Its start is not a part of the first call.
+        if self._pipe.poll(START):
+            with suppress(EOFError):  # it has ended by itself: the call says so
+                self._pipe.recv()
 
 
 def _serve(name: str, pipe: Connection) -> None:
@@ -112,7 +109,7 @@ def _serve(name: str, pipe: Connection) -> None:
     os.setsid()  # a group, so that what the reward starts ends with it
     reward = Reward([load_reward(name)], None)
     reward.setup()
-    pipe.send(None)  # its start is not a part of the first call
+    pipe.send(None)
 
     async def answer() -> None:
         while True:

@@ -1,18 +1,22 @@
-"""The examination: probes of several rows, what they earn, and what that says."""
+"""The examination of a reward: probes of several rows, what they earn, and what that says."""
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from forge.data.files import open_rows
+from forge.data.prompts import PromptFormat, plain_columns, with_ground_truth
+from forge.rewards.rules import load_reward
 
 from . import probes
 from .calls import Case, Outcome, RewardProcess
-from .findings import Finding, Severity
 
 ROWS = 12  # rows that are probed: each takes some 80 calls
 WRONG = 4  # targets of other rows that are tried as wrong answers to one
@@ -20,9 +24,23 @@ SLOW = 1.0  # seconds of a median call, above which rewards are slower than most
 # Of the distance between wrong and right: an answer that is worth more than this is paid as right.
 PAID = 0.75
 ABOVE = 0.05
-ORDERS = 3  # of a group
 # The kinds of errors by what their text begins with.
 ERRORS = {"no answer within": ("hangs", "hangs"), "its process ended": ("ends", "ends its process")}
+# A fault fails the examination; a doubt may be meant; a note is for reading.
+Severity = Literal["fault", "doubt", "note"]
+
+
+class Finding(NamedTuple):
+    """Something that a reward does: its kind is a word, such as "constant" or "raises", the text what happens."""
+
+    severity: Severity
+    kind: str
+    text: str
+
+    @property
+    def line(self) -> str:
+        """The finding in one line."""
+        return f"{self.severity}: {self.text}"
 
 
 @dataclass
@@ -31,7 +49,7 @@ class Examination:
 
     Args:
         right, wrong: mean rewards of right answers, in the form that earns most, and of other rows' answers.
-        median_seconds, slowest: of calls that answered.
+        seconds: of calls that answered.
     """
 
     rows: int
@@ -39,13 +57,33 @@ class Examination:
     calls: int = 0
     right: float | None = None
     wrong: float | None = None
-    median_seconds: float = 0.0
-    slowest: float = 0.0
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def has_fault(self) -> bool:
         """Whether a finding fails the examination."""
         return any(finding.severity == "fault" for finding in self.findings)
+
+
+def examine_reward(args: argparse.Namespace) -> None:
+    """Print what was found about a reward: `forge doctor reward`."""
+    if not args.reward or not args.data:
+        raise ValueError("which reward, on which rows? forge doctor reward package.module:name --data FILE")
+    target_field = None if args.target_field in ("null", "none", "") else args.target_field
+    form = PromptFormat(None, "{question}", target_field, args.prompt_field, args.target_pattern)
+    cases: list[Case] = []
+    load_reward(args.reward)  # a wrong name is one line here, and a traceback in its process
+    for row in islice(map(with_ground_truth, open_rows(args.data, split="train")), ROWS):
+        prompt, target = form.render(row)
+        cases.append(Case(prompt, target or None, plain_columns(row, None, [])))
+    result = examine(args.reward, cases, limit=args.timeout)
+    right, wrong = ("unknown" if value is None else f"{value:.3f}" for value in (result.right, result.wrong))
+    print(f"{result.calls} calls on {result.rows} rows: right answers earn {right}, answers of other rows {wrong};")
+    if result.seconds:
+        print(f"a call takes {1000 * median(result.seconds):.1f} ms, the slowest {max(result.seconds):.2f} s")
+    print("\n".join(finding.line for finding in result.findings) or "nothing was found")
+    if result.has_fault:
+        raise SystemExit(1)
 
 
 def examine(name: str, cases: Sequence[Case], *, limit: float = 10.0) -> Examination:
@@ -69,7 +107,6 @@ class Earned(NamedTuple):
     """What an answer to a row earned."""
 
     reward: float
-    case: Case
     answer: str
 
 
@@ -77,7 +114,6 @@ class _Examiner:
     def __init__(self, cases: Sequence[Case], process: RewardProcess) -> None:
         self.cases, self.process = cases, process
         self.result = Examination(len(cases))
-        self.seconds: list[float] = []
         self.errors: dict[str, Finding] = {}  # one of each kind of error
         self.targets = list(dict.fromkeys(case.target for case in cases if case.target))
         self.typical = 0.0  # what wrong answers earn
@@ -89,21 +125,17 @@ class _Examiner:
         # First what right and wrong answers earn: all others are compared with these. Last what may end the process.
         self.try_answers()
         self.try_constants()
-        if self._separates():
-            self.try_unearned()
+        self.try_unearned()
         self.leave_out_target()
         self.repeat()
         self.reorder()
         self.try_hostile()
 
-        result = self.result
-        result.findings += self.errors.values()
-        if self.seconds:
-            result.median_seconds, result.slowest = median(self.seconds), max(self.seconds)
-            if result.median_seconds > SLOW:
-                self.add("note", "slow", f"a call takes {result.median_seconds:.2f} s", self.cases[0], ("1",))
-        result.findings.sort(key=lambda finding: ("fault", "doubt", "note").index(finding.severity))
-        return result
+        if self.result.seconds and (typical := median(self.result.seconds)) > SLOW:
+            self.add("note", "slow", f"a call takes {typical:.2f} s")
+        self.result.findings += self.errors.values()
+        self.result.findings.sort(key=lambda finding: ("fault", "doubt", "note").index(finding.severity))
+        return self.result
 
     def score(self, case: Case, responses: Sequence[str], probe: str, target: str | None = None) -> Outcome:
         """Call the reward; an error is a finding, one of each kind."""
@@ -112,19 +144,15 @@ class _Examiner:
         if outcome.error:
             kind, verb = next((ERRORS[start] for start in ERRORS if outcome.error.startswith(start)), ("raises",) * 2)
             # One of each exception: hostile answers tend to raise the same.
-            text = f"{verb} on {probe}: {outcome.error}"
-            finding = Finding("fault", kind, text, case, tuple(responses), target)
+            finding = Finding("fault", kind, f"{verb} on {probe}: {outcome.error}")
             self.errors.setdefault(outcome.error.split(":")[0], finding)
         else:
-            self.seconds.append(outcome.seconds)
+            self.result.seconds.append(outcome.seconds)
         return outcome
 
-    def add(
-        self, severity: Severity, kind: str, text: str, case: Case, responses: Sequence[str], claim: str = ""
-    ) -> None:
+    def add(self, severity: Severity, kind: str, text: str) -> None:
         """Add a finding."""
-        target = "" if kind == "target" else None
-        self.result.findings.append(Finding(severity, kind, text, case, tuple(responses), target, claim))
+        self.result.findings.append(Finding(severity, kind, text))
 
     def earn(self, answers: Callable[[Case], Mapping[str, str]], probe: str = "{}") -> dict[str, list[Earned]]:
         """What the answers to each row earn, by their names; without those that are not scored."""
@@ -133,7 +161,7 @@ class _Examiner:
             for name, answer in answers(case).items():
                 reward = self.score(case, [answer], probe.format(name)).reward
                 if reward is not None:
-                    earned[name].append(Earned(reward, case, answer))
+                    earned[name].append(Earned(reward, answer))
         return earned
 
     def try_answers(self) -> None:
@@ -155,15 +183,13 @@ class _Examiner:
         if right is not None and wrong is not None and not self._separates():
             text = f"right answers earn {right:.3f} on average and answers of other rows {wrong:.3f}: it does not "
             text += "tell them apart, or expects a form that was not tried"
-            severity: Severity = "fault" if right < wrong else "doubt"
-            self.add(severity, "blind", text, self.cases[0], (self.cases[0].target or "",))
+            self.add("fault" if right < wrong else "doubt", "blind", text)
         for form, rows in forms.items():
-            missed = [earned for earned in rows if self._separates() and not self._is_paid(earned.reward)]
+            missed = [earned for earned in rows if not self._is_paid(earned.reward)] if self._separates() else []
             # In a few rows the form may change what the answer is.
             if len(missed) > len(self.cases) / 2:
-                reward, case, answer = missed[0]
-                text = f"a right answer in the form {form!r} earns {reward:.3f}: {answer[-60:]!r}"
-                self.add("note", "form", text, case, (answer,), f"rewards[0] > {reward}")
+                reward, answer = missed[0]
+                self.add("note", "form", f"a right answer in the form {form!r} earns {reward:.3f}: {answer[-60:]!r}")
 
     def try_constants(self) -> None:
         """Answers that are the same whatever is asked."""
@@ -177,25 +203,27 @@ class _Examiner:
 
         for name, rows in self.earn(constants).items():
             average = _mean(rows)
-            most, case, constant = max(rows, key=lambda earned: earned.reward)
             text = f"{name} earns {average:.3f} on average, "
-            if self._separates() and self._is_paid(average):
-                self.add("fault", "constant", text + "as right ones do", case, (constant,), f"rewards[0] < {most}")
+            if self._is_paid(average):
+                self.add("fault", "constant", text + "as right ones do")
             elif average > self.typical + ABOVE * distance:
-                text += f"wrong answers {self.typical:.3f}"
-                self.add("doubt", "constant", text, case, (constant,), f"rewards[0] < {most}")
+                self.add("doubt", "constant", text + f"wrong answers {self.typical:.3f}")
 
     def try_unearned(self) -> None:
         """Answers that most rows pay as right, and should not: lists, copies of the prompt, orders to a judge."""
         for kind, answers in probes.UNEARNED.items():
-            for name, rows in self.earn(partial(self._unearned, answers)).items():
+
+            def unearned(case: Case, answers: probes.Answers = answers) -> dict[str, str]:
+                others = self._others(case)
+                return answers(case, others) if case.target and others else {}
+
+            for name, rows in self.earn(unearned).items():
                 paid = [earned for earned in rows if self._is_paid(earned.reward)]
                 # One row may be right by accident.
                 if len(paid) > max(1, len(rows) / 4):
-                    reward, case, answer = paid[0]
+                    answer = paid[0].answer
                     text = f"{name} earns what a right one does in {len(paid)} of {len(rows)} rows: {answer[:80]!r}"
-                    severity: Severity = "fault" if kind == "injection" else "doubt"
-                    self.add(severity, kind, text, case, (answer,), f"rewards[0] < {reward}")
+                    self.add("fault" if kind == "injection" else "doubt", kind, text)
 
     def leave_out_target(self) -> None:
         """Rows without a target: nothing is known, and a number says otherwise."""
@@ -204,9 +232,8 @@ class _Examiner:
             self.result.calls += 1
             reward = self.process.call(case, [response], "").reward
             if reward is not None:
-                severity: Severity = "fault" if self._separates() and self._is_paid(reward) else "doubt"
                 text = f"{name} to a row with an empty target earns {reward:.3f}, and not None (unscored)"
-                self.add(severity, "target", text, case, (response,), "rewards[0] is None")
+                self.add("fault" if self._is_paid(reward) else "doubt", "target", text)
 
     def repeat(self) -> None:
         """The same call again: a reward that samples or counts differs in nearly all of three."""
@@ -215,41 +242,31 @@ class _Examiner:
             outcomes = [self.score(case, answers, "the same answers again") for _ in range(3)]
             values = {str(outcome.rewards) for outcome in outcomes if not outcome.error}
             if len(values) > 1:
-                text = f"the same answers earn different rewards: {', '.join(sorted(values))}"
-                self.add("doubt", "random", text, case, answers)
+                self.add("doubt", "random", f"the same answers earn different rewards: {', '.join(sorted(values))}")
                 return
 
     def reorder(self) -> None:
-        """A group in other orders, and its members alone."""
+        """A group in the other order, and its members alone."""
         case = self.cases[0]
         group = list(dict.fromkeys([*probes.right_forms(case.target or "1").values(), *self._others(case)[:3]]))
         plain = self.score(case, group, "a group").rewards
         if not plain:
             return
-        draw = random.Random(0)
-        for _ in range(ORDERS):
-            order = draw.sample(range(len(group)), len(group))
-            shuffled = [group[number] for number in order]
-            moved = self.score(case, shuffled, "a group in another order").rewards
-            if moved and moved != tuple(plain[number] for number in order):
-                self.add("fault", "order", "rewards of a group depend on the order of its answers", case, shuffled)
-                return
+        moved = self.score(case, group[::-1], "a group in another order").rewards
+        if moved and moved != plain[::-1]:
+            self.add("fault", "order", "rewards of a group depend on the order of its answers")
         # That a reward compares the answers of a group may be meant.
-        if tuple(self.score(case, [answer], "one answer").reward for answer in group) != plain:
-            self.add("note", "group", "answers earn something else in a group than alone", case, group)
+        elif tuple(self.score(case, [answer], "one answer").reward for answer in group) != plain:
+            self.add("note", "group", "answers earn something else in a group than alone")
 
     def try_hostile(self) -> None:
         """Answers that take long or confuse parsers: errors and time-outs are found by `score`."""
-        for name, rows in self.earn(lambda case: probes.hostile(case) if case in self.cases[:2] else {}).items():
-            for reward, case, answer in rows:
-                is_paid = self._separates() and self._is_paid(reward)
+        for case in self.cases[:2]:
+            for name, answer in probes.hostile(case).items():
+                reward = self.score(case, [answer], name).reward
+                is_paid = reward is not None and self._is_paid(reward)
                 if is_paid and not (case.target and case.target in answer):
-                    text = f"{name} earns {reward:.3f}, as right answers do"
-                    self.add("fault", "hostile", text, case, (answer,), f"rewards[0] < {reward}")
-
-    def _unearned(self, answers: Callable[[Case, list[str]], dict[str, str]], case: Case) -> dict[str, str]:
-        others = self._others(case)
-        return answers(case, others) if case.target and others else {}
+                    self.add("fault", "hostile", f"{name} earns {reward:.3f}, as right answers do")
 
     def _others(self, case: Case) -> list[str]:
         return [target for target in self.targets if target != case.target][:6]
@@ -259,8 +276,9 @@ class _Examiner:
         return right is not None and wrong is not None and right - wrong > 0.1 * max(abs(right), abs(wrong), 1e-6)
 
     def _is_paid(self, reward: float) -> bool:
+        """Whether this is what right answers earn, of a reward that tells them apart."""
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
-        return reward >= wrong + PAID * (right - wrong)
+        return self._separates() and reward >= wrong + PAID * (right - wrong)
 
 
 def _mean(rows: Sequence[Earned]) -> float:

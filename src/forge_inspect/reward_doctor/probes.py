@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .calls import Case
 
+# Makes answers from a row and the targets of others.
+Answers = Callable[[Case, Sequence[str]], dict[str, str]]
 # What a policy that knows nothing might learn to say, whatever the prompt.
 CONSTANTS = (
     *("", " ", "0", "1", "2", "A", "B", "yes", "no", "true", "None", "{}", "[]", "nan", "inf", "\\boxed{}"),
@@ -62,7 +64,7 @@ def injections(case: Case, others: Sequence[str]) -> dict[str, str]:
 
 
 # What should not earn what a right answer does, by the kind of the finding.
-UNEARNED = {"hedge": hedges, "copy": copies, "injection": injections}
+UNEARNED: dict[str, Answers] = {"hedge": hedges, "copy": copies, "injection": injections}
 
 
 def hostile(case: Case) -> dict[str, str]:

@@ -44,13 +44,18 @@ def write_report(folder: Path, state: str | None = None) -> None:
         state: of the run, if the caller still holds its lock; None reads it from the folder.
     """
     view = RunView(folder)
+    # The answers of the first and of the last evaluation of each set.
+    pages = []
+    for name in view.answers.page({})["sets"]:
+        steps = view.answers.page({"set": name})["steps"]
+        pages += [view.answers.page({"set": name, "step": str(step)}) for step in dict.fromkeys([steps[0], steps[-1]])]
     data = {
         "name": folder.name,
         "about": view.about() | ({} if state is None else {"state": state}),
         "curves": view.curves(max_rows=MAX_ROWS),
         "lanes": view.lanes(max_events=MAX_EVENTS),
         "rollouts": _sample(view),
-        "held_out": _held_out(view),
+        "held_out": pages,
     }
     # One file without requests: it can be sent, and opened without a server.
     scripts = "\n".join(_inline(name) for name in SCRIPTS)
@@ -84,16 +89,6 @@ def _sample(view: RunView) -> list[Fields]:
         for row in group:
             rows[row["row"]] = {k: v[:MAX_LENGTH] if isinstance(v, str | list) else v for k, v in row.items()}
     return [rows[number] for number in sorted(rows)]
-
-
-def _held_out(view: RunView) -> list[Fields]:
-    """Return the answers of the first and of the last evaluation of each set."""
-    pages = []
-    for name in view.held_out({})["sets"]:
-        steps = view.held_out({"set": name})["steps"]
-        ends = dict.fromkeys([*steps[:1], *steps[-1:]])
-        pages += [view.held_out({"set": name, "step": str(step)}) for step in ends]
-    return pages
 
 
 def _inline(name: str) -> str:

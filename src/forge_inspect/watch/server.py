@@ -25,7 +25,6 @@ from .views import Fields, RunView, plain
 READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, "lock")  # files of a run's folder
 DEPTH = 3  # levels of folders that are searched for runs
 MAX_VIEWS = 16  # runs whose numbers are kept in memory
-MAX_NAME = 100  # characters of a name in an error
 MAX_ERROR = 500  # characters of an error
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 # Texts of rollouts are shown in the page: it may load and send nothing but to this server.
@@ -70,7 +69,7 @@ class Watch:
             "/api/rows": lambda q: self.view(q["run"]).curves(int(q.get("after", 0))),
             "/api/trace": lambda q: self.view(q["run"]).lanes(int(q.get("after", 0))),
             "/api/rollouts": lambda q: self.view(q["run"]).rollouts(q),
-            "/api/held_out": lambda q: self.view(q["run"]).held_out(q),
+            "/api/held_out": lambda q: plain(self.view(q["run"]).answers.page(q)),
             "/api/rollout": lambda q: self.view(q["run"]).rollout(int(q["row"])),
             "/api/group": lambda q: self.view(q["run"]).group(int(q["row"])),
             "/api/differences": lambda q: plain(differences([self.folder(name) for name in q.getall("run")])),
@@ -88,12 +87,9 @@ class Watch:
         Raises:
             FileNotFoundError: there is no such run, or it is outside of `root`, also by a link.
         """
-        try:
-            path = (self.root / name).resolve()
-        except (ValueError, OSError, RuntimeError):  # a name that no file can have, or a link to itself
-            raise FileNotFoundError(f"there is no run {name[:MAX_NAME]!r}") from None
+        path = (self.root / name).resolve()
         if not path.is_relative_to(self.root) or not (path / CONFIG).is_file() or not is_inside(path, self.root):
-            raise FileNotFoundError(f"there is no run {name[:MAX_NAME]!r}")
+            raise FileNotFoundError(f"there is no run {name!r}")
         return path
 
     def view(self, name: str) -> RunView:
@@ -157,12 +153,9 @@ async def _errors_as_json(
         return await handler(request)
     except web.HTTPException as error:
         status, reason = error.status, error.reason
-    except (FileNotFoundError, IndexError) as error:
-        status, reason = 404, line(error)
-    except KeyError as error:
-        status, reason = 400, f"the query lacks {error}"
-    except (ValueError, TypeError, ArithmeticError, RecursionError, OSError) as error:
-        status, reason = 400, line(error)
+    except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, OSError, RuntimeError) as error:
+        status = 404 if isinstance(error, FileNotFoundError | IndexError) else 400
+        reason = f"the query lacks {error}" if isinstance(error, KeyError) else line(error)
     return web.json_response({"error": reason}, status=status, headers=HEADERS)
 
 

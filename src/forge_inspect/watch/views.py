@@ -4,6 +4,7 @@ skipped."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge.observability.folder import MARK
-from forge.observability.lines import Lines, numbers
+from forge.observability.lines import Lines, Row, numbers
 from forge.observability.rollouts import HELD_OUT, ROLLOUTS, TEXT, batches
 from forge.observability.trace import TRACE
 from forge_inspect.account import account_text, token_account
 from forge_inspect.alerts import alerts, folder_alerts
 from forge_inspect.runs import settings, summary
-
-from .held_out import Answers
 
 if TYPE_CHECKING:
     import pyarrow
@@ -52,7 +51,7 @@ class RunView:
             self._trace = Lines(self.folder / TRACE)
             self.rows: list[dict[str, float]] = []
             self.events: list[Fields] = []
-            self._answers = Answers(self.folder / HELD_OUT)
+            self.answers = Answers(self.folder / HELD_OUT)
             self._table: pyarrow.Table | None = None
             self._ends: list[int] = [0]  # of the batches in the file
             self._firsts: list[int] = [0]  # number of the first row of each batch
@@ -61,7 +60,7 @@ class RunView:
             if "step" in row:
                 self.rows.append(row)
         self.events += self._trace.read()
-        self._answers.refresh()
+        self.answers.refresh()
         self._index()
 
     def _index(self) -> None:
@@ -161,16 +160,15 @@ class RunView:
         rows = [{"row": int(number), **plain(line)} for number, line in zip(page, index, strict=True)]
         for row in rows:
             batch, offset = self._locate(row["row"])
-            row |= {name: clip(cell(batch[name], offset)) for name in TEXT}
-            row["written"] = clip(_written(cell(batch["texts"], offset), cell(batch["mask"], offset)))
+            row |= {name: (cell(batch[name], offset) or "")[:PREVIEW] for name in TEXT}
+            # The text of the policy's own tokens, special ones included; empty where a letter is spread over tokens.
+            pieces = zip(cell(batch["texts"], offset), cell(batch["mask"], offset), strict=False)
+            written = "".join(piece for piece, own in pieces if own)
+            row["written"] = "" if "\ufffd" in written else written[:PREVIEW]
         return {
             **{"total": len(selected), "all": len(table), "rows": rows, "histogram": histogram},
             "reasons": sorted(reason for reason in reasons if reason),
         }
-
-    def held_out(self, query: Mapping[str, str]) -> Fields:
-        """Return a page of answers to held-out problems, see `Answers.page`."""
-        return plain(self._answers.page(query))
 
     def rollout(self, row: int) -> Fields:
         """Return all fields of a rollout. IndexError: there is no such row."""
@@ -234,12 +232,6 @@ def cell(array: pyarrow.Array, index: int) -> Any:
     return plain(check_array(array.slice(index, 1))[0].as_py())
 
 
-def _written(texts: list[str], mask: list[bool]) -> str:
-    """The text of the policy's own tokens, special ones included; empty where a letter is spread over tokens."""
-    text = "".join(piece for piece, own in zip(texts, mask, strict=False) if own)
-    return "" if "\ufffd" in text else text
-
-
 def plain(value: Any) -> Any:
     """Convert a value to JSON: NaN to null, and other types to text."""
     if isinstance(value, float):
@@ -250,8 +242,6 @@ def plain(value: Any) -> Any:
         return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, int) and value.bit_length() > 64:  # decimal digits of longer ones take quadratic time
-        return f"{value:#x}"[:PREVIEW]
     return value if isinstance(value, int | str | None) else str(value)
 
 
@@ -260,6 +250,49 @@ def short(number: float) -> float:
     return float(f"{number:.7g}")
 
 
-def clip(text: str | None) -> str:
-    """Return the beginning of a text."""
-    return (text or "")[:PREVIEW]
+MAX_TEXT = 4000  # characters of a text on a page
+VERDICTS = {"right": True, "wrong": False, "unknown": None}
+
+
+class Answers:
+    """The answers of a growing file, by set and step. Damaged lines are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = Lines(path)
+        self._rows: dict[str, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+
+    def refresh(self) -> None:
+        """Read the answers that were appended since the last call."""
+        for row in self._lines.read():
+            if all(isinstance(row.get(key), int) for key in ("step", "problem")):
+                clipped = {key: cell[:MAX_TEXT] if isinstance(cell, str) else cell for key, cell in row.items()}
+                self._rows[str(row.get("set", ""))][row["step"]].append(clipped)
+
+    def page(self, query: Mapping[str, str]) -> Row:
+        """Return a page of the answers of one evaluation.
+
+        Args:
+            query: `set`, by default the first one; `step`, by default the last of the set; `verdict`: "right", "wrong"
+                or "unknown"; `page` from 0.
+
+        Returns:
+            `sets`, `set`, `steps`, `step`, `total` of the selected answers, `all`, and `rows`, each with `before`:
+            whether the answer to this problem was right in the first evaluation.
+        """
+        if not self._rows:
+            return {"sets": [], "set": "", "steps": [], "step": None, "total": 0, "all": 0, "rows": []}
+        # What does not exist is ignored: an old address of the page still shows something.
+        sets = sorted(self._rows)
+        name = query["set"] if query.get("set") in sets else sets[0]
+        steps = sorted(self._rows[name])
+        step = int(query.get("step") or steps[-1])
+        rows = self._rows[name][step] if step in steps else []
+        selected = rows
+        if query.get("verdict") in VERDICTS:
+            selected = [row for row in rows if row.get("correct") is VERDICTS[query["verdict"]]]
+        # The first evaluation shows what training has changed.
+        before = {row["problem"]: row.get("correct") for row in self._rows[name][steps[0]]}
+        page = selected[PAGE * int(query.get("page") or 0) :][:PAGE]
+        found = [{**row, "before": before.get(row["problem"])} for row in page]
+        numbers = {"total": len(selected), "all": len(rows)}
+        return {"sets": sets, "set": name, "steps": steps, "step": step, **numbers, "rows": found}

@@ -19,8 +19,8 @@ from forge.observability.metrics import Snapshot
 from forge.observability.rollouts import ROLLOUTS, batches
 from forge.types import Episode, Group
 from forge_http.web import bind
-from forge_inspect.watch import Watch
 from forge_inspect.watch.report import write_report
+from forge_inspect.watch.server import Watch
 from forge_inspect.watch.views import RunView
 
 EPISODES = 512

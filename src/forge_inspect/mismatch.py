@@ -1,0 +1,398 @@
+"""Engine, transformers and trainer on one recorded batch, in a row: where neighbours part, and by how much."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoModelForCausalLM
+
+from forge.config.sections import flat
+from forge.config.yaml_files import parse_yaml
+from forge.data.packing import pack
+from forge.engines.cache import WIDTH, rounded
+from forge.engines.decoder import Decoder
+from forge.engines.weights import Weights, load_config
+from forge.models.architecture import sparse_layers
+from forge.models.find import resolve_model
+from forge.models.tokenizer import model_config
+from forge.models.weight_layouts import adapters, merge_adapters
+from forge.observability.folder import CONFIG, MARK
+from forge.observability.rollouts import IDLE, ROLLOUTS, batches
+from forge.system.checksums import check_files
+from forge.training.checkpoint import checkpoints, step_of
+from forge.training.checkpoint_reader import Planner, Reader
+from forge.training.lora import add_adapters
+from forge.training.policy import Policy
+from forge.training.settings import LoraSettings
+from forge.types import Episode
+
+COLUMNS = ("step", "dropped", "tokens", "mask", "versions", "engine_logprobs", "logprobs")
+SEQUENCES = 8  # of a comparison: enough for a mean, and few enough for a large model on a CPU
+TOKENS = 2048  # of them together
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One recorded token sequence.
+
+    tokens: [length] ids. mask: [length], the tokens to compare: sampled by the version. engine, trainer: [length]
+    recorded log-probabilities in nats, NaN where there is none.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    engine: np.ndarray
+    trainer: np.ndarray
+
+    @property
+    def context(self) -> int:
+        """The number of tokens before the first that the policy sampled."""
+        return int(np.flatnonzero(self.mask)[0])
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run's folder as far as a comparison needs it.
+
+    settings: the configuration by dotted keys. start: the folder of the model that training began with. checkpoint:
+    that of the version, which sampled the sequences at step `step`; None for version 0.
+    """
+
+    settings: Mapping[str, Any]
+    start: Path
+    checkpoint: Path | None
+    version: int
+    step: int
+    sequences: Sequence[SampledTokens] = field(repr=False)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of sampling, which the trainer scores at."""
+        return float(self.settings.get("grpo.temperature") or 1.0)
+
+    def flat(self, name: str) -> np.ndarray:
+        """A column of the compared tokens of all sequences, [compared]."""
+        return np.concatenate([getattr(sequence, name)[sequence.mask] for sequence in self.sequences])
+
+    def owners(self) -> np.ndarray:
+        """The number of the sequence of each compared token, [compared]."""
+        return np.repeat(np.arange(len(self.sequences)), [int(sequence.mask.sum()) for sequence in self.sequences])
+
+
+def open_run(folder: Path, step: int | None = None) -> RecordedRun:
+    """Read the folder of a run, and choose the batch that is compared: by default the last one that the weights of a
+    checkpoint sampled. FileNotFoundError, ValueError: there is nothing to compare; in one line."""
+    if not (folder / MARK).is_file() or not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} is not a run that has made a step")
+    settings = flat(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
+    if any(key.startswith("models.") for key in settings):
+        raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")
+    if settings.get("trainer.backend") == "titan":
+        raise ValueError(f"{folder} was trained by TorchTitan, whose checkpoints are not read here: use backend fsdp")
+    start = Path(resolve_model(str(settings.get("model") or folder.with_name(f"{folder.name}-initial"))))
+    saved = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
+    rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
+    if not rows:
+        raise ValueError(f"{folder} has no recorded rollouts: set metrics.rollouts to 1 or more")
+    sampled: dict[tuple[int, int], list[SampledTokens]] = defaultdict(list)  # by version and step, the first one last
+    for row in rows:
+        if row["dropped"] in (None, IDLE) and step in (None, row["step"]):
+            for version in {*row["versions"]} & {0, *saved}:
+                if (sequence := _sequence(row, version, settings)) is not None:
+                    sampled[version, -row["step"]].append(sequence)
+    if not sampled:
+        raise ValueError(
+            f"no rollouts {'recorded' if step is None else f'of step {step}'} were sampled by weights that {folder} "
+            "has: set checkpoint.every and checkpoint.keep so that a step follows a checkpoint"
+        )
+    # The newest weights: a fault of publication shows only where they differ from the start.
+    version, negative_step = max(sampled)
+    first = sampled[version, negative_step][:SEQUENCES]
+    ends = accumulate(len(sequence.tokens) for sequence in first)
+    chosen = [sequence for sequence, end in zip(first, ends, strict=True) if end <= TOKENS] or first[:1]
+    return RecordedRun(settings, start, saved.get(version), version, -negative_step, chosen)
+
+
+def _sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> SampledTokens | None:
+    """The tokens of a row that a version sampled; None: there are none, or their context is of other weights."""
+    sampled = np.array(row["mask"], dtype=bool)
+    mask = sampled & (np.array(row["versions"]) == version)
+    keeps_cache = settings.get("generator.on_update", "continue") == "continue"
+    # An engine that continues keeps the keys and values of older weights: that difference is by design.
+    if not mask.any() or mask[0] or (keeps_cache and not np.array_equal(mask, sampled)):
+        return None
+    engine, trainer = (np.array(row[name], dtype=np.float32) for name in ("engine_logprobs", "logprobs"))
+    if np.isnan(engine[mask]).any():
+        return None
+    if row["step"] - 1 != version:  # the trainer's numbers are of the weights that the step trained
+        trainer[:] = np.nan
+    return SampledTokens(np.array(row["tokens"], dtype=np.int64), mask, engine, trainer)
+
+
+@torch.no_grad()
+def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
+    """Read the weights of the run's version: the trainer's model, in float32 and in one process, and the weights that
+    are published, adapters merged, by the names of transformers' models.
+
+    Raises:
+        ValueError: the checkpoint is not of this model, or damaged.
+    """
+    settings = {key.removeprefix("lora."): value for key, value in run.settings.items() if key.startswith("lora.")}
+    lora = LoraSettings(**settings) if settings else None
+    policy = Policy.from_pretrained(run.start)
+    if lora is not None:
+        add_adapters(policy.model, lora)
+    # Version 0 of a resumed run may have a checkpoint of the same weights: the folder of the model is as good.
+    if run.version and run.checkpoint is not None:
+        try:
+            check_files(run.checkpoint)
+            reader = Reader(run.checkpoint)
+            stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+            # In the checkpoint's own dtype; weights that it lacks are frozen ones of the base.
+            weights = {name: weight for name, weight in policy.named_parameters() if f"model.{name}" in stored}
+            buffers = {
+                name: torch.empty_like(weight, dtype=stored[f"model.{name}"].properties.dtype)
+                for name, weight in weights.items()
+            }
+            dcp.load({"model": buffers}, storage_reader=reader, planner=Planner())
+            for name, weight in weights.items():
+                weight.copy_(buffers[name])
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException) as error:
+            raise ValueError(f"{run.checkpoint} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    policy.requires_grad_(False).eval()
+
+    tensors = {name: parameter.detach() for name, parameter in policy.named_weights()}
+    if lora is not None:
+        # W + (alpha / rank) B A, as a trainer publishes layers with adapters.
+        factors = adapters(tensors.items())
+        base = [(name, tensor) for name, tensor in tensors.items() if name not in factors]
+        scales = {name: lora.alpha / lora.rank if name.endswith(".lora_B.weight") else 1.0 for name in factors}
+        tensors = dict(merge_adapters(base, {name: factor * scales[name] for name, factor in factors.items()}))
+    return policy, tensors
+
+
+CPU = torch.device("cpu")
+# Nats, mean over the tokens of the sequence that differs most. Between engine, trainer and transformers in float32 tiny
+# models of seven families differ by at most 2.5e-6 on a CPU; larger ones add up more terms, and are not measured.
+FLOAT32 = 1e-4
+# Several times the noise of half precision, measured on the same batch: two kernels round differently.
+HALF_TIMES = 3.0
+# A share of the tokens of a mixture of experts may flip between experts that are almost tied.
+FLIPPED = 0.02
+
+RECORDED, TRAINED = "recorded engine", "recorded trainer"
+ENGINE, PLAIN, TRAINER = "engine now", "plain forward pass", "trainer now"
+# By the second side of a pair.
+COMPONENTS = {
+    ENGINE: "the engine as it sampled",
+    PLAIN: "the engine's forward pass",
+    TRAINER: "the trainer's forward pass",
+    TRAINED: "the trainer as it trained",
+}
+# Where what was recorded agrees, and nothing that is computed now does.
+TOGETHER = "the saved weights, or the settings or the model of today"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two neighbouring sides, and the component in which they differ.
+
+    mean: of |difference| over all tokens, in nats. worst: the mean of the sequence in which it is largest, which is
+    compared with the tolerance.
+    """
+
+    first: str
+    second: str
+    component: str
+    mean: float
+    worst: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two differ by rounding alone."""
+        return self.worst <= self.tolerance
+
+
+@dataclass
+class Mismatch:
+    """The result of a comparison.
+
+    component: of the first link that disagrees; empty: there is none.
+    """
+
+    run: str
+    step: int
+    version: int
+    tokens: int
+    links: list[Link] = field(default_factory=list)
+    component: str = ""
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether engine and trainer compute the same."""
+        return not self.faults
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence, for a page beside `train/engine_difference`."""
+        if self.is_sound:
+            return f"engine and trainer agree on {self.tokens} tokens of version {self.version}"
+        return self.faults[0]
+
+    def json(self) -> str:
+        """The comparison as JSON."""
+        return json.dumps(asdict(self) | {"is_sound": self.is_sound, "sentence": self.sentence}, indent=1)
+
+
+def compare(folder: Path, *, step: int | None = None) -> Mismatch:
+    """Compare engine and trainer on a recorded batch of a run.
+
+    Args:
+        step: whose batch; None: the newest one that can be compared.
+
+    Raises:
+        FileNotFoundError: not a run that has made a step.
+        ValueError: there is nothing to compare; in one line.
+    """
+    run = open_run(folder, step)
+    outcome = Mismatch(str(folder), run.step, run.version, len(run.owners()))
+    policy, tensors = read_policy(run)
+    model = plain_model(run, tensors)
+    # Log-probabilities of the compared tokens, [compared] in nats.
+    values = {
+        RECORDED: run.flat("engine"),
+        ENGINE: engine_logprobs(run, tensors),
+        PLAIN: plain_logprobs(run, model),
+        TRAINER: trainer_logprobs(run, policy),
+    }
+    updates = int(run.settings.get("training.mini_batches") or 1) * int(run.settings.get("training.epochs") or 1)
+    if updates == 1 and not np.isnan(run.flat("trainer")).all():
+        values[TRAINED] = run.flat("trainer")
+    else:
+        outcome.notes.append("the trainer's recorded numbers are not compared: other weights than the sampled ones")
+    sections = {RECORDED: "generator", TRAINED: "training"}
+    in_half = [name for name, section in sections.items() if run.settings.get(f"{section}.dtype") == "bfloat16"]
+    noise = distance(run, plain_logprobs(run, model, torch.bfloat16), values[PLAIN]) if in_half else 0.0
+    tolerances = dict.fromkeys(in_half, max(FLOAT32, HALF_TIMES * noise))
+
+    def link_sides(first: str, second: str, component: str) -> Link:
+        # The mean is that of `train/engine_difference`.
+        mean = float(np.nanmean(np.abs(values[first].astype(np.float64) - values[second])))
+        tolerance = max(tolerances.get(first, FLOAT32), tolerances.get(second, FLOAT32))
+        return Link(first, second, component, mean, distance(run, values[first], values[second]), tolerance)
+
+    outcome.links = [link_sides(first, second, COMPONENTS[second]) for first, second in pairwise(values)]
+    if differing := [link for link in outcome.links if not link.agrees]:
+        link = differing[0]
+        outcome.component = link.component
+        is_recorded = link.first == RECORDED and differing[-1].second == TRAINED
+        if is_recorded and link_sides(RECORDED, TRAINED, TOGETHER).agrees:
+            outcome.component = TOGETHER
+        gap = f"{link.first} and {link.second} differ by {link.mean:.2g} nats on average"
+        outcome.faults.append(f"{outcome.component}: {gap}")
+        outcome.notes += [f"also different: {x.first} and {x.second}, by {x.worst:.2g} nats" for x in differing[1:]]
+    return outcome
+
+
+def distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) -> float:
+    """Mean absolute difference, in nats, of the sequence in which it is largest.
+
+    Args:
+        first, second: [compared] log-probabilities; tokens with NaN in one of them are left aside.
+    """
+    gaps = np.abs(first.astype(np.float64) - second)
+    usable = ~np.isnan(gaps)
+    if sparse_layers(model_config(run.start)) and usable.any():
+        usable &= ~(gaps > np.quantile(gaps[usable], 1 - FLIPPED))
+    if not usable.any():
+        return 0.0
+    owners = run.owners()[usable]
+    return float((np.bincount(owners, gaps[usable]) / np.maximum(np.bincount(owners), 1)).max())
+
+
+@torch.inference_mode()
+def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarray:
+    """Decode token by token with the cache, all sequences at once, as the embedded engine does, on a CPU."""
+    config = load_config(run.start)
+    weights = Weights(config, tensors.items(), torch.float32, CPU, run.version)
+    sequences = run.sequences
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    rows = rounded(len(sequences), WIDTH)
+    decoder = Decoder(config, weights, rows, longest, torch.float32, CPU)
+    decoder.cache.reserve(longest, 0)
+    # What is before the first sampled token is prefilled.
+    filled = [row for row, sequence in enumerate(sequences) if sequence.context > 1]
+    if filled:
+        decoder.prefill([sequences[row].tokens[: sequences[row].context - 1].tolist() for row in filled], filled)
+
+    idle = [0] * (rows - len(sequences))
+    logits: list[list[Tensor]] = [[] for _ in sequences]
+    for step in range(max(len(sequence.tokens) - sequence.context for sequence in sequences)):
+        # A sequence that has ended decodes its last token again, which changes nothing.
+        places = [min(sequence.context - 1 + step, len(sequence.tokens) - 2) for sequence in sequences]
+        inputs = [int(sequence.tokens[place]) for sequence, place in zip(sequences, places, strict=True)]
+        length = min(rounded(max(places) + 1, decoder.granule), decoder.cache.longest)
+        decoder.cache.reserve(length, len(sequences))
+        decoded = decoder.decode(torch.tensor(inputs + idle), torch.tensor(places + idle), length).float()
+        for row, (sequence, place) in enumerate(zip(sequences, places, strict=True)):
+            if place == sequence.context - 1 + step and sequence.mask[place + 1]:
+                logits[row].append(decoded[row])
+    return _logprobs(run, torch.stack([*chain.from_iterable(logits)]))
+
+
+def plain_model(run: RecordedRun, tensors: Mapping[str, Tensor]) -> Any:
+    """Transformers' own model with eager attention in float32, which shares neither the cache, the attention nor the
+    products of engine and trainer."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        run.start, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, use_safetensors=True
+    )
+    model.requires_grad_(False).eval()
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
+    return model
+
+
+@torch.no_grad()
+def plain_logprobs(run: RecordedRun, model: Any, dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """All sequences in one pass, padded on the right: causal attention hides that from all that comes before.
+
+    Args:
+        dtype: of the products.
+    """
+    sequences = run.sequences
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    ids = torch.tensor([[*sequence.tokens, *[0] * (longest - len(sequence.tokens))] for sequence in sequences])
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        # Those that compared tokens are predicted from.
+        rows = [row[np.flatnonzero(s.mask) - 1] for row, s in zip(hidden, sequences, strict=True)]
+        logits = model.lm_head(torch.cat(rows).float()).float()
+    return _logprobs(run, logits)
+
+
+@torch.no_grad()
+def trainer_logprobs(run: RecordedRun, policy: Policy) -> np.ndarray:
+    """The trainer's model in one process: all sequences in one pass, with a prompt that several share computed once."""
+    batch = pack([Episode.given(sequence.tokens.tolist(), sequence.mask.tolist()) for sequence in run.sequences])
+    return policy(batch, run.temperature).logprobs.float().numpy()
+
+
+def _logprobs(run: RecordedRun, logits: Tensor) -> np.ndarray:
+    labels = torch.from_numpy(run.flat("tokens"))[:, None]
+    return (logits / run.temperature).log_softmax(-1).gather(1, labels)[:, 0].numpy()

@@ -1,0 +1,200 @@
+"""The plan of a configuration: the memory of its components, what would fit where one does not, and both as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from forge.engines.cache import BLOCK
+from forge.engines.interface import check_length
+from forge.recipes.placement import gpus_needed
+from forge.recipes.schema import RecipeConfig, TrainingRecipe
+
+from .components import ComponentPlan, engine_plan, kind_of, reward_plan, trainer_plan
+from .devices import GB, Machines
+
+REWARD_REMEDY = (
+    "the reward fits with a lower batch_tokens of its models, dtype bfloat16, or fewer models: each of its processes "
+    "has all of them"
+)
+FACTORS = (2, 4, 8)  # times as many ranks; degrees, which stay within a host
+SHORTEST = 512  # tokens of a pack: less would hold few whole answers
+Settings = dict[str, str | int]  # by dotted keys
+Change = Callable[[Settings], TrainingRecipe]  # the configuration with other settings; ValueError: they do not fit it
+
+
+@dataclass
+class Plan:
+    """The plan of a configuration.
+
+    devices: GPUs that the configuration asks for, those of judges and verifiers included. notes: what to know, or to
+    change.
+    """
+
+    model: str
+    machines: Machines
+    devices: int
+    components: list[ComponentPlan] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every component fits, and there are enough GPUs."""
+        return all(component.fits for component in self.components) and self.devices <= self.machines.count
+
+
+def make_plan(
+    cfg: TrainingRecipe, folder: Path, name: str, machines: Machines, find: Callable[[str], Path], change: Change
+) -> Plan:
+    """The plan of a configuration, without weights and without a GPU.
+
+    Args:
+        folder: with the model's config.json.
+        name: of the model.
+        find: the folder with the config.json of another model, by its name.
+        change: the configuration with other settings, for what would fit.
+
+    Raises:
+        ValueError: a model, or degrees of parallelism, that the trainer rejects.
+    """
+    plan = Plan(name, machines, sum(gpus_needed(cfg).values()))
+    services = [setting.removeprefix("services.") for setting in cfg.placements()]
+    further = {
+        service: folder_of(cfg, service, folder, find)
+        for service in services
+        if kind_of(service) in ("trainer", "critic", "ref_model", "generator")
+        and service not in {"trainer", "generator", *cfg.idle}
+    }
+    trainers = ["trainer", *(service for service in further if kind_of(service) != "generator")]
+    folders = {"trainer": folder, "generator": folder, **further}
+    plan.components += [trainer_plan(cfg, folders[service], service, machines) for service in trainers]
+    if isinstance(cfg, RecipeConfig):
+        if cfg.engine is not None and cfg.service("generator") is not None:
+            engines = [service for service in folders if kind_of(service) == "generator"]
+            plan.components += [engine_plan(cfg, folders[service], service, machines) for service in engines]
+        try:
+            rewards = reward_plan(cfg, folder, machines, find)
+            plan.components += [rewards] if rewards is not None else []
+        except FileNotFoundError as error:
+            # An ensemble names its models in a file that an earlier program writes.
+            plan.notes.append(f"the reward's models are not in this plan: {error}")
+
+    if machines.type == "cpu" or not plan.components[0].with_gpus:
+        return plan
+    if plan.devices > machines.count:
+        plan.notes.append(f"{plan.devices} GPUs are asked for, and there are {machines.count}")
+    for component in plan.components:
+        if not component.fits:
+            is_reward = component.name == "reward"
+            plan.notes.append(
+                REWARD_REMEDY if is_reward else find_remedy(cfg, folders[component.name], component, machines, change)
+            )
+    return plan
+
+
+def folder_of(cfg: TrainingRecipe, service: str, own: Path, find: Callable[[str], Path]) -> Path:
+    """The folder of the model that a service holds: the run's own where nothing names another.
+
+    Raises:
+        ValueError: a model whose configuration cannot be read.
+    """
+    names = cfg.others()
+    # A critic or reference that is named is that of all policies; else each begins as its policy.
+    keys = {"critic": ["critic.model"], "ref_model": ["grpo.reference", "distill.teacher"]}.get(kind_of(service), [])
+    if service.startswith("models."):
+        keys = [*keys, f"models.{service.split('.')[1]}.model"]
+    name = next((names[key] for key in keys if key in names), None)
+    return own if name is None else find(name)
+
+
+def find_remedy(cfg: TrainingRecipe, folder: Path, component: ComponentPlan, machines: Machines, change: Change) -> str:
+    """The first change with which a component fits, the cheapest first, in one sentence."""
+    name = component.name
+    is_engine = kind_of(name) == "generator"
+    planned: Callable[..., ComponentPlan] = engine_plan if is_engine else trainer_plan
+    for settings in engine_changes(cfg, folder, name) if is_engine else trainer_changes(cfg, name):
+        try:
+            changed = planned(change(settings), folder, name, machines)
+        except ValueError:  # the model cannot be divided so
+            continue
+        if changed.fits:
+            words = " and ".join(f"{key} {value}" for key, value in settings.items())
+            sequences = f"{changed.sequences} sequences of full length at once"
+            return f"the {name} fits with {words}: {sequences if is_engine else f'{changed.total / GB:.1f} GB'}"
+    if is_engine:
+        return f"the {name} fits with none of: more GPUs (vLLM), fewer generator.slots, a shorter generator.max_seq_len"
+    return (
+        f"the {name} fits with none of: recomputed activations, more GPUs, divided layers, a shorter training.seq_len"
+    )
+
+
+def trainer_changes(cfg: TrainingRecipe, name: str) -> Iterator[Settings]:
+    """Settings with which a trainer, critic or reference model may fit."""
+    first: Settings = {}
+    if not cfg.training.gradient_checkpointing and kind_of(name) != "ref_model":
+        # The cheapest remedy, and a part of the others where it is not enough.
+        first = {"training.gradient_checkpointing": "true"}
+        yield first
+    now = cfg.placement(name)["procs"]
+    procs = f"{section_of(name)}.procs"
+    yield from (first | {procs: now * factor} for factor in FACTORS)
+    # More ranks divide weights and state alone; these divide the activations of a sequence as well.
+    for count in (now, *(now * factor for factor in FACTORS)):
+        ranks: Settings = {procs: count} if count != now else {}
+        for dimension in ("context", "tensor"):
+            degrees = [degree for degree in FACTORS if count % degree == 0]
+            yield from (first | ranks | {f"parallelism.{dimension}_parallel_degree": degree} for degree in degrees)
+    # Shorter packs come last, as they bound answers.
+    lengths = [cfg.training.seq_len >> halvings for halvings in range(1, 12)]
+    yield from (first | {"training.seq_len": length} for length in lengths if length >= SHORTEST)
+
+
+def engine_changes(cfg: TrainingRecipe, folder: Path, name: str) -> Iterator[Settings]:
+    """Settings with which two sequences of full length may fit a generator."""
+    assert isinstance(cfg, RecipeConfig)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # More GPUs keep all slots, and fewer slots keep the length of answers: shorter ones come last.
+    if cfg.generator.engine == "vllm":
+        key = f"{section_of(name)}.procs"
+        counts = [cfg.placement(name)["procs"] * factor for factor in FACTORS]
+        counts = [count for count in counts if config.num_key_value_heads % count == 0]
+    else:  # its logits take memory for each slot
+        key = "generator.slots"
+        counts = [count for halvings in range(1, 12) if (count := cfg.generator.slots >> halvings) >= 2]
+    for count in counts:
+        yield {key: count}
+    for halvings in range(1, 12):
+        if (length := check_length(config, cfg.generator.max_seq_len) >> halvings) >= BLOCK:
+            yield {"generator.max_seq_len": length}
+
+
+def section_of(service: str) -> str:
+    """The section that places a service."""
+    return service if service.startswith("models.") else f"services.{service}"
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The lines of a plan for a terminal."""
+    count, device, memory = plan.machines.count, plan.machines.device, plan.machines.memory
+    machines = "CPU" if plan.machines.type == "cpu" else f"{count} x {device} ({memory / GB:.0f} GB)"
+    yield f"{plan.model}: {plan.components[0].elements:,} parameters, on {machines}"
+    yield ""
+    width = max(10, *(len(component.name) for component in plan.components))
+    for component in plan.components:
+        # Host memory is what the machine has: only devices have a verdict.
+        verdict = "fits" if component.fits else f"DOES NOT FIT {readable(component.bound)}"
+        processes = f"{component.processes} process{'es' if component.processes > 1 else ''}"
+        line = f"{component.name:<{width}} {readable(component.total):>8} in each of {processes}"
+        yield f"{line}  {verdict}" if component.with_gpus else line
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in component.parts.items())
+        moment = f"the most at: {component.moment}" if component.moment else ""
+        yield from (f"{'':<{width}} {text}" for text in (parts, moment, component.limits) if text)
+    yield from (f"note: {note}" for note in plan.notes)
+
+
+def readable(size: float) -> str:
+    """Return a number of bytes in GB, or in MB below a tenth of one."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
