@@ -9,10 +9,9 @@ except ImportError as error:
     raise ImportError("OpenEnv needs aiohttp: pip install aiohttp") from error
 
 from .client import CapacityError, OpenEnvClient, OpenEnvError, Session
-from .environment import OpenEnvEnvironment
+from .environment import OpenEnvEnvironment, OpenEnvVerifier
 from .launch import LocalServer
 from .server import serve, web_app
-from .verifier import OpenEnvVerifier
 from .wire import Reply
 
 __all__ = [
