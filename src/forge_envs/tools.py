@@ -220,11 +220,6 @@ class ToolEnvironment(Environment):
         if self._call.form == "group":
             raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
 
-    @property
-    def offered(self) -> tuple[Schema, ...]:
-        """The schemas of the tools."""
-        return self.tools.schemas
-
     async def reset(self, task: Sample | Mapping[str, Any] | str, *, seed: int) -> Step:
         """The question, with the system message and the schemas of the tools.
 

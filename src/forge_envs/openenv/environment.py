@@ -10,7 +10,7 @@ from typing import Any
 from forge.rewards import Scores
 from forge.rewards.verifier import collect
 from forge.types import Sample
-from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
+from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
 
 from ..content import Json, text_of
@@ -95,14 +95,14 @@ class OpenEnvEnvironment(Environment):
             return self._step((), None, {}, over=True)
         # A text that was cut at its limit says something else than the policy meant.
         if action.truncated and self._to_action is None and not self._is_forge:
-            return Step((_user_message(CUT),))
+            return Step((user_message(CUT),))
         try:
             sent = (self._to_action or self._default_action)(action)
         except ValueError as error:
-            return Step((_user_message(f"error: {error}"),))
+            return Step((user_message(f"error: {error}"),))
         reply = await self._sent(self._session, sent)
         if isinstance(reply, str):
-            return Step((_user_message(reply),))
+            return Step((user_message(reply),))
         if self._is_forge:
             return step_from_reply(reply)
         return self._step(tuple(self._to_messages(reply)), reply.reward, reply.metadata, over=reply.done)
@@ -173,7 +173,7 @@ class OpenEnvEnvironment(Environment):
         """The default messages. Most observations are one text: it is shown as it is, others as JSON."""
         shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only = next(iter(shown.values())) if len(shown) == 1 else None
-        return [_user_message(self._shorten(only if isinstance(only, str) else json.dumps(shown)))]
+        return [user_message(self._shorten(only if isinstance(only, str) else json.dumps(shown)))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
         """Make the default action of a turn. ValueError: the turn does not match the schema."""
@@ -201,10 +201,6 @@ class OpenEnvEnvironment(Environment):
     def _shorten(self, text: str) -> str:
         surplus = len(text) - self._max_chars
         return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
-
-
-def _user_message(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:

@@ -39,7 +39,6 @@ class ServedSession:
     def __init__(self, environment: Environment, timeout: float) -> None:
         self.environment = environment
         self._timeout = timeout
-        self._tools = environment.offered
         self._running = False
         self._steps = 0
         self._episode: str | None = None
@@ -50,23 +49,9 @@ class ServedSession:
             return "state", {"episode_id": self._episode, "step_count": self._steps}
         if kind == "reset":
             return "observation", await self._reset(data)
-        if kind == "step" and data.get("type") == "list_tools":
-            return "observation", {"observation": {"tools": self._listed("input_schema")}, "done": False}
         if kind == "step":
             return "observation", await self._step(data)
-        if kind == "mcp" and data.get("method") == "tools/list":
-            return "mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": {"tools": self._listed("inputSchema")}}
         raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
-
-    def _listed(self, schema_key: str) -> list[Data]:
-        """Return the episode's tools as MCP describes them; `schema_key` is the key of their parameters."""
-        if self._tools is None:
-            raise ServedError("EXECUTION_ERROR", "reset first: the tools are those of an episode")
-        functions = [tool["function"] for tool in self._tools]
-        return [
-            {"name": f["name"], "description": f.get("description", ""), schema_key: f.get("parameters", {})}
-            for f in functions
-        ]
 
     async def _reset(self, data: Data) -> Data:
         parameters = dict(data)
@@ -79,7 +64,6 @@ class ServedSession:
         self._running = False
         task = parameters.get("task", parameters or None)
         reply = await self._called(self.environment.reset(task, seed=seed), "reset")
-        self._tools = reply["observation"]["tools"]
         self._steps = 0
         self._episode = str(episode or secrets.token_hex(16))
         return reply
@@ -93,12 +77,6 @@ class ServedSession:
             raise ServedError("EXECUTION_ERROR", "no episode is under way: reset first")
         reply = await self._called(self.environment.step(action), "step")
         self._steps += 1
-        # An observation of OpenEnv's MCP environments has the result of the tool instead of messages.
-        if data.get("type") == "call_tool":
-            observation = reply["observation"]
-            result = "\n".join(str(message.get("content", "")) for message in observation["messages"])
-            tool = {"tool_name": data["tool_name"], "result": result, "error": None}
-            reply["observation"] = {**tool, "metadata": observation["metadata"]}
         return reply
 
     async def _called(self, call: Awaitable[Step], name: str) -> Data:
@@ -203,7 +181,7 @@ def web_app(
     """Make an aiohttp application that speaks OpenEnv's wire format.
 
     The task of an episode is the reset's `task`, or else its parameters without `seed` and `episode_id`. A step takes
-    {"text": ...} as in the schema, or {"type": "call_tool", "tool_name": ..., "arguments": ...}.
+    {"text": ..., "calls": [...]} as in the schema. Tools are in the observation of the reset.
 
     Args:
         make: an environment, called for each session.

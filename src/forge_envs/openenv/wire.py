@@ -112,10 +112,7 @@ def plain(value: object) -> Json:
 
 
 def action_from_json(data: dict[str, Json]) -> Action:
-    """Parse an action, or the call of an MCP tool. ValueError: it is neither."""
-    if data.get("type") == "call_tool":
-        call = {"name": data.get("tool_name"), "arguments": data.get("arguments", {})}
-        data = {"text": "", "calls": [call]}
+    """Parse an action. ValueError: it is none."""
     check_shape(data, "action")
     calls = (ToolCall(call["name"], call.get("arguments", {}), call.get("id", "")) for call in data.get("calls", ()))
     text = data["text"]
