@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from transformers import AutoModelForSequenceClassification
 from forge.data.supervised import closed
 from forge.rewards.verifier import Scores
 
+from .config import TRUNCATE, RewardModelSettings
 from .models import Inputs, ModelVerifier, TokenRow
-from .settings import TRUNCATE, RewardModelSettings
 
 NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose classes are independent
 
@@ -38,7 +37,7 @@ class RewardModel(ModelVerifier[float]):
     padding token (transformers would use the token before it).
 
     Args:
-        path, name, settings: fields of `forge_verifiers.settings.RewardModelSettings`.
+        path, name, settings: fields of `forge_verifiers.config.RewardModelSettings`.
 
     Raises:
         ValueError: invalid settings, or settings that do not fit the model.
@@ -70,13 +69,6 @@ class RewardModel(ModelVerifier[float]):
         self._intercept = section.intercept
         head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
-        self._settings = (*self.model.texts.values(), section.as_pair, append_eos, section.label)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies weights, texts and settings; reads all weights, once."""
-        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.model.max_tokens)
-        return f"reward model {self.model.identity} {self._settings} {numbers}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""

@@ -8,7 +8,6 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, Thread
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 from forge.rewards.verifier import Unscored
 
@@ -46,7 +45,7 @@ async def within(limit: float, call: Awaitable[A], name: str, progress: Callable
         task.cancel()
 
 
-class ThreadLimiter:
+class Turns:
     """Runs functions in threads, at most `limit` at a time in an event loop, first come first served.
 
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
@@ -59,11 +58,14 @@ class ThreadLimiter:
     def __init__(self, limit: int = 4) -> None:
         self.progress = 0
         self._limit = limit
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
         """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
-        turns = _SEMAPHORES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
-        async with turns.setdefault(self, asyncio.Semaphore(self._limit)):
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:  # a semaphore belongs to a loop
+            self._turns = (loop, asyncio.Semaphore(self._limit))
+        async with self._turns[1]:
             with self.counted():
                 return await in_own_thread(function, limit=limit, name=name)
 
@@ -78,16 +80,8 @@ class ThreadLimiter:
         self.progress += 1
 
 
-# Semaphores belong to an event loop. They are kept outside of `ThreadLimiter`, which may be pickled to another process.
-_SEMAPHORES: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[ThreadLimiter, asyncio.Semaphore]] = (
-    WeakKeyDictionary()
-)
-
-in_thread = ThreadLimiter()  # shared by callers without one
-
-
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """`ThreadLimiter` without waiting for a turn: for functions that wait more than they compute."""
+    """The result of a function in a thread of its own. Unscored: it took more than `limit` seconds."""
     outcome: Future[A] = Future()
 
     def work() -> None:

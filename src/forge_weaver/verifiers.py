@@ -17,9 +17,8 @@ from forge.config.yaml_files import read_yaml
 from forge.observability import Reduce, record_metric
 from forge.rewards.reward import report_missing
 from forge.rewards.verifier import Scores
-from forge_verifiers.config import VerifiersConfig
+from forge_verifiers.config import ModelSettings, RewardModelSettings, VerifiersConfig
 from forge_verifiers.panel import Panel
-from forge_verifiers.settings import ModelSettings, RewardModelSettings
 
 from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
 from .binned import Online
@@ -81,7 +80,6 @@ class Ensemble:
     """
 
     names = ("ensemble",)
-    grouped = True
 
     def __init__(
         self,
@@ -289,11 +287,6 @@ class Distilled:
         self.check()
         reading: dict[str, Any] = json.loads((self.path / DISTILLED).read_text())["reading"]
         return reading
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the model, for caches of scores."""
-        return self.model.fingerprint
 
     @property
     def progress(self) -> float:

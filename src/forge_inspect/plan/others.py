@@ -18,8 +18,7 @@ from transformers import (
 from forge.models.architecture import longest
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
-from forge_verifiers.config import models_of
-from forge_verifiers.settings import ModelSettings, ProcessRewardModelSettings
+from forge_verifiers.config import ModelSettings, ProcessRewardModelSettings, models_of
 
 from .devices import Machines
 from .meter import metered
