@@ -217,7 +217,7 @@ class ToolEnvironment(Environment):
         self.state = state
         self.messages: list[Message] = []
         self._call = RewardCall(score, getattr(score, "__name__", type(score).__name__))
-        if self._call.form == "group":
+        if self._call.is_group:
             raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
 
     async def reset(self, task: Sample | Mapping[str, Any] | str, *, seed: int) -> Step:
@@ -244,12 +244,8 @@ class ToolEnvironment(Environment):
         if action.truncated:
             return Step(truncated=True)
         prompt, target = self.task
-        if self._call.form == "positional":
-            reward = self.score(prompt.text, action.content, target)
-        else:
-            row = {**prompt.row, "env": self, "state": self.state}
-            answers_given = Answers(prompt.text, [action.content], target, row, self.messages)
-            reward = self.score(**self._call.arguments(answers_given, 0))
+        row = {**prompt.row, "env": self, "state": self.state}
+        reward = self._call(Answers(prompt.text, [action.content], target, row, self.messages), 0)
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)
 
 
