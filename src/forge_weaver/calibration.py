@@ -79,13 +79,13 @@ def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
 
 @dataclasses.dataclass
 class Recalibration:
-    """Platt scaling: p -> sigmoid(slope logit(p) + intercept). Temperature scaling with intercept 0."""
+    """Platt scaling: p -> sigmoid(slope logit(p) + intercept)."""
 
     slope: float = 1.0
     intercept: float = 0.0
 
     @classmethod
-    def fit(cls, p: np.ndarray, labels: np.ndarray, *, intercept: bool = True) -> Recalibration:
+    def fit(cls, p: np.ndarray, labels: np.ndarray) -> Recalibration:
         """Maximum likelihood with a weak pull to the identity, so that separable labels have a solution.
 
         Raises:
@@ -95,9 +95,9 @@ class Recalibration:
         if labels.min() == labels.max():
             raise ValueError("recalibration needs labels of both classes")
         # Towards slope 1 and intercept 0; the pulls weigh about as much as one response.
-        x, free = np.stack([_logits(p), np.ones(len(p))], axis=1), 1 + intercept
-        line = logistic_regression(x[:, :free], labels, np.array([1.0, 1e-3])[:free], np.array([1.0, 0.0])[:free])
-        return cls(*map(float, line))
+        x = np.stack([_logits(p), np.ones(len(p))], axis=1)
+        slope, intercept = logistic_regression(x, labels, np.array([1.0, 1e-3]), np.array([1.0, 0.0]))
+        return cls(float(slope), float(intercept))
 
     def __call__(self, p: np.ndarray) -> np.ndarray:
         return sigmoid(self.slope * _logits(p) + self.intercept)

@@ -173,7 +173,7 @@ STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
         "put the scores together",
         "scores.npz --out ensemble --verifiers verifiers.yaml",
         [
-            ("scores", {"help": ".npz, or .parquet in the public layout of Weaver"}),
+            SCORES,
             ("--method", {"default": "auto", "help": "auto, or another of docs/weaver.md"}),
             ("--class-balance", {"type": float, "help": "share of right responses, where it is known"}),
             ("--one-right", {"action": "store_true", "help": "exactly one response of each problem is right"}),

@@ -26,10 +26,6 @@ from .selection import selection_accuracy
 from .table import ScoreTable
 from .verifiers import DISTILLED
 
-READING = (
-    *("prompt_template", "chat_template", "system_prompt", "chat_options"),
-    *("as_pair", "append_eos", "truncate", "max_tokens"),
-)
 HELD_OUT = 0.2  # share of the problems: half of them calibrate, half are reported
 
 
@@ -105,24 +101,16 @@ def distil(
         model: folder or hub id of a model with a transformers sequence classification head, usually an encoder.
         folder: must be empty or absent.
         say: called with a log line per epoch.
-        **reading: how prompt and response become one text, and `max_tokens` (READING); see
-            `forge_verifiers.RewardModel`.
+        **reading: how prompt and response become one text, and `max_tokens`; see `forge_verifiers.RewardModel`.
 
     Raises:
-        ValueError: no texts, mismatched shapes, values outside [0, 1], too few prompts, invalid settings, or a folder
-            that is not empty.
+        ValueError: no texts, mismatched shapes, too few prompts, invalid settings, or a folder that is not empty.
     """
     # Everything that can be wrong is checked before the model is loaded.
     if table.prompts is None or table.responses is None:
         raise ValueError("distillation needs a table with prompts and responses: these are scores alone")
     if probabilities.shape != table.present.shape:
         raise ValueError(f"probabilities are {probabilities.shape} where the responses are {table.present.shape}")
-    if ((probabilities < 0) | (probabilities > 1)).any():
-        raise ValueError("probabilities must be from 0 to 1, or NaN where there is none")
-    if unknown := sorted(reading.keys() - set(READING)):
-        raise ValueError(f"unknown {', '.join(unknown)}: how texts are read is set by {', '.join(READING)}")
-    if min(epochs, batch_size) < 1 or learning_rate <= 0:
-        raise ValueError("epochs and batch_size must be at least 1, and learning_rate above 0")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder for the distilled verifier")

@@ -49,8 +49,7 @@ class ScoreTable:
             raise ValueError(f"scores must be non-empty [problems, responses, verifiers], got {self.scores.shape}")
         shape, width = self.scores.shape[:2], self.scores.shape[2]
 
-        # A single name may be given as text.
-        names = (self.verifiers,) if isinstance(self.verifiers, str) else tuple(map(str, self.verifiers))
+        names = tuple(map(str, self.verifiers))
         if len(names) != width:
             raise ValueError(f"{len(names)} names for {width} columns of scores")
         duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
@@ -170,7 +169,7 @@ class ScoreTable:
 
     @staticmethod
     def load(path: str | Path) -> ScoreTable:
-        """Read a file written by `save`, or a Parquet file in the public Weaver layout."""
+        """Read a file written by `save`."""
         from .formats import load_table
 
         return load_table(Path(path))
