@@ -116,20 +116,13 @@ class LMJudge:
             return yes / (yes + no)
 
         # Votes: as many answers as are set, of which more than half must be readable.
-        verdicts: list[bool] = []
-        count, answer = 0, ""
-        while (remaining := self._settings.votes - count) > 0:
-            # Not every endpoint supports n: missing votes are requested again.
-            several = {"n": remaining} if remaining > 1 else {}
-            choices = (await self._ask(client, {**question, **several}))[:remaining]
-            for choice in choices:
-                answer = _text_of(choice)
-                verdict = read_verdict(answer, self._yes, self._no)
-                if verdict is not None:
-                    verdicts.append(verdict)
-            count += len(choices)
-        if 2 * len(verdicts) <= count:
-            raise Unscored(f"{len(verdicts)} of {count} verdicts could be read; the last answer was {answer[-80:]!r}")
+        several = {"n": self._settings.votes} if self._settings.votes > 1 else {}
+        answers = [_text_of(choice) for choice in await self._ask(client, {**question, **several})]
+        read = [read_verdict(answer, self._yes, self._no) for answer in answers]
+        verdicts = [verdict for verdict in read if verdict is not None]
+        if 2 * len(verdicts) <= self._settings.votes:
+            count = f"{len(verdicts)} of {self._settings.votes} verdicts could be read"
+            raise Unscored(f"{count}; the last answer was {answers[-1][-80:]!r}")
         return sum(verdicts) / len(verdicts)
 
     async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:

@@ -102,7 +102,7 @@ class BatchedModel:
         self, rows: Sequence[TokenRow | Exception], read: Callable[[Inputs], Sequence[A]]
     ) -> Iterator[tuple[int, A | Exception]]:
         """The outcome of `read` for each row, batch by batch, as (index, outcome): Unscored for a row that is empty or
-        too long, the exception of `read` for a row that fails even alone, and exceptions among `rows` as they are."""
+        too long, and exceptions among `rows` as they are."""
         readable: dict[int, TokenRow] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
@@ -120,18 +120,8 @@ class BatchedModel:
                 batches.append([])
             batches[-1].append(index)
 
-        def read_halving(indices: list[int]) -> Sequence[A | Exception]:
-            # A failed batch is split: it may need too much memory, or one row is at fault.
-            try:
-                return read(self.pad([readable[index] for index in indices]))
-            except Exception as error:
-                if len(indices) == 1:
-                    return [error]
-            half = len(indices) // 2
-            return [*read_halving(indices[:half]), *read_halving(indices[half:])]
-
         for batch in batches:
-            yield from zip(batch, read_halving(batch), strict=True)
+            yield from zip(batch, read(self.pad([readable[index] for index in batch])), strict=True)
 
     def pad(self, rows: Sequence[TokenRow]) -> Inputs:
         """A batch of rows, padded on the right, where causality and the mask hide it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from threading import Thread
 from typing import Generic, TypeVar
 
 from forge.rewards.verifier import Unscored
@@ -103,8 +103,7 @@ class Batcher(Generic[A, B]):
     """Runs `compute` for one call after the other, in one thread.
 
     Args:
-        compute: yields (index of the item, outcome) for all items, in any order; it is not continued once its call is
-            cancelled.
+        compute: yields (index of the item, outcome) for all items, in any order.
         name: of the thread.
 
     Attributes:
@@ -112,34 +111,22 @@ class Batcher(Generic[A, B]):
     """
 
     def __init__(self, compute: Callable[[list[A]], Iterable[tuple[int, B]]], name: str) -> None:
-        self._compute, self._name = compute, name
+        self._compute = compute
         self._pool = ThreadPoolExecutor(1, f"verify {name}")
-        self._closed = False
         self.progress = 0
 
     async def __call__(self, items: Sequence[A]) -> list[B]:
         """The outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
-        cancelled = Event()
 
         def work() -> list[B]:
             outcomes: dict[int, B] = {}
             for index, outcome in self._compute(list(items)):
                 outcomes[index] = outcome
                 self.progress += 1
-                if cancelled.is_set():
-                    raise CancelledError
             return [outcomes[index] for index in range(len(items))]
 
-        try:
-            return await asyncio.wrap_future(self._pool.submit(work))
-        except (asyncio.CancelledError, RuntimeError):
-            if self._closed:
-                raise RuntimeError(f"the verifier {self._name} was closed") from None
-            raise
-        finally:
-            cancelled.set()
+        return await asyncio.wrap_future(self._pool.submit(work))
 
     def close(self) -> None:
-        """Fail all waiting calls; the one that is being computed ends on its own."""
-        self._closed = True
+        """Cancel all waiting calls; the one that is being computed ends on its own."""
         self._pool.shutdown(wait=False, cancel_futures=True)

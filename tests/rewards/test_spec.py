@@ -73,8 +73,6 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"reward_models": [{"path": "tests/nosuch"}]}, "tests/nosuch is not a folder"),
         ({"reward_models": [{"path": "tests"}]}, "tests is not a folder"),
         ({"reward_models": [{"path": "m", "as_pair": True, "append_eos": True}]}, r"\[0\]: as_pair joins"),
-        ({"reward_models": [{"path": "m", "truncate": True, "chat_template": True}]}, "truncate is for pairs"),
-        ({"reward_models": [{"path": "m", "truncate": True, "append_eos": False}]}, "truncate is for pairs"),
         ({"reward_models": [{"path": "m", "prompt_template": "{other}"}]}, "no field 'other'"),
         ({"reward_models": [{"path": "m", "system_prompt": "be"}]}, "need chat_template"),
         ({"process_reward_models": [{"path": "m", "marker": "z", "good": "+"}]}, "both good and bad"),
