@@ -15,8 +15,7 @@ import numpy as np
 
 from forge.system.files import written_aside
 
-from .formats import reading_npz, write_npz
-from .table import ScoreTable
+from .table import ScoreTable, reading_npz, write_npz
 
 Json = dict[str, Any]
 

@@ -54,7 +54,7 @@ def _run_step(args: argparse.Namespace) -> None:
 
 def _score(args: argparse.Namespace) -> None:
     from . import read_problems, score_table
-    from .formats import check_path
+    from .table import check_path
 
     problems = read_problems(args.responses)
     verifiers = _read_verifiers(args.verifiers)
@@ -103,7 +103,7 @@ def _fit(args: argparse.Namespace) -> None:
 
 def _predict(args: argparse.Namespace) -> None:
     from . import load
-    from .formats import check_path
+    from .table import check_path
 
     check_path(args.out)
     table, aggregator = _read_scores(args.scores), load(args.aggregator)
