@@ -56,10 +56,8 @@ async def rollout(
         sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
     Raises:
-        ValueError: an invalid limit. Other exceptions of the environment and the policy propagate.
+        Exceptions of the environment other than `InfrastructureError`, and those of the policy.
     """
-    if max_turns < 1 or max_tokens < 1 or (max_turn_tokens or 1) < 1 or step_timeout <= 0 or retries < 0:
-        raise ValueError("max_turns, max_tokens, max_turn_tokens and step_timeout must be above 0, retries at least 0")
     for attempt in range(retries + 1):
         played = _Played(dialogue, max_tokens, step_timeout, turn_seeds(seed, sample, attempt))
         try:

@@ -70,8 +70,6 @@ class Toolbox:
         max_chars: int = 8192,
         max_calls: int = 16,
     ) -> None:
-        if timeout <= 0 or max_chars < 1 or max_calls < 1:
-            raise ValueError(f"timeout, max_chars and max_calls must be above 0: {timeout}, {max_chars}, {max_calls}")
         self._timeout, self._max_chars, self._max_calls = timeout, max_chars, max_calls
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}

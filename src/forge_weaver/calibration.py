@@ -4,7 +4,7 @@ Metrics take arrays of one shape, such as [problems, responses], and skip entrie
 Labels are 1 and 0; soft labels in between are allowed except for AUC.
 
 Raises:
-    ValueError: the shapes differ, nothing is left, or values outside [0, 1].
+    ValueError: the shapes differ, or nothing is left.
 """
 
 from __future__ import annotations
@@ -108,14 +108,11 @@ def _logits(p: np.ndarray) -> np.ndarray:
 
 
 def _known(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Validate, flatten and drop NaN."""
+    """Flatten and drop NaN."""
     p, labels = np.asarray(p, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     if p.shape != labels.shape:
         raise ValueError(f"probabilities are {p.shape} and labels {labels.shape}")
     judged = ~np.isnan(p) & ~np.isnan(labels)
     if not judged.any():
         raise ValueError("no response has both a probability and a label")
-    for name, values in (("probabilities", p[judged]), ("labels", labels[judged])):
-        if values.min() < 0 or values.max() > 1:
-            raise ValueError(f"{name} lie in [0, 1]: these go from {values.min():g} to {values.max():g}")
     return p[judged], labels[judged]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +38,6 @@ class DistilReport:
         error: mean absolute difference to the ensemble's probability.
         agreement: fraction of responses on the same side of 1/2 as by the ensemble.
         gap: expected calibration error against the ensemble's probability.
-        cpu_seconds: per response, scored in batches.
         truth: `auc`, `selection` and `ece` against known labels, for the model and for the ensemble.
         ranking: area under the ROC curve of the model against the ensemble's side of 1/2; NaN if all are on one.
         chance: what this area reaches by chance alone: 1/2 and two standard errors.
@@ -52,7 +50,6 @@ class DistilReport:
     error: float
     agreement: float
     gap: float
-    cpu_seconds: float
     truth: dict[str, dict[str, float]]
     ranking: float = math.nan
     chance: float = math.nan
@@ -61,7 +58,7 @@ class DistilReport:
         lines = [
             f"{self.parameters / 1e6:.2f}M parameters, trained on {self.trained} responses, {self.left_out} left out",
             f"on {self.tested} others: {self.agreement:.3f} on the ensemble's side of 1/2, mean difference "
-            f"{self.error:.3f}, calibration error {self.gap:.3f}, {1e3 * self.cpu_seconds:.2f} CPU-ms a response",
+            f"{self.error:.3f}, calibration error {self.gap:.3f}",
         ]
         for name, metrics in self.truth.items():
             numbers = ", ".join(f"{key} {value:.3f}" for key, value in metrics.items())
@@ -135,13 +132,11 @@ def distil(
             reader.model.model.save_pretrained(aside)
 
         # Calibrate on one half of the held-out problems, and report on the other.
-        started = time.process_time()
         logits = np.full(len(rows), np.nan)
         held_out = np.concatenate([calibrate, test])
         outcomes = reader.model.stream([rows[i] for i in held_out], lambda batch: reader.logits(batch).tolist())
         for position, logit in outcomes:
             logits[held_out[position]] = logit
-        spent = (time.process_time() - started) / len(held_out)
         scale = Recalibration()
         if np.ptp(targets[calibrate]) > 0:
             scale = Recalibration.fit(sigmoid(logits[calibrate]), targets[calibrate])
@@ -155,7 +150,6 @@ def distil(
             error=float(np.abs(student - targets[test]).mean()),
             agreement=float(((student > 0.5) == sides).mean()),
             gap=ece(student, targets[test]),
-            cpu_seconds=spent,
             truth=_truth(table, indices[test], student, targets[test]),
             ranking=auc(student, sides),
             chance=0.5 + 2.0 * math.sqrt((1 / max(1, sides.sum()) + 1 / max(1, (1 - sides).sum())) / 12),

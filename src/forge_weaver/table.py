@@ -63,15 +63,10 @@ class ScoreTable:
         if duplicates or "" in names:
             raise ValueError(f"verifier names must be unique and non-empty: {', '.join(duplicates) or repr('')}")
         self.verifiers = names
-        if self.families is not None:
-            self.families = tuple(self.families)
-            if len(self.families) != width:
-                raise ValueError(f"{len(self.families)} families for {width} verifiers")
+        self.families = None if self.families is None else tuple(self.families)
 
         # Responses come first in each problem, padding after them.
-        self.present = np.ones(shape, dtype=bool) if self.present is None else np.asarray(self.present)
-        if self.present.dtype != bool or self.present.shape != shape:
-            raise ValueError(f"present must be bool {shape}, got {self.present.dtype} {self.present.shape}")
+        self.present = np.ones(shape, dtype=bool) if self.present is None else np.asarray(self.present, dtype=bool)
         if (self.present[:, 1:] & ~self.present[:, :-1]).any() or not self.present[:, 0].all():
             raise ValueError("present must be True from each problem's first response to its last, and False after it")
         # Infinite scores break quantiles, and a score of padding would be counted.

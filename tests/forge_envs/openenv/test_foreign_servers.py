@@ -94,7 +94,7 @@ def test_an_action_of_one_field_is_what_the_turn_says():
     assert [step.messages[0]["content"] for step in steps] == [
         "well",
         "well",
-        "error: move must be of type integer, got 'left'",
+        "error: move: 'left' is not of type 'integer'",
     ]
     asked.clear()
     played(["left"], answer, {"word": {"type": "string"}})
