@@ -81,17 +81,9 @@ class FitReport:
 
     def to_dict(self) -> Json:
         """Plain values for JSON, None in place of NaN."""
-        return _plain(dataclasses.asdict(self))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):  # np.float64 too
-        return float(value) if math.isfinite(value) else None
-    return value.item() if hasattr(value, "item") else value
+        text = json.dumps(dataclasses.asdict(self), default=lambda value: value.item())
+        plain: Json = json.loads(text, parse_constant=lambda _: None)
+        return plain
 
 
 AGGREGATOR = "aggregator.npz"  # in the folder of an ensemble
