@@ -8,9 +8,8 @@ try:
 except ImportError as error:
     raise ImportError("OpenEnv needs aiohttp: pip install aiohttp") from error
 
-from .client import CapacityError, OpenEnvClient, OpenEnvError, Session
+from .client import CapacityError, LocalServer, OpenEnvClient, OpenEnvError, Session
 from .environment import OpenEnvEnvironment, OpenEnvVerifier
-from .launch import LocalServer
 from .server import serve, web_app
 from .wire import Reply
 
