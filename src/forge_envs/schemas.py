@@ -161,7 +161,7 @@ def _read(text: str, python: bool) -> Any:
 
 
 def _line(error: ValidationError) -> str:
-    """An error for the policy: where, and what is wrong there."""
+    """An error for the policy, with its place."""
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
     return f"{path}: {_cut(error)}" if path else _cut(error)
 

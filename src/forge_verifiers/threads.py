@@ -81,7 +81,7 @@ class Turns:
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """The result of a function in a thread of its own. Unscored: it took more than `limit` seconds."""
+    """The result of a function in a separate thread. Unscored: it took more than `limit` seconds."""
     outcome: Future[A] = Future()
 
     def work() -> None:
