@@ -3,8 +3,7 @@
 from .calls import read_action
 from .dialogue import Dialogue
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
-from .multi_turn import MultiTurnEnv
-from .rollout import rollout
+from .rollout import MultiTurnEnv, rollout
 from .tools import Toolbox, ToolEnvironment, ToolError, schema_of
 
 __all__ = [

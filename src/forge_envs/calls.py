@@ -41,7 +41,6 @@ _SIGNS: dict[str, Syntax] = {
     **{"<|channel|>": "harmony", "<arg_key>": "glm", "<function=": "qwen_xml", "<tool_call>": "hermes"},
     **{"tool▁call": "deepseek", "[TOOL_CALLS]": "mistral", "ipython": "llama3", "python_tag": "llama3"},
 }
-_SCANNED = 1 << 18  # characters of one turn that are searched for closing brackets
 
 
 def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
@@ -106,76 +105,63 @@ def _llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
     return "", calls, []
 
 
+# A text in quotes, or one bracket; a quote that does not close matches up to the end.
+_BRACKET = re.compile(r"[()]")
+_QUOTED = re.compile("|".join(["[()]", *(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+(?:{q}|\\?\Z)" for q in "'\"")]), re.DOTALL)
+
+
 def _plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
     calls: list[markup.Call] = []
     errors: list[str] = []
     outside, position = [], 0
     # Longer names first, so that a name is not read as the beginning of another.
     names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
-    budget = _SCANNED
     for match in re.finditer(rf"(?<![\w.])({names})\(", text):
-        if match.start() < position:
+        if match.start() < position or len(calls) + len(errors) > MAX_CALLS:
             continue  # within the arguments of another
-        if len(calls) + len(errors) > MAX_CALLS:
-            break
-        limit = min(MAX_CHARACTERS, budget)
-        if (end := _closing(text, match.end(), limit, _QUOTED)) is None:  # there may be an unpaired apostrophe
-            budget -= min(limit, len(text) - match.end())
-            end = _closing(text, match.end(), limit, _BRACKET)
+        name, start = match[1], match.end()
         outside.append(text[position : match.start()])
-        if end is None:
-            errors.append(f"the call of {match[1]} is not closed by )")
+        end = _closing(text, start, _QUOTED) or _closing(text, start, _BRACKET)  # there may be an unpaired apostrophe
+        if not end:
+            errors.append(f"the call of {name} is not closed by )")
             position = len(text)
             break
-        position = end + 1
+        position = end
         try:
-            calls.append((match[1], _arguments(text[match.end() : end], tools[match[1]])))
+            calls.append((name, _arguments(text[start : end - 1], tools[name])))
         except ValueError as error:
-            errors.append(f"the call of {match[1]} cannot be read: {error}")
+            errors.append(f"the call of {name} cannot be read: {error}")
     return "".join([*outside, text[position:]]), calls, errors
 
 
-# A text in quotes, or one bracket; a quote that does not close matches up to the end.
-_BRACKET = re.compile(r"[()]")
-_QUOTED = re.compile("|".join(["[()]", *(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+(?:{q}|\\?\Z)" for q in "'\"")]), re.DOTALL)
-
-
-def _closing(text: str, start: int, limit: int, tokens: re.Pattern[str]) -> int | None:
-    """The index of the bracket that closes one before `start`, within `most` characters."""
+def _closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
+    """The index after the bracket that closes one before `start`, within MAX_CHARACTERS; 0 if none does."""
     depth = 1
-    for token in tokens.finditer(text, start, start + limit):
+    for token in tokens.finditer(text, start, start + MAX_CHARACTERS):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
         if not depth:
-            return token.start()
-    return None
+            return token.end()
+    return 0
 
 
 def _arguments(text: str, function: Schema) -> dict[str, Any]:
     """Python keyword or positional arguments; of a function with one parameter also its bare text."""
     parameters = parameters_of(function)
     names = list(parameters.properties)
-
-    def bare() -> dict[str, Any]:
-        return {names[0]: re.sub(rf"^\s*{re.escape(names[0])}\s*=\s*", "", text)}
-
+    only = names[0] if len(names) == 1 else ""
+    bare = {only: re.sub(rf"^\s*{re.escape(only)}\s*=\s*", "", text)}
     try:
         # Literals only: nothing is evaluated.
-        call = ast.parse(f"f({text})", "<model output>", mode="eval").body
-        if not isinstance(call, ast.Call):
-            raise ValueError("it is not a list of arguments")
+        call: Any = ast.parse(f"f({text})", "<model output>", mode="eval").body
         values = {names[n]: ast.literal_eval(value) for n, value in enumerate(call.args)}
-        for keyword in call.keywords:
-            if keyword.arg is None or keyword.arg in values:
-                raise ValueError("an argument is given twice, or has no name")
-            values[keyword.arg] = ast.literal_eval(keyword.value)
-    except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError) as error:
-        if len(names) == 1:
-            return bare()
+        values |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError, AttributeError) as error:
+        if only:
+            return bare
         raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
-    only = names[0] if len(names) == 1 else ""
-    if only in values and not parameters.takes(only, values[only]) and parameters.takes(only, bare()[only]):
-        return bare()  # 12 is a text where the parameter is one
-    return values
+    # 12 is a text where the parameter is one.
+    is_text = only in values and not parameters.takes(only, values[only]) and parameters.takes(only, bare[only])
+    return bare if is_text else values
 
 
 def _tool_call(call: markup.Call) -> ToolCall:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
+TAIL = 2000  # bytes of a program's log that an error shows
 Json = Any  # the parsed JSON of a message or its parts
 
 
@@ -22,10 +24,10 @@ def text_of(result: Mapping[str, Json]) -> str:
     structured = result.get("structuredContent", result.get("structured_content"))
     if not blocks and structured is not None:
         return json.dumps(structured)
-    return "\n".join(map(_block, blocks))
+    return "\n".join(map(_text_of_block, blocks))
 
 
-def _block(block: Mapping[str, Json]) -> str:
+def _text_of_block(block: Mapping[str, Json]) -> str:
     kind = block.get("type")
     if kind == "text":
         return str(block.get("text", ""))
@@ -37,8 +39,13 @@ def _block(block: Mapping[str, Json]) -> str:
     return f"[{kind}, {block.get('mimeType', 'of unknown type')}, not shown]"
 
 
-def copy_command(command: Sequence[str]) -> list[str]:
-    """Copy a command. ValueError: it is a string, or empty."""
+def check_command(command: Sequence[str]) -> None:
+    """ValueError: a command is a string, or empty."""
     if not command or isinstance(command, str):
         raise ValueError(f"a command must be a list of its words, got {command!r}")
-    return list(command)
+
+
+def tail_of(log: IO[Any]) -> str:
+    """The end of a program's log, for an error."""
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip() or "(nothing)"

@@ -45,6 +45,11 @@ class Action:
         return without_thoughts(self.content) or without_thoughts(self.text)
 
 
+def user_message(text: str) -> Message:
+    """A message of the user."""
+    return {"role": "user", "content": text}
+
+
 CUT = "error: the turn was cut at its limit of tokens before it ended, so it was not played"
 
 
@@ -77,11 +82,6 @@ class Environment(ABC):
 
     An exception ends the episode: after an `InfrastructureError` it is retried, all others propagate.
     """
-
-    @property
-    def offered(self) -> tuple[Schema, ...] | None:
-        """Schemas of the tools of every episode, where they are known before a reset; None: those of its step."""
-        return None
 
     @abstractmethod
     async def reset(self, task: Any, *, seed: int) -> Step:

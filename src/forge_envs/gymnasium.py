@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from forge.rewards.verifier import Unscored
-from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step
-from forge_verifiers.threads import in_thread
+from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Step, user_message
+from forge_verifiers.threads import in_own_thread
 
 try:
     from gymnasium import Env, spaces
@@ -30,13 +30,13 @@ class GymnasiumEnvironment(Environment):
         make: makes the environment on first use, such as `lambda: gymnasium.make("FrozenLake-v1")`.
         prompt: precedes the first observation.
         actions: names of the actions of a `Discrete` space.
-        to_text: formats observations; by default `str`, for `Text` and `Discrete` spaces.
+        to_text: formats observations.
         timeout: seconds for one call; InfrastructureError beyond it. The environment is replaced after a timeout or
             a cancelled call.
 
     Raises:
         ImportError: gymnasium is not installed.
-        ValueError: at the first reset, an unsupported space.
+        ValueError: at the first reset, an unsupported space of actions.
     """
 
     def __init__(
@@ -44,44 +44,44 @@ class GymnasiumEnvironment(Environment):
         make: Callable[[], TextEnv],
         *,
         prompt: str = "",
-        actions: Sequence[str] | None = None,
-        to_text: Callable[[Observation], str] | None = None,
+        actions: Sequence[str] = (),
+        to_text: Callable[[Observation], str] = str,
         timeout: float = 60.0,
     ) -> None:
         self._make = make
         self._prompt = prompt
         self._to_text = to_text
         self._timeout = timeout
-        self._names = None if actions is None else [name.casefold() for name in actions]
+        self._names = [name.casefold() for name in actions]
         self._env: TextEnv | None = None
 
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin an episode."""
         if self._env is None:
             env = await self._call(self._make, "make")
-            self._check(env)
+            if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
+                raise ValueError(f"the action space must be Discrete or Text, not {env.action_space}")
             self._env = env
         env = self._env
         options = dict(task) if isinstance(task, Mapping) else None
         observation, info = await self._call(lambda: env.reset(seed=seed, options=options), "reset")
-        text = self._text(observation)
-        return Step((_user_message(f"{self._prompt}\n{text}" if self._prompt else text),), info={"info": info})
+        text = self._to_text(observation)
+        return Step((user_message(f"{self._prompt}\n{text}" if self._prompt else text),), info={"info": info})
 
     async def step(self, action: Action) -> Step:
         """Take a turn."""
-        if self._env is None:
-            raise RuntimeError("step before reset")
+        env = self._env
+        assert env is not None, "step before reset"
         if action.truncated:
-            return Step((_user_message(CUT),))
+            return Step((user_message(CUT),))
         # An invalid turn leaves the episode as it was.
         try:
-            move = self._parse_move(self._env, action.answer)
+            move = self._parse_move(env.action_space, action.answer)
         except ValueError as error:
-            return Step((_user_message(f"error: {error}"),))
-        env = self._env
+            return Step((user_message(f"error: {error}"),))
         observation, reward, terminated, truncated, info = await self._call(lambda: env.step(move), "step")
         return Step(
-            (_user_message(self._text(observation)),),
+            (user_message(self._to_text(observation)),),
             reward=float(reward),
             terminated=bool(terminated),
             truncated=bool(truncated) and not terminated,
@@ -94,42 +94,26 @@ class GymnasiumEnvironment(Environment):
         if env is not None:
             await self._call(env.close, "close")
 
-    def _check(self, env: TextEnv) -> None:
-        if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
-            raise ValueError(f"the action space must be Discrete or Text, not {env.action_space}")
-        if self._to_text is None and not isinstance(env.observation_space, spaces.Discrete | spaces.Text):
-            raise ValueError(f"observations of {env.observation_space} need to_text, which writes them as text")
-        if self._names is not None:
-            number = getattr(env.action_space, "n", None)
-            if number != len(self._names):
-                raise ValueError(f"{len(self._names)} names for the actions of {env.action_space}")
-
-    def _parse_move(self, env: TextEnv, text: str) -> str | int:
+    def _parse_move(self, space: Any, text: str) -> str | int:
         """Parse an action. ValueError: invalid; describes the valid ones."""
-        space = env.action_space
         if isinstance(space, spaces.Text):
             if not space.contains(text):
                 raise ValueError(
                     f"an action is {space.min_length} to {space.max_length} characters of {space.characters}"
                 )
             return text
-        assert isinstance(space, spaces.Discrete)
         # A `Discrete` space need not begin at 0.
-        if self._names is not None:
-            if text.casefold() not in self._names:
-                raise ValueError(f"an action is one of {', '.join(self._names)}")
-            return int(space.start) + self._names.index(text.casefold())
         first, last = int(space.start), int(space.start + space.n - 1)
-        if not text.removeprefix("-").isdecimal() or not first <= int(text) <= last:
-            raise ValueError(f"an action is a number from {first} to {last}")
+        if text.casefold() in self._names:
+            return first + self._names.index(text.casefold())
+        if self._names or not text.removeprefix("-").isdecimal() or not first <= int(text) <= last:
+            valid = f"one of {', '.join(self._names)}" if self._names else f"a number from {first} to {last}"
+            raise ValueError(f"an action is {valid}")
         return int(text)
-
-    def _text(self, observation: Observation) -> str:
-        return self._to_text(observation) if self._to_text is not None else str(observation)
 
     async def _call(self, function: Callable[[], Any], call_name: str) -> Any:
         try:
-            return await in_thread(function, limit=self._timeout, name=f"{call_name} of a Gymnasium environment")
+            return await in_own_thread(function, limit=self._timeout, name=f"{call_name} of a Gymnasium environment")
         # The thread may still use the environment: the next reset makes a new one.
         except asyncio.CancelledError:
             self._env = None
@@ -137,7 +121,3 @@ class GymnasiumEnvironment(Environment):
         except Unscored as unscored:
             self._env = None
             raise InfrastructureError(str(unscored)) from None
-
-
-def _user_message(text: str) -> Message:
-    return {"role": "user", "content": text}

@@ -16,14 +16,14 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Self
 
 from forge_envs.environment import InfrastructureError
 from forge_envs.tools import ToolError
 from forge_http.bounded_http import MAX_BYTES, bounded_transport
 
-from .content import Json, copy_command, function_schema, text_of
+from .content import Json, check_command, function_schema, tail_of, text_of
 
 try:
     import httpx2
@@ -44,9 +44,7 @@ log = logging.getLogger(f"forge.{__name__}")
 
 __all__ = ["HTTPTools", "StdioTools", "ToolError"]
 
-PING_TIMEOUT = 5.0  # seconds
 CLOSE_TIMEOUT = 30.0  # seconds, above those that the SDK takes
-TAIL = 2000  # bytes of a program's log that an error shows
 # Errors of the connection or of the server as a whole, not of a tool.
 _FAILURES = (CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, PARSE_ERROR)
 
@@ -56,14 +54,11 @@ Streams = tuple[Any, Any]  # of the SDK: a read stream and a write stream
 class MCPTools(ABC):
     """The tools of one server. Calls may run concurrently.
 
-    A call that fails, times out or names no tool is a `ToolError`. A server that is gone, does not answer a ping after
-    a timeout, or answers with what is not MCP, is an `InfrastructureError`: it ends the session, and the next call
-    opens another.
+    A call that fails, times out or names no tool is a `ToolError`. A server that is gone, or answers with what is not
+    MCP, is an `InfrastructureError`: it ends the session, and the next call opens another.
     """
 
     def __init__(self, name: str, timeout: float, start_timeout: float) -> None:
-        if min(timeout, start_timeout) <= 0:
-            raise ValueError(f"timeout and start_timeout must be above 0 seconds, got {timeout} and {start_timeout}")
         self.name = name
         self._timeout = timeout
         self._start_timeout = start_timeout
@@ -72,6 +67,7 @@ class MCPTools(ABC):
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
+        self._details = ""  # on the end of the connection, for an error
 
     async def open(self) -> None:
         """Connect and list the tools; no effect while connected.
@@ -116,19 +112,23 @@ class MCPTools(ABC):
             result: Any = await session.call_tool(name, dict(arguments), self._timeout)
             text = text_of(result.model_dump(by_alias=True, mode="json", exclude_none=True))
         except MCPError as error:
-            is_late = error.error.code == REQUEST_TIMEOUT
-            if is_late and await _answers(session):
+            if error.error.code == REQUEST_TIMEOUT:
                 raise ToolError(f"{name} took more than {self._timeout:g} s") from None
-            if is_late or error.error.code in _FAILURES:
-                raise await self._lost(session, error.error.message) from None
-            raise ToolError(error.error.message) from None
+            if error.error.code not in _FAILURES:
+                raise ToolError(error.error.message) from None
+            message = error.error.message
         except RuntimeError as error:  # the result violates the tool's output schema
             raise ToolError(str(error)) from None
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
-            raise await self._lost(session, f"it answered {name} with what is not MCP: {error}"[:500]) from error
-        if result.is_error:
-            raise ToolError(text)
-        return text
+            message = f"it answered {name} with what is not MCP: {error}"[:500]
+        else:
+            if result.is_error:
+                raise ToolError(text)
+            return text
+        # The session is of no more use, unless another call has replaced it.
+        if self._session is session:
+            await self.close()  # after which the end of a program's log is known
+        raise InfrastructureError(f"{self.name}: {message}{self._details}")
 
     async def close(self) -> None:
         """Disconnect; idempotent. `open` reconnects."""
@@ -149,7 +149,7 @@ class MCPTools(ABC):
             async with self._connect() as (read, write), ClientSession(read, write) as session:
                 async with asyncio.timeout(self._start_timeout):
                     await session.initialize()
-                    self._schemas = await _tools_of(session)
+                    self._schemas = await _list_tools(session)
                 self._session = session
                 ready.set_result(None)
                 await stop.wait()
@@ -162,23 +162,13 @@ class MCPTools(ABC):
             log.info("the connection to %s ended: %s", self.name, reason)
         finally:
             if not ready.done():
-                ready.set_exception(InfrastructureError(f"{self.name}: {reason}{self._details()}"))
+                ready.set_exception(InfrastructureError(f"{self.name}: {reason}{self._details}"))
             if self._stop is stop:  # or `close` and `open` have replaced it
                 self._session = None
-
-    async def _lost(self, session: ClientSession, message: str) -> InfrastructureError:
-        """End the session, unless another call has replaced it; returns the error with the reason."""
-        if self._session is session:
-            await self.close()  # after which the end of a program's log is known
-        return InfrastructureError(f"{self.name}: {message}{self._details()}")
 
     @abstractmethod
     def _connect(self) -> AbstractAsyncContextManager[Streams]:
         """Return an async context manager of a read stream and a write stream."""
-
-    def _details(self) -> str:
-        """Details on the end of the connection, for an error."""
-        return ""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -199,28 +189,27 @@ class StdioTools(MCPTools):
         start_timeout: seconds for initialize and tools/list.
 
     Raises:
-        ValueError: a timeout that is not positive, or a command that is a string.
+        ValueError: a command that is a string.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        cwd: str | os.PathLike[str] | None = None,
+        cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float = 30.0,
         start_timeout: float = 30.0,
     ) -> None:
-        words = copy_command(command)
-        super().__init__(" ".join(words), timeout, start_timeout)
+        check_command(command)
+        super().__init__(" ".join(command), timeout, start_timeout)
         self._parameters = StdioServerParameters(
-            command=words[0],
-            args=words[1:],
-            cwd=None if cwd is None else os.fspath(cwd),
+            command=command[0],
+            args=list(command[1:]),
+            cwd=cwd,
             env={**os.environ, **(env or {})},
             encoding_error_handler="replace",
         )
-        self._log = ""
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Streams]:
@@ -231,11 +220,7 @@ class StdioTools(MCPTools):
             except OSError as error:
                 raise InfrastructureError(f"{self._parameters.command}: {error.strerror}") from error
             finally:
-                size = os.fstat(log.fileno()).st_size
-                self._log = os.pread(log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip()
-
-    def _details(self) -> str:
-        return f"; its log ends with:\n{self._log or '(nothing)'}"
+                self._details = f"; its log ends with:\n{tail_of(log)}"
 
 
 class HTTPTools(MCPTools):
@@ -246,9 +231,6 @@ class HTTPTools(MCPTools):
         headers: sent with every request, such as an authorization.
         timeout: seconds for one call.
         start_timeout: seconds for initialize and tools/list.
-
-    Raises:
-        ValueError: a timeout that is not positive, or an unsupported scheme.
     """
 
     def __init__(
@@ -259,10 +241,8 @@ class HTTPTools(MCPTools):
         timeout: float = 30.0,
         start_timeout: float = 30.0,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"the url of an MCP server must begin with http:// or https://, got {url!r}")
         super().__init__(url, timeout, start_timeout)
-        self._headers = dict(headers or {})
+        self._headers = headers
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Streams]:
@@ -275,18 +255,7 @@ class HTTPTools(MCPTools):
             yield streams
 
 
-async def _answers(session: ClientSession) -> bool:
-    """Whether a server still answers a ping, after a call that took too long."""
-    try:
-        async with asyncio.timeout(PING_TIMEOUT):
-            with suppress(MCPError):  # pings are unsupported, but it answers
-                await session.send_ping()
-    except TimeoutError:
-        return False
-    return True
-
-
-async def _tools_of(session: ClientSession) -> tuple[dict[str, Json], ...]:
+async def _list_tools(session: ClientSession) -> tuple[dict[str, Json], ...]:
     """List a server's tools, page by page."""
     page = await session.list_tools()
     tools = [*page.tools]

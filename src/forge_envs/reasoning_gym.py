@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge.rewards.verifier import Unscored
-from forge_envs.environment import Action, Environment, Step
-from forge_verifiers.threads import in_thread
+from forge_envs.environment import Action, Environment, Step, user_message
+from forge_verifiers.threads import in_own_thread
 
 try:
     import reasoning_gym
@@ -90,24 +90,19 @@ class ReasoningGymEnvironment(Environment):
         return len(self._dataset)
 
     async def reset(self, task: int | None, *, seed: int) -> Step:
-        """Ask a question. IndexError: index out of range."""
-        number = seed % len(self) if task is None else task
-        if not 0 <= number < len(self):
-            raise IndexError(f"{self._family} has questions 0 to {len(self) - 1}, not {number}")
-        self._entry = self._dataset[number]
-        return Step(({"role": "user", "content": self._prompt(self._entry)},), info={"entry": self._entry})
+        """Ask a question."""
+        self._entry = self._dataset[seed % len(self) if task is None else task]
+        return Step((user_message(self._prompt(self._entry)),), info={"entry": self._entry})
 
     async def step(self, action: Action) -> Step:
         """Score the answer, which ends the episode."""
-        if self._entry is None:
-            raise RuntimeError("step before reset")
         entry = self._entry
-        self._entry = None
+        assert entry is not None, "step before reset"
         if action.truncated:  # the answer did not come
             return Step(truncated=True, info={"entry": entry})
         answer = self._answer(action.answer)
         try:
-            reward = await in_thread(
+            reward = await in_own_thread(
                 lambda: self._score(answer, entry), limit=_SCORE_LIMIT, name=f"score of {self._family}"
             )
         except Unscored as unscored:
@@ -116,9 +111,8 @@ class ReasoningGymEnvironment(Environment):
 
     def _score(self, answer: str, entry: Entry) -> float:
         expected = entry.get("answer")
-        if len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS:
-            return 0.0
-        if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected)):
+        is_long = len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS
+        if is_long or (_NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected))):
             return 0.0
         try:
             score = float(self._dataset.score_answer(answer, entry))

@@ -1,19 +1,20 @@
-"""Roll out one episode: policy and environment take turns until one of them, or a limit, ends it."""
+"""Roll out episodes: policy and environment take turns until one of them, or a limit, ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from forge.envs.group import PolicyService
-from forge.types import Completion, Episode, Origin, Turn
+from forge.envs.group import GroupEnv, PolicyService
+from forge.observability import record_metric
+from forge.types import Completion, Episode, Origin, Sample, Turn
 
 from .dialogue import Dialogue
 from .environment import Environment, InfrastructureError, Message, Step
@@ -55,10 +56,8 @@ async def rollout(
         sampling: fields of `forge.types.Sampling` that differ from the policy's defaults.
 
     Raises:
-        ValueError: an invalid limit. Other exceptions of the environment and the policy propagate.
+        Exceptions of the environment other than `InfrastructureError`, and those of the policy.
     """
-    if max_turns < 1 or max_tokens < 1 or (max_turn_tokens or 1) < 1 or step_timeout <= 0 or retries < 0:
-        raise ValueError("max_turns, max_tokens, max_turn_tokens and step_timeout must be above 0, retries at least 0")
     for attempt in range(retries + 1):
         played = _Played(dialogue, max_tokens, step_timeout, turn_seeds(seed, sample, attempt))
         try:
@@ -254,3 +253,31 @@ class _Played:
         *earlier, last = episodes
         last.branches = tuple(earlier)
         return last
+
+
+class MultiTurnEnv(GroupEnv):
+    """Environments of several turns, one for each episode.
+
+    Args:
+        environment: makes an environment.
+        dialogue: converts between messages and tokens.
+        limits: of `forge_envs.rollout`: max_turns, max_tokens and so on.
+    """
+
+    def __init__(self, environment: Callable[[], Environment], dialogue: Dialogue, **limits: Any) -> None:
+        super().__init__()
+        self.environment, self.dialogue, self.limits = environment, dialogue, limits
+
+    async def play(
+        self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
+    ) -> list[Episode]:
+        """Play n episodes concurrently, each in a separate environment."""
+        options = {"dialogue": self.dialogue, "seed": seed, **self.limits, **sampling}
+        plays = (rollout(policy, self.environment(), sample, sample=number, **options) for number in range(n))
+        episodes = await asyncio.gather(*plays)
+        for episode in episodes:
+            outcome = episode.outcome
+            episode.info["correct"] = None if outcome is None else outcome >= 1.0
+            if not evaluation:
+                record_metric("episode/infrastructure", episode.info["stop"] == "infrastructure")
+        return episodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -162,20 +161,8 @@ def _read(text: str, python: bool) -> Any:
 
 
 def _line(error: ValidationError) -> str:
-    """An error for the policy: where, what is wanted, and what it wrote."""
+    """An error for the policy, with its place."""
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
-    # The types that would be valid, also where a union lists them.
-    types = error.validator_value if error.validator == "type" else None
-    if error.validator in ("anyOf", "oneOf") and error.context:
-        types = [part.validator_value for part in error.context if part.validator == "type" and not part.path]
-        types = types if len(types) == len(error.context) else None
-    expectation = ""
-    if types:
-        expectation = f"of type {types if isinstance(types, str) else ' or '.join(map(str, types))}"
-    elif error.validator == "enum":
-        expectation = f"one of {', '.join(map(repr, error.validator_value))}"
-    if expectation and path:
-        return f"{path} must be {expectation}, got {reprlib.repr(error.instance)}"
     return f"{path}: {_cut(error)}" if path else _cut(error)
 
 

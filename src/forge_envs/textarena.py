@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from forge_envs.environment import CUT, Action, Environment, Step
+from forge_envs.environment import CUT, Action, Environment, Step, user_message
 
 try:
     import textarena
@@ -16,7 +15,7 @@ except ImportError as error:
 
 A = TypeVar("A")
 Game = Any  # textarena.Env, whose methods are not typed
-Opponent = Callable[[str], str | Awaitable[str]]
+Opponent = Callable[[str], str]
 
 
 class TextArenaEnvironment(Environment):
@@ -35,7 +34,7 @@ class TextArenaEnvironment(Environment):
 
     Raises:
         ImportError: textarena is not installed.
-        ValueError: unknown game, invalid seat, or no opponent for the other seats.
+        ValueError: unknown game, or no opponent for the other seats.
     """
 
     def __init__(
@@ -51,8 +50,6 @@ class TextArenaEnvironment(Environment):
         raw = game if game.endswith("-raw") else f"{game}-raw"
         if raw not in textarena.envs.registration.ENV_REGISTRY:
             raise ValueError(f"TextArena has no game {game!r}: see textarena.pprint_registry_detailed()")
-        if not 0 <= seat < players:
-            raise ValueError(f"seat must be one of {players} players, from 0, got {seat}")
         if players > 1 and opponent is None:
             raise ValueError(f"a game for {players} players needs an opponent for the other seats")
         self._raw = raw
@@ -75,22 +72,20 @@ class TextArenaEnvironment(Environment):
             return game
 
         self._game = self._with_own_random(begin)
-        return await self._until_turn(False)
+        return self._until_turn(False)
 
     async def step(self, action: Action) -> Step:
         """Take a turn, and let the others take theirs."""
-        if self._game is None:
-            raise RuntimeError("step before reset")
         # The game is as it was, and waits for another turn.
         if action.truncated:
-            return Step(({"role": "user", "content": CUT},))
-        return await self._until_turn(self._play(action.answer))
+            return Step((user_message(CUT),))
+        return self._until_turn(self._play(action.answer))
 
     async def close(self) -> None:
         """Discard the game."""
         self._game = None
 
-    async def _until_turn(self, over: bool) -> Step:
+    def _until_turn(self, over: bool) -> Step:
         """Play until it is the policy's turn, or the game is over."""
         game: Game = self._game
         while not over:
@@ -100,10 +95,9 @@ class TextArenaEnvironment(Environment):
             if seat == self._seat:
                 observation = "\n".join(self._unread[seat])
                 self._unread[seat] = []
-                return Step(({"role": "user", "content": observation},))
+                return Step((user_message(observation),))
             assert self._opponent is not None
-            reply = self._opponent("\n".join(self._unread[seat]))
-            over = self._play(await reply if inspect.isawaitable(reply) else reply)
+            over = self._play(self._opponent("\n".join(self._unread[seat])))
         # The game is over for all seats: its rewards are by seat.
         rewards, infos = self._with_own_random(game.close)
         self._game = None

@@ -70,8 +70,6 @@ class Toolbox:
         max_chars: int = 8192,
         max_calls: int = 16,
     ) -> None:
-        if timeout <= 0 or max_chars < 1 or max_calls < 1:
-            raise ValueError(f"timeout, max_chars and max_calls must be above 0: {timeout}, {max_chars}, {max_calls}")
         self._timeout, self._max_chars, self._max_calls = timeout, max_chars, max_calls
         self._functions = {tool.__name__: tool for tool in tools}
         self._servers: dict[str, ToolServer] = {}
@@ -217,13 +215,8 @@ class ToolEnvironment(Environment):
         self.state = state
         self.messages: list[Message] = []
         self._call = RewardCall(score, getattr(score, "__name__", type(score).__name__))
-        if self._call.form == "group":
+        if self._call.is_group:
             raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
-
-    @property
-    def offered(self) -> tuple[Schema, ...]:
-        """The schemas of the tools."""
-        return self.tools.schemas
 
     async def reset(self, task: Sample | Mapping[str, Any] | str, *, seed: int) -> Step:
         """The question, with the system message and the schemas of the tools.
@@ -249,12 +242,8 @@ class ToolEnvironment(Environment):
         if action.truncated:
             return Step(truncated=True)
         prompt, target = self.task
-        if self._call.form == "positional":
-            reward = self.score(prompt.text, action.content, target)
-        else:
-            row = {**prompt.row, "env": self, "state": self.state}
-            answers_given = Answers(prompt.text, [action.content], target, row, self.messages)
-            reward = self.score(**self._call.arguments(answers_given, 0))
+        row = {**prompt.row, "env": self, "state": self.state}
+        reward = self._call(Answers(prompt.text, [action.content], target, row, self.messages), 0)
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)
 
 

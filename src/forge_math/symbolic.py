@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge.rewards.rules.helper import Helper
+from forge.rewards.rules.comparison import Helper
 
 from .expressions import Tree
 

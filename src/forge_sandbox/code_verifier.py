@@ -50,8 +50,6 @@ class CodeVerifier:
         time_limit: seconds per execution: of a case with input, or of all calls and statements together. Those left
             unanswered at a time or output limit are executed again; one fails only if it was first and unanswered.
         concurrency: maximum concurrent executions per call.
-        version: cache key; change it when the sandbox, `cases` or `program` behave differently. Without it results are
-            not cached, unless `sandbox` is given by settings and the parsers are the default ones.
 
     Attributes:
         progress: number of executions that ended or failed, not counting cancelled ones.
@@ -70,17 +68,12 @@ class CodeVerifier:
         program: Callable[[str], str | None] = code_block,
         time_limit: float = 5.0,
         concurrency: int = 4,
-        version: str | None = None,
     ) -> None:
         if credit not in ("all", "share"):
             raise ValueError(f"credit must be all or share, got {credit!r}")
         if time_limit <= 0 or concurrency < 1:
             raise ValueError(f"time_limit must be above 0, concurrency at least 1: got {time_limit}, {concurrency}")
         runner: Runner = construct(Sandbox, sandbox or {}, "sandbox") if isinstance(sandbox, dict | None) else sandbox
-        if isinstance(sandbox, dict | None) and version is None and cases is read_cases and program is code_block:
-            # The version of a result names everything that can change it: settings do, the number of workers does not.
-            used = {name: value for name, value in sorted((sandbox or {}).items()) if name not in ("workers", "user")}
-            version = f"sandbox {used}"
         self.names: tuple[str, ...] = (name,)
         self._sandbox = runner
         self._credit = credit
@@ -88,7 +81,6 @@ class CodeVerifier:
         self._program = program
         self._time_limit = time_limit
         self._concurrency = concurrency
-        self.fingerprint = None if version is None else f"code 7 {credit} {time_limit} {version}"
         self.progress = 0
 
     def warning(self, targets: Iterable[str | None]) -> str:

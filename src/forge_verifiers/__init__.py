@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .cache import Cache
 from .panel import Panel
 from .process import ProcessRewardModel, StepRewards
 from .reward_model import RewardModel
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnswerFrequency",
-    "Cache",
     "LMJudge",
     "MathVerifier",
     "Panel",

@@ -43,8 +43,6 @@ class VerifierActor(ForgeActor):
 class RemotePanel:
     """The verifiers of a service, as a verifier here."""
 
-    grouped = True
-
     def __init__(self, service: Service, names: tuple[str, ...]) -> None:
         self.service = service
         self.names = names

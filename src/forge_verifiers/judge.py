@@ -18,7 +18,7 @@ from forge.rewards.verifier import Scores, Unscored, collect
 from forge_http.bounded_http import bounded_transport
 from forge_verifiers.threads import within
 
-from .settings import JudgeSettings
+from .config import JudgeSettings
 
 try:
     from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
@@ -42,7 +42,7 @@ class LMJudge:
     nor for a `Panel`'s timeout as long as the endpoint answers other requests.
 
     Args:
-        url, model, name, settings: fields of `forge_verifiers.settings.JudgeSettings`.
+        url, model, name, settings: fields of `forge_verifiers.config.JudgeSettings`.
         api_key: sent as a bearer token.
 
     Raises:
@@ -66,14 +66,6 @@ class LMJudge:
         # Without a key "none", or the client would send the one of OPENAI_API_KEY to any endpoint.
         self._api_key = api_key or os.environ.get(section.api_key_env or "") or "none"
         self._connection: tuple[asyncio.AbstractEventLoop, AsyncOpenAI, asyncio.Semaphore] | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the question and its settings; not the model that the endpoint serves under its name."""
-        section = self._settings
-        # The number is raised when the question's form or the reading of verdicts changes.
-        parts = (self._base, self._fixed, section.system_prompt, section.template, section.votes, self._yes, self._no)
-        return f"judge 3 {(*parts, section.frame)!r}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -124,20 +116,13 @@ class LMJudge:
             return yes / (yes + no)
 
         # Votes: as many answers as are set, of which more than half must be readable.
-        verdicts: list[bool] = []
-        count, answer = 0, ""
-        while (remaining := self._settings.votes - count) > 0:
-            # Not every endpoint supports n: missing votes are requested again.
-            several = {"n": remaining} if remaining > 1 else {}
-            choices = (await self._ask(client, {**question, **several}))[:remaining]
-            for choice in choices:
-                answer = _text_of(choice)
-                verdict = read_verdict(answer, self._yes, self._no)
-                if verdict is not None:
-                    verdicts.append(verdict)
-            count += len(choices)
-        if 2 * len(verdicts) <= count:
-            raise Unscored(f"{len(verdicts)} of {count} verdicts could be read; the last answer was {answer[-80:]!r}")
+        several = {"n": self._settings.votes} if self._settings.votes > 1 else {}
+        answers = [_text_of(choice) for choice in await self._ask(client, {**question, **several})]
+        read = [read_verdict(answer, self._yes, self._no) for answer in answers]
+        verdicts = [verdict for verdict in read if verdict is not None]
+        if 2 * len(verdicts) <= self._settings.votes:
+            count = f"{len(verdicts)} of {self._settings.votes} verdicts could be read"
+            raise Unscored(f"{count}; the last answer was {answers[-1][-80:]!r}")
         return sum(verdicts) / len(verdicts)
 
     async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:
@@ -149,15 +134,15 @@ class LMJudge:
                 reply: Any = await client.post("/chat/completions", cast_to=object, body=body)
             except ValueError as error:
                 reply = str(error)  # not JSON
-            except APITimeoutError as error:
+            except APITimeoutError:
                 limit = self._settings.request_timeout
-                raise Unscored(f"{url} gave no answer within {limit:g} s{_tried(error)}") from None
+                raise Unscored(f"{url} gave no answer within {limit:g} s") from None
             except APIConnectionError as error:
                 cause = error.__cause__ or error
-                raise Unscored(f"no connection to {url} ({type(cause).__name__}: {cause}){_tried(error)}") from None
+                raise Unscored(f"no connection to {url} ({type(cause).__name__}: {cause})") from None
             except APIStatusError as error:
                 text = error.response.text[:200]
-                raise Unscored(f"{url} answered {error.status_code}: {text!r}{_tried(error)}") from None
+                raise Unscored(f"{url} answered {error.status_code}: {text!r}") from None
             try:
                 if not [_text_of(choice) for choice in reply["choices"]]:
                     continue
@@ -195,11 +180,6 @@ def mark_of(prompt: str, response: str) -> str:
     """The mark of the lines around a response. A digest of it, which it cannot contain: no text can be found that holds
     its own. Unlike a random mark it leaves a judge's verdicts reproducible."""
     return hashlib.sha256(f"{len(prompt)} {prompt}{response}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
-
-
-def _tried(error: APIConnectionError | APIStatusError) -> str:
-    tries = int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
-    return f", tried {tries} times" if tries > 1 else ""
 
 
 _LEADS = r"(?:(?:my|the|so|final|overall|therefore|thus|hence)[^\w\n]+)*"

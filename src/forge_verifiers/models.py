@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +15,7 @@ from forge.data.prompts import PromptFormat
 from forge.data.special_tokens import SpecialTokens
 from forge.rewards.verifier import Unscored
 
-from .settings import ModelSettings
+from .config import ModelSettings
 from .threads import Batcher
 
 A = TypeVar("A")
@@ -63,8 +61,7 @@ class BatchedModel:
         # An invalid template is an error here, not at the first score.
         self.batch_tokens = settings.batch_tokens
         names = ("prompt_template", "chat_template", "system_prompt", "chat_options")
-        self.texts = {name: settings[name] for name in names}
-        self.format = PromptFormat(self.tokenizer, **self.texts)
+        self.format = PromptFormat(self.tokenizer, **{name: settings[name] for name in names})
         self.format.fields(["question"])
         self.special = SpecialTokens(self.tokenizer)
         # The longest row is the least of three limits: the tokenizer's, the model's and the setting.
@@ -79,19 +76,6 @@ class BatchedModel:
         self.max_tokens = min(*finite, max_tokens or NO_LIMIT, NO_LIMIT)
         pads = (self.model.config.get_text_config().pad_token_id, self.tokenizer.pad_token_id, 0)
         self._pad = next(pad for pad in pads if pad is not None and pad >= 0)  # some configurations have -1
-
-    @cached_property
-    def identity(self) -> str:
-        """A digest of weights, configuration and tokenizer; reads all of them."""
-        digest = hashlib.sha256(self.model.config.to_json_string(use_diff=False).encode())
-        for name, tensor in self.model.state_dict().items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        words = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
-        digest.update(words.encode())
-        digest.update(repr((self.tokenizer.chat_template, self.tokenizer.special_tokens_map)).encode())
-        return digest.hexdigest()[:32]
 
     def full_text(self, prompt: str, response: str) -> str:
         """Prompt and response; with a chat template the whole conversation. ValueError: the template fails."""
@@ -118,7 +102,7 @@ class BatchedModel:
         self, rows: Sequence[TokenRow | Exception], read: Callable[[Inputs], Sequence[A]]
     ) -> Iterator[tuple[int, A | Exception]]:
         """The outcome of `read` for each row, batch by batch, as (index, outcome): Unscored for a row that is empty or
-        too long, the exception of `read` for a row that fails even alone, and exceptions among `rows` as they are."""
+        too long, and exceptions among `rows` as they are."""
         readable: dict[int, TokenRow] = {}
         for index, row in enumerate(rows):
             if isinstance(row, Exception):
@@ -136,18 +120,8 @@ class BatchedModel:
                 batches.append([])
             batches[-1].append(index)
 
-        def read_halving(indices: list[int]) -> Sequence[A | Exception]:
-            # A failed batch is split: it may need too much memory, or one row is at fault.
-            try:
-                return read(self.pad([readable[index] for index in indices]))
-            except Exception as error:
-                if len(indices) == 1:
-                    return [error]
-            half = len(indices) // 2
-            return [*read_halving(indices[:half]), *read_halving(indices[half:])]
-
         for batch in batches:
-            yield from zip(batch, read_halving(batch), strict=True)
+            yield from zip(batch, read(self.pad([readable[index] for index in batch])), strict=True)
 
     def pad(self, rows: Sequence[TokenRow]) -> Inputs:
         """A batch of rows, padded on the right, where causality and the mask hide it."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from forge.rewards.verifier import Scores, Unscored
 
+from .config import ProcessRewardModelSettings
 from .models import Inputs, ModelVerifier, TokenRow
-from .settings import ProcessRewardModelSettings
 
 # Settings of language models that change the logits after the head; only the head is computed here.
 _AFTER_HEAD = (
@@ -41,7 +39,7 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
     no steps, or contains the marker, is unscored.
 
     Args:
-        path, name, settings: fields of `forge_verifiers.settings.ProcessRewardModelSettings`.
+        path, name, settings: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
 
     Raises:
         ValueError: invalid settings, or settings that do not fit the model.
@@ -50,30 +48,24 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
 
     def __init__(self, path: str | Path, name: str | None = None, **settings: Any) -> None:
         section = ProcessRewardModelSettings(path=str(path), name=name, **settings)
-        marker, good, bad, label = section.marker, section.good, section.bad, section.label
-        self._separator, self._joint, self._marker = re.compile(section.separator), section.joint, marker
+        good, bad = section.good, section.bad
+        self._separator, self._joint, self._marker = re.compile(section.separator), section.joint, section.marker
         name = name or Path(path).name
         super().__init__(section, AutoModelForTokenClassification if good is None else AutoModelForCausalLM, name)
         self.names: tuple[str, ...] = (f"{name}_min", f"{name}_mean", f"{name}_last")
-        self._marker_id = self._last_token(marker)
+        self._marker_id = self._last_token(section.marker)
         self._verdicts: tuple[int, int] | None = None
         self._class = 0
         if good is not None and bad is not None:
             # Only two rows of the head are computed: a model that changes its logits after it is not supported.
             self._verdicts = (self._last_token(good), self._last_token(bad))
+            if self._verdicts[0] == self._verdicts[1]:
+                raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
             config = self.model.model.config.get_text_config()
             if changed := [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]:
                 raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not supported")
-            if self._verdicts[0] == self._verdicts[1]:
-                raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
         else:
-            self._class = self.model.class_index(label)
-        self._settings = (marker, section.separator, section.joint, good, bad, label, *self.model.texts.values())
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies weights, texts and settings; reads all weights, once."""
-        return f"process reward model {self.model.identity} {self._settings} {self.model.max_tokens}"
+            self._class = self.model.class_index(section.label)
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """Three numbers for each response, in [0, 1]."""
@@ -141,7 +133,7 @@ class StepRewards:
     the configuration.
 
     Args:
-        model: fields of `forge_verifiers.settings.ProcessRewardModelSettings`.
+        model: fields of `forge_verifiers.config.ProcessRewardModelSettings`.
         weight: beside other rewards.
 
     Raises:
@@ -151,8 +143,6 @@ class StepRewards:
     gives_steps = True
 
     def __init__(self, model: Mapping[str, Any], weight: float = 1.0) -> None:
-        if not math.isfinite(weight) or weight == 0:
-            raise ValueError(f"weight must be a finite number other than 0, got {weight}")
         self.settings, self.weight = ProcessRewardModelSettings(**model), weight
         self.names = (self.settings.name or "steps",)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from transformers import AutoModelForSequenceClassification
 from forge.data.supervised import closed
 from forge.rewards.verifier import Scores
 
+from .config import RewardModelSettings
 from .models import Inputs, ModelVerifier, TokenRow
-from .settings import TRUNCATE, RewardModelSettings
 
 NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose classes are independent
 
@@ -24,7 +23,7 @@ NOT_EXCLUSIVE = ("multi_label_classification", "regression")  # heads whose clas
 class RewardModel(ModelVerifier[float]):
     """One number for each response: the logit of a sequence classifier with one class, or for one of several.
 
-    A response that is too long is unscored, unless `truncate` is set.
+    A response that is too long is unscored.
 
     The text of prompt and response:
 
@@ -38,7 +37,7 @@ class RewardModel(ModelVerifier[float]):
     padding token (transformers would use the token before it).
 
     Args:
-        path, name, settings: fields of `forge_verifiers.settings.RewardModelSettings`.
+        path, name, settings: fields of `forge_verifiers.config.RewardModelSettings`.
 
     Raises:
         ValueError: invalid settings, or settings that do not fit the model.
@@ -57,26 +56,16 @@ class RewardModel(ModelVerifier[float]):
             ids = tokenizer("a")["input_ids"]
             ends = bool(ids) and ids[-1] in tokenizer.all_special_ids and ids[-1] != tokenizer.unk_token_id
             append_eos = chat or not ends  # some tokenizers end every text with a special token
-            if section.truncate and not append_eos:
-                raise ValueError(TRUNCATE)
         if append_eos and not chat and tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
         self._as_pair = section.as_pair
         self._append_eos = append_eos
-        self._truncate = section.truncate
         self._label = self.model.class_index(section.label)
         self._scale = section.scale
         self._slope = section.slope
         self._intercept = section.intercept
         head = getattr(self.model.model, "score", None)
         self._at_last_token: nn.Linear | None = head if isinstance(head, nn.Linear) else None
-        self._settings = (*self.model.texts.values(), section.as_pair, append_eos, section.label)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Identifies weights, texts and settings; reads all weights, once."""
-        numbers = (self._scale, self._slope, self._intercept, self._truncate, self.model.max_tokens)
-        return f"reward model {self.model.identity} {self._settings} {numbers}"
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
@@ -89,18 +78,13 @@ class RewardModel(ModelVerifier[float]):
     def row(self, prompt: str, response: str) -> TokenRow:
         """The model's input. Special tokens that a response spells are broken by a space."""
         response = self.model.special.inert(response)
-        tokenizer, limit, form = self.model.tokenizer, self.model.max_tokens, self.model.format
+        tokenizer, form = self.model.tokenizer, self.model.format
         text = form.render({"question": prompt})[0]
         # Three forms: prompt and answer as in training, a pair as the tokenizer joins it, or one text.
         if self._append_eos:
-            row, mask = closed(*form.answered(text, response))
-            # If not even one token of the response would stay, the row is left too long and so unscored.
-            if self._truncate and mask.index(True) + 1 < limit < len(row):
-                row = [*row[: limit - 1], row[-1]]
-            return TokenRow(row)
+            return TokenRow(closed(*form.answered(text, response))[0])
         if self._as_pair:
-            truncation: dict[str, Any] = {"truncation": "longest_first", "max_length": limit} if self._truncate else {}
-            encoded: Any = tokenizer([text], [response], **truncation)  # in lists: alone, "" would be no second text
+            encoded: Any = tokenizer([text], [response])  # in lists: alone, "" would be no second text
         else:
             encoded = tokenizer([self.model.full_text(prompt, response)], add_special_tokens=form.chat is None)
         return TokenRow(encoded["input_ids"][0], encoded.get("token_type_ids", [None])[0])

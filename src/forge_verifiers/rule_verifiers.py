@@ -11,7 +11,7 @@ from typing import Any
 from forge.rewards.rules import MathReward, final_answer
 from forge.rewards.rules.comparison import comparison
 from forge.rewards.verifier import Scores, Unscored, collect
-from forge_verifiers.threads import ThreadLimiter, within
+from forge_verifiers.threads import Turns, within
 
 TOLERANCE = 1e-6
 MAX_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
@@ -28,7 +28,6 @@ class Rule:
         name: of the column; default the function's name.
         time_limit: seconds for one response, which is unscored after that. An async function is cancelled; a plain one
             continues in its thread, for Python cannot stop threads.
-        version: a text that changes when the function's scores could. Without it scores are not cached.
     """
 
     def __init__(
@@ -37,16 +36,10 @@ class Rule:
         name: str | None = None,
         *,
         time_limit: float = 10.0,
-        version: str | None = None,
     ) -> None:
-        if not callable(function):
-            raise ValueError(f"a rule is a function of (prompt, response, target), got {function!r}")
-        if time_limit <= 0:
-            raise ValueError(f"time_limit must be above 0 seconds, got {time_limit}")
         self.function, self.time_limit = function, time_limit
         self.names: tuple[str, ...] = (str(name or getattr(function, "__name__", type(function).__name__)),)
-        self.fingerprint = None if version is None else f"rule {self.names[0]} {version}"
-        self._turns = ThreadLimiter()
+        self._turns = Turns()
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     @property
@@ -93,10 +86,9 @@ class MathVerifier(Rule):
                 raise Unscored("the target takes too long to compare")
             return float(right)
 
-        super().__init__(matches, name, time_limit=time_limit, version=f"5 {reward}")
-        self._turns = ThreadLimiter(
-            1
-        )  # one process compares for all threads: waiting for it must not count for time_limit
+        super().__init__(matches, name, time_limit=time_limit)
+        # One process compares for all threads: waiting for it must not count for `time_limit`.
+        self._turns = Turns(1)
 
 
 class AnswerFrequency:
@@ -111,8 +103,6 @@ class AnswerFrequency:
         time_limit: seconds for all responses of a prompt.
     """
 
-    grouped = True
-
     def __init__(
         self,
         extract: Callable[[str], str | None] = final_answer,
@@ -121,12 +111,8 @@ class AnswerFrequency:
         time_limit: float = 30.0,
     ) -> None:
         self.extract, self.time_limit = extract, time_limit
-        is_default = extract is final_answer
-        by_default: Callable[[str, str], bool] = lambda a, b: bool(comparison().equal(a, b, TOLERANCE))  # noqa: E731
-        self._equal = by_default if is_default else str.__eq__
         self.names: tuple[str, ...] = (name,)
-        self.fingerprint = "answer frequency default 3" if is_default else None
-        self._turns = ThreadLimiter()
+        self._turns = Turns()
 
     @property
     def progress(self) -> int:
@@ -138,6 +124,10 @@ class AnswerFrequency:
         if len(responses) < 2:
             return Scores.none(len(responses), 1, "a single response has no others to agree with")
 
+        def is_equal(answer: str, kind: str) -> bool:
+            by_value = self.extract is final_answer
+            return bool(comparison().equal(answer, kind, TOLERANCE)) if by_value else answer == kind
+
         def kinds_of_answers() -> list[str | Exception | None]:
             """Each answer as the first one that is the same, or what `extract` or the comparison raised."""
             end = monotonic() + self.time_limit  # the thread must not go on comparing after its time
@@ -147,7 +137,7 @@ class AnswerFrequency:
                     answer = self.extract(response)
                     known = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, str)][:MAX_KINDS]
                     if answer is not None:
-                        same = (kind for kind in known if monotonic() < end and self._equal(answer, kind))
+                        same = (kind for kind in known if monotonic() < end and is_equal(answer, kind))
                         answer = next(same, answer)
                     kinds.append(answer)
                 except Exception as error:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from threading import Thread
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 from forge.rewards.verifier import Unscored
 
@@ -46,7 +45,7 @@ async def within(limit: float, call: Awaitable[A], name: str, progress: Callable
         task.cancel()
 
 
-class ThreadLimiter:
+class Turns:
     """Runs functions in threads, at most `limit` at a time in an event loop, first come first served.
 
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
@@ -59,11 +58,14 @@ class ThreadLimiter:
     def __init__(self, limit: int = 4) -> None:
         self.progress = 0
         self._limit = limit
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
         """The function's result. Unscored: it took more than `limit` seconds, not counting the wait for a turn."""
-        turns = _SEMAPHORES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
-        async with turns.setdefault(self, asyncio.Semaphore(self._limit)):
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:  # a semaphore belongs to a loop
+            self._turns = (loop, asyncio.Semaphore(self._limit))
+        async with self._turns[1]:
             with self.counted():
                 return await in_own_thread(function, limit=limit, name=name)
 
@@ -78,16 +80,8 @@ class ThreadLimiter:
         self.progress += 1
 
 
-# Semaphores belong to an event loop. They are kept outside of `ThreadLimiter`, which may be pickled to another process.
-_SEMAPHORES: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[ThreadLimiter, asyncio.Semaphore]] = (
-    WeakKeyDictionary()
-)
-
-in_thread = ThreadLimiter()  # shared by callers without one
-
-
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """`ThreadLimiter` without waiting for a turn: for functions that wait more than they compute."""
+    """The result of a function in a separate thread. Unscored: it took more than `limit` seconds."""
     outcome: Future[A] = Future()
 
     def work() -> None:
@@ -109,8 +103,7 @@ class Batcher(Generic[A, B]):
     """Runs `compute` for one call after the other, in one thread.
 
     Args:
-        compute: yields (index of the item, outcome) for all items, in any order; it is not continued once its call is
-            cancelled.
+        compute: yields (index of the item, outcome) for all items, in any order.
         name: of the thread.
 
     Attributes:
@@ -118,34 +111,22 @@ class Batcher(Generic[A, B]):
     """
 
     def __init__(self, compute: Callable[[list[A]], Iterable[tuple[int, B]]], name: str) -> None:
-        self._compute, self._name = compute, name
+        self._compute = compute
         self._pool = ThreadPoolExecutor(1, f"verify {name}")
-        self._closed = False
         self.progress = 0
 
     async def __call__(self, items: Sequence[A]) -> list[B]:
         """The outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
-        cancelled = Event()
 
         def work() -> list[B]:
             outcomes: dict[int, B] = {}
             for index, outcome in self._compute(list(items)):
                 outcomes[index] = outcome
                 self.progress += 1
-                if cancelled.is_set():
-                    raise CancelledError
             return [outcomes[index] for index in range(len(items))]
 
-        try:
-            return await asyncio.wrap_future(self._pool.submit(work))
-        except (asyncio.CancelledError, RuntimeError):
-            if self._closed:
-                raise RuntimeError(f"the verifier {self._name} was closed") from None
-            raise
-        finally:
-            cancelled.set()
+        return await asyncio.wrap_future(self._pool.submit(work))
 
     def close(self) -> None:
-        """Fail all waiting calls; the one that is being computed ends on its own."""
-        self._closed = True
+        """Cancel all waiting calls; the one that is being computed ends on its own."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -15,8 +15,7 @@ import numpy as np
 
 from forge.system.files import written_aside
 
-from .formats import reading_npz, write_npz
-from .table import ScoreTable
+from .table import ScoreTable, reading_npz, write_npz
 
 Json = dict[str, Any]
 
@@ -82,20 +81,11 @@ class FitReport:
 
     def to_dict(self) -> Json:
         """Plain values for JSON, None in place of NaN."""
-        return _plain(dataclasses.asdict(self))
+        text = json.dumps(dataclasses.asdict(self), default=lambda value: value.item())
+        plain: Json = json.loads(text, parse_constant=lambda _: None)
+        return plain
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):  # np.float64 too
-        return float(value) if math.isfinite(value) else None
-    return value.item() if hasattr(value, "item") else value
-
-
-FORMAT = "forge_weaver 1"
 AGGREGATOR = "aggregator.npz"  # in the folder of an ensemble
 
 
@@ -136,12 +126,6 @@ class Data:
         )
 
 
-def check_balance(balance: float | None) -> None:
-    """ValueError: `class_balance` is given and not between 0 and 1."""
-    if balance is not None and not 0 < balance < 1:
-        raise ValueError(f"class_balance is the share of right responses, between 0 and 1: got {balance}")
-
-
 class Aggregator(ABC):
     """Combines weak verifiers into one probability of being right.
 
@@ -166,7 +150,11 @@ class Aggregator(ABC):
             ValueError: no verifier is left, the method lacks what it needs (answers, labels), or an invalid
                 `class_balance`.
         """
-        check_balance(getattr(self, "class_balance", None))
+        balance = getattr(self, "class_balance", None)
+        if balance is not None and not 0 < balance < 1:
+            raise ValueError(f"class_balance is the share of right responses, between 0 and 1: got {balance}")
+        if balance is not None and getattr(self, "one_right", False):
+            raise ValueError("one_right gives the class balance itself: omit class_balance")
         # On a copy: a failed fit leaves the state as it was.
         fitted = copy.copy(self)
         fitted.verifiers = table.verifiers
@@ -227,7 +215,6 @@ class Aggregator(ABC):
         state = {name: getattr(self, name) for name in ("columns", *self.LEARNED)}
         inner = {name: value.state_dict() for name, value in state.items() if isinstance(value, Aggregator)}
         header = {
-            "format": FORMAT,
             "kind": type(self).__name__,
             "settings": dataclasses.asdict(self),  # type: ignore[call-overload]  # subclasses are dataclasses
             "verifiers": self.verifiers,
@@ -277,19 +264,15 @@ def load(path: str | Path) -> Aggregator:
 def restored(state: Json) -> Aggregator:
     """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
     header, arrays = state["header"], state["arrays"]
-    if header.get("format", FORMAT) != FORMAT:  # parts of earlier files have none
-        raise ValueError(f"unsupported format {header['format']!r}, expected {FORMAT!r}")
     aggregator = kind(header["kind"])(**header["settings"])
     aggregator.verifiers = tuple(header["verifiers"])
     aggregator.report = FitReport(**header["report"])
     for name in aggregator.LEARNED:
         setattr(aggregator, name, arrays.get(name))
-    for name, part in ((name, part) for name, part in header["parts"].items() if part is not None):
+    for name, part in header["parts"].items():
         inner = {key.removeprefix(f"{name}/"): array for key, array in arrays.items() if key.startswith(f"{name}/")}
         setattr(aggregator, name, restored({"header": part, "arrays": inner}))
     aggregator.columns = arrays["columns"]
-    if not np.isin(aggregator.columns, np.arange(len(aggregator.verifiers))).all():
-        raise ValueError(f"columns {aggregator.columns} out of range for {len(aggregator.verifiers)} verifiers")
     return aggregator
 
 
@@ -298,7 +281,5 @@ def kind(name: str) -> type[Aggregator]:
     # Importing this module has imported the package, and with it every aggregator.
     classes = Aggregator.__subclasses__()
     for aggregator_class in classes:
-        if aggregator_class.__name__ == name:
-            return aggregator_class
         classes += aggregator_class.__subclasses__()
-    raise ValueError(f"there is no aggregator {name!r}")
+    return {aggregator_class.__name__: aggregator_class for aggregator_class in classes}[name]

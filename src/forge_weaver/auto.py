@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .aggregator import Aggregator, Data, check_balance
+from .aggregator import Aggregator, Data
 from .anchored import AnchoredLogistic
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .calibration import log_loss
@@ -67,8 +67,6 @@ class Auto(Aggregator):
 
     def learn(self, data: Data) -> None:
         """Select a method for the table, and fit it."""
-        if self.one_right and self.class_balance is not None:
-            raise ValueError("one_right gives the class balance itself: omit class_balance")
         is_labelled = ~np.isnan(data.labels)
         labelled = len(np.unique(data.problem[is_labelled]))
         enough = labelled >= self.labelled
@@ -213,12 +211,8 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
         raise ValueError(f"there is no method {method!r}: take one of {', '.join(METHODS)}")
     if labelled and method not in USE_LABELS:
         raise ValueError(f"method {method} does not look at labels: omit labelled")
-    check_balance(class_balance)
-    if class_balance is not None and one_right:
-        raise ValueError("one_right implies the class balance: omit class_balance")
-    settings: dict[str, Any] = {"one_right": True} if one_right else {}
-    if class_balance is not None:
-        settings["class_balance"] = class_balance
+    wanted = {"one_right": one_right or None, "class_balance": class_balance}
+    settings: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
     # A method that lacks the setting would ignore it silently.
     fields = {field.name for field in dataclasses.fields(METHODS[method])}  # type: ignore[arg-type]
     if unused := settings.keys() - fields:

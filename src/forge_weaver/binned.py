@@ -98,13 +98,9 @@ def estimate_balance(x: np.ndarray, problem: np.ndarray) -> float:
 class DawidSkene(BinnedDawidSkene):
     """Two rates per verifier (Dawid & Skene 1979) by expectation maximisation; missing verdicts carry no evidence.
 
-    A verifier may be worse than chance and then counts inversely. The rank mean decides which class is right.
-
-    Args:
-        threshold: lowest accepted score; None takes each verifier's (1 - pi) quantile, pi `class_balance` or .5.
+    A verifier may be worse than chance and then counts inversely. The rank mean decides which class is right. Each
+    accepts scores from its (1 - pi) quantile on, pi `class_balance` or .5.
     """
-
-    threshold: float | None = None
 
     bins: ClassVar[int] = 2  # type: ignore[misc]  # reject, accept; not a setting
     MONOTONE: ClassVar = False
@@ -112,7 +108,7 @@ class DawidSkene(BinnedDawidSkene):
     def cut(self, data: Data) -> np.ndarray:
         """One threshold per verifier: scores become verdicts."""
         accept = self.class_balance if self.class_balance is not None else 0.5
-        return thresholds(data.x, accept, self.threshold)[:, None]
+        return thresholds(data.x, accept)[:, None]
 
     def _keep(self, solution: Solution, data: Data) -> None:
         super()._keep(solution, data)

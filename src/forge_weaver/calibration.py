@@ -4,7 +4,7 @@ Metrics take arrays of one shape, such as [problems, responses], and skip entrie
 Labels are 1 and 0; soft labels in between are allowed except for AUC.
 
 Raises:
-    ValueError: the shapes differ, nothing is left, or values outside [0, 1].
+    ValueError: the shapes differ, or nothing is left.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
 
 @dataclasses.dataclass
 class Recalibration:
-    """Platt scaling: p -> sigmoid(slope logit(p) + intercept). Temperature scaling with intercept 0."""
+    """Platt scaling: p -> sigmoid(slope logit(p) + intercept)."""
 
     slope: float = 1.0
     intercept: float = 0.0
 
     @classmethod
-    def fit(cls, p: np.ndarray, labels: np.ndarray, *, intercept: bool = True) -> Recalibration:
+    def fit(cls, p: np.ndarray, labels: np.ndarray) -> Recalibration:
         """Maximum likelihood with a weak pull to the identity, so that separable labels have a solution.
 
         Raises:
@@ -95,9 +95,9 @@ class Recalibration:
         if labels.min() == labels.max():
             raise ValueError("recalibration needs labels of both classes")
         # Towards slope 1 and intercept 0; the pulls weigh about as much as one response.
-        x, free = np.stack([_logits(p), np.ones(len(p))], axis=1), 1 + intercept
-        line = logistic_regression(x[:, :free], labels, np.array([1.0, 1e-3])[:free], np.array([1.0, 0.0])[:free])
-        return cls(*map(float, line))
+        x = np.stack([_logits(p), np.ones(len(p))], axis=1)
+        slope, intercept = logistic_regression(x, labels, np.array([1.0, 1e-3]), np.array([1.0, 0.0]))
+        return cls(float(slope), float(intercept))
 
     def __call__(self, p: np.ndarray) -> np.ndarray:
         return sigmoid(self.slope * _logits(p) + self.intercept)
@@ -108,14 +108,11 @@ def _logits(p: np.ndarray) -> np.ndarray:
 
 
 def _known(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Validate, flatten and drop NaN."""
+    """Flatten and drop NaN."""
     p, labels = np.asarray(p, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     if p.shape != labels.shape:
         raise ValueError(f"probabilities are {p.shape} and labels {labels.shape}")
     judged = ~np.isnan(p) & ~np.isnan(labels)
     if not judged.any():
         raise ValueError("no response has both a probability and a label")
-    for name, values in (("probabilities", p[judged]), ("labels", labels[judged])):
-        if values.min() < 0 or values.max() > 1:
-            raise ValueError(f"{name} lie in [0, 1]: these go from {values.min():g} to {values.max():g}")
     return p[judged], labels[judged]

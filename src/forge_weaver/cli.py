@@ -54,7 +54,7 @@ def _run_step(args: argparse.Namespace) -> None:
 
 def _score(args: argparse.Namespace) -> None:
     from . import read_problems, score_table
-    from .formats import check_path
+    from .table import check_path
 
     problems = read_problems(args.responses)
     verifiers = _read_verifiers(args.verifiers)
@@ -103,7 +103,7 @@ def _fit(args: argparse.Namespace) -> None:
 
 def _predict(args: argparse.Namespace) -> None:
     from . import load
-    from .formats import check_path
+    from .table import check_path
 
     check_path(args.out)
     table, aggregator = _read_scores(args.scores), load(args.aggregator)
@@ -173,7 +173,7 @@ STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
         "put the scores together",
         "scores.npz --out ensemble --verifiers verifiers.yaml",
         [
-            ("scores", {"help": ".npz, or .parquet in the public layout of Weaver"}),
+            SCORES,
             ("--method", {"default": "auto", "help": "auto, or another of docs/weaver.md"}),
             ("--class-balance", {"type": float, "help": "share of right responses, where it is known"}),
             ("--one-right", {"action": "store_true", "help": "exactly one response of each problem is right"}),

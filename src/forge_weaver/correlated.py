@@ -105,8 +105,6 @@ class CorrelatedMixture(Aggregator):
 
     def learn(self, data: Data) -> None:
         """Fit two Gaussians with one covariance to normal scores by EM."""
-        if self.one_right and self.class_balance is not None:
-            raise ValueError("one_right gives the class balance itself: omit class_balance")
         if self.one_right and data.table.present.sum(1).max() == 1:
             raise ValueError("one_right needs problems of several responses: each has one")
         normal = NormalScores.fit(data.x)

@@ -110,8 +110,8 @@ def to_bins(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return codes
 
 
-def thresholds(x: np.ndarray, accept: float, threshold: float | None = None) -> np.ndarray:
-    """[verifiers] lowest accepted score: `at`, or the quantile that the fraction `accept` reaches.
+def thresholds(x: np.ndarray, accept: float) -> np.ndarray:
+    """[verifiers] lowest accepted score: the quantile that the fraction `accept` reaches.
 
     A column of two values is already a verdict: the higher one accepts.
     """
@@ -122,8 +122,6 @@ def thresholds(x: np.ndarray, accept: float, threshold: float | None = None) -> 
         low, high = scores.min(), scores.max()
         if ((scores == low) | (scores == high)).all():
             lowest[v] = (low + high) / 2
-        elif threshold is not None:
-            lowest[v] = threshold
         else:
             cut = np.quantile(scores, 1 - accept)
             # Ties at the cut are all in or all out, whichever is nearer to the share.

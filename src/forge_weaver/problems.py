@@ -8,15 +8,17 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
 from forge.rewards.verifier import Scores, Verifier
 from forge.system.files import written_aside
 
-from .table import ScoreTable, families_by_name
+from .table import ScoreTable, check_labels, families_by_name
 
 log = logging.getLogger(f"forge.{__name__}")
 
@@ -31,7 +33,7 @@ class Problem:
         answers: final answer of each response for voting, "" for none.
 
     Raises:
-        ValueError: no responses, lists of different lengths, or values of the wrong type.
+        ValueError: lists of different lengths, or other labels.
     """
 
     prompt: str
@@ -41,27 +43,13 @@ class Problem:
     answers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prompt, str):
-            raise ValueError(f"the prompt must be text, got {self.prompt!r:.60}")
-        # Types first, as they come from JSON; then labels, and the lengths of lists.
-        subject = f"to {self.prompt[:60]!r}"
-        for name, texts in (("responses", self.responses), ('answers ("" for none)', self.answers or ())):
-            if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
-                raise ValueError(f"{name} must be a list of texts {subject}, got {texts!r:.60}")
-        if not self.responses:
-            raise ValueError(f"there are no responses {subject}")
-        if not isinstance(self.target, str | None):
-            raise ValueError(f"the target must be text or left out {subject}, got {self.target!r:.60}")
         if self.labels is not None:
-            if not isinstance(self.labels, Sequence | np.ndarray) or isinstance(self.labels, str):
-                raise ValueError(f"labels must be a list of 1, 0 and null {subject}, got {self.labels!r:.60}")
-            labels = [math.nan if label is None else label for label in self.labels]
-            if wrong := [label for label in labels if label not in (0, 1) and label == label]:
-                raise ValueError(f"labels must be 1, 0 or null {subject}, got {wrong[0]!r:.60}")
-            object.__setattr__(self, "labels", [float(label) for label in labels])
+            labels = [math.nan if label is None else float(label) for label in self.labels]
+            check_labels(np.array(labels))
+            object.__setattr__(self, "labels", labels)
         for name, values in (("labels", self.labels), ("answers", self.answers)):
             if values is not None and len(values) != len(self.responses):
-                raise ValueError(f"{len(values)} {name} for {len(self.responses)} responses {subject}")
+                raise ValueError(f"{len(values)} {name} for {len(self.responses)} responses to {self.prompt[:60]!r}")
 
 
 async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurrency: int = 16) -> ScoreTable:
@@ -72,10 +60,8 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
         concurrency: problems at a time.
 
     Raises:
-        ValueError: no problems, answers of some problems only, or a concurrency below 1.
+        ValueError: answers of some problems only.
     """
-    if not problems or concurrency < 1:
-        raise ValueError(f"there must be problems and a concurrency of at least 1: {len(problems)}, {concurrency}")
     with_answers = all(problem.answers is not None for problem in problems)
     if not with_answers and any(problem.answers is not None for problem in problems):
         raise ValueError("some problems have answers and others none: give all or omit all")
@@ -120,15 +106,28 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
     )
 
 
-FIELDS = tuple(field.name for field in fields(Problem))
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_FIELDS = {
+    "prompt": {"type": "string"},
+    "responses": {**_TEXTS, "minItems": 1},
+    "target": {"type": ["string", "null"]},
+    "labels": {"type": "array", "items": {"enum": [1, 0, True, False, None]}},
+    "answers": _TEXTS,
+}
+# Unknown fields are errors: a misspelt "labels" would otherwise be no labels.
+_LINE = Draft202012Validator(
+    {"type": "object", "properties": _FIELDS, "required": ["prompt", "responses"], "additionalProperties": False}
+)
 
 
 def write_problems(path: str | Path, problems: Sequence[Problem]) -> None:
     """Write one JSON line per problem, without unset fields; atomic."""
     with written_aside(Path(path)) as aside, aside.open("w", encoding="utf-8") as file:
         for problem in problems:
-            row = {name: value for name in FIELDS if (value := getattr(problem, name)) is not None}
-            file.write(json.dumps(row, default=list) + "\n")
+            row = {name: value for name, value in asdict(problem).items() if value is not None}
+            if problem.labels is not None:
+                row["labels"] = [None if math.isnan(label) else label for label in problem.labels]
+            file.write(json.dumps(row) + "\n")
 
 
 def read_problems(path: str | Path) -> list[Problem]:
@@ -144,14 +143,11 @@ def read_problems(path: str | Path) -> list[Problem]:
             if not line.strip():
                 continue
             try:
-                # Unknown fields are errors: a misspelt "labels" would otherwise be no labels.
                 row = json.loads(line.decode("utf-8"))
-                if not isinstance(row, dict) or not {"prompt", "responses"} <= row.keys():
-                    raise ValueError("it must be an object with prompt and responses")
-                if unknown := row.keys() - set(FIELDS):
-                    raise ValueError(f"unknown field {min(unknown)!r}; known: {', '.join(FIELDS)}")
+                if (error := best_match(_LINE.iter_errors(row))) is not None:
+                    raise ValueError(f"{error.json_path}: {error.message[:200]}")
                 problems.append(Problem(**row))
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not problems:
         raise ValueError(f"{path} holds no problems")

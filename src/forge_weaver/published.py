@@ -25,22 +25,18 @@ class PublishedWeaver(Aggregator):
 
         |off-diagonal blocks of (O - mu P mu')|^2 + |mu P 1 - diag O|^2 + 10 |sum over a of mu - 1|^2
 
-    As in the public code, a missing verdict counts as a rejection, and with its schedule (1,000 steps of 1e-5, momentum
-    .9, random start) the result depends on the seed. The posterior is naive Bayes with all four entries of a
-    verifier's mu, clipped to [.01, .99]; they need not sum to 1 over a.
+    A verifier accepts scores from its (1 - pi) quantile on, as nearly as its ties allow. As in the public code, a
+    missing verdict counts as a rejection, and with its schedule (1,000 steps of 1e-5, momentum .9, random start) the
+    result depends on the seed. The posterior is naive Bayes with all four entries of a verifier's mu, clipped to
+    [.01, .99]; they need not sum to 1 over a.
 
     Args:
         class_balance: pi, the fraction of right responses; estimated by the binned Dawid-Skene model if not given.
-        threshold: lowest accepted score; None takes each verifier's (1 - pi) quantile.
-        marginals: verifiers that accept a fraction outside these are dropped; by default .2 to .8 with a threshold,
-            and no limits without, where each accepts the fraction pi as nearly as its ties allow.
         converged: minimise to convergence, with larger steps.
         seed: of the start.
     """
 
     class_balance: float | None = None
-    threshold: float | None = None
-    marginals: tuple[float, float] | None = None
     converged: bool = False
     seed: int = 0
 
@@ -53,21 +49,16 @@ class PublishedWeaver(Aggregator):
             balance = min(max(estimate_balance(data.x, data.problem), CLIP), 1 - CLIP)
         self.balance = np.array(balance)
         self.report.class_balance = float(balance)
-        self.cuts = thresholds(data.x, float(balance), self.threshold)
-        # A verifier that accepts nearly all or nearly nothing says little, and makes the moments singular.
+        self.cuts = thresholds(data.x, float(balance))
+        # A verifier that accepts all or nothing says nothing, and makes the moments singular.
         share = np.nanmean(verdicts(data.x, self.cuts), axis=0)
-        low, high = self.marginals or ((0.2, 0.8) if self.threshold is not None else (0.0, 1.0))
-        self.used = (share >= low) & (share <= high) & (share > 0) & (share < 1)
+        self.used = (share > 0) & (share < 1)
         for name, accepted, used in zip(data.names, share, self.used, strict=True):
             if not used:
-                bounds = f"{low:.0%} to {high:.0%}"
-                self.report.dropped[name] = f"it accepts {accepted:.0%} of the responses, outside {bounds}"
+                self.report.dropped[name] = f"it accepts {accepted:.0%} of the responses"
         m = int(self.used.sum())
         if m < 3:
-            raise ValueError(
-                f"{m} verifiers accept between {low:.0%} and {high:.0%} of the responses, 3 are needed: "
-                "give another threshold or other marginals"
-            )
+            raise ValueError(f"{m} verifiers accept some of the responses and reject others, 3 are needed")
         if np.isnan(data.x[:, self.used]).any():
             self.report.warnings.append("missing verdicts counted as rejections, as in the public code")
         accepts = self._accepts(data).astype(np.float64)

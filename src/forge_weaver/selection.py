@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from .table import check_labels
-
 
 def best_of(p: np.ndarray) -> np.ndarray:
     """[problems] index of the most probable response, the first of equals; -1 if none has a probability."""
@@ -21,7 +19,7 @@ def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
     """Fraction of problems whose most probable response is right; label NaN for absent or unknown.
 
     Raises:
-        ValueError: the shapes differ, or no problem has labels.
+        ValueError: no problem has labels.
     """
     right = selected_right(p, labels)
     if np.isnan(right).all():
@@ -31,9 +29,6 @@ def selection_accuracy(p: np.ndarray, labels: np.ndarray) -> float:
 
 def selected_right(p: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """[problems] probability that the selected response is right; NaN for a problem without labels."""
-    if np.shape(p) != np.shape(labels):
-        raise ValueError(f"probabilities are {np.shape(p)} and labels {np.shape(labels)}")
-    check_labels(np.asarray(labels))
     filled = np.where(np.isnan(p), -1.0, p)
     top = np.where(np.isnan(labels), -2.0, filled).max(1, keepdims=True)
     ties = (filled == top) & ~np.isnan(labels)

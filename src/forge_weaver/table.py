@@ -1,15 +1,22 @@
-"""The score table: problems x responses x verifiers."""
+"""The score table: problems x responses x verifiers, and its files."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import lzma
 import re
+import zipfile
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from forge.system.files import written_aside
 
 READINGS = re.compile(r"_(min|max|mean|avg|last)$")
 
@@ -49,23 +56,17 @@ class ScoreTable:
             raise ValueError(f"scores must be non-empty [problems, responses, verifiers], got {self.scores.shape}")
         shape, width = self.scores.shape[:2], self.scores.shape[2]
 
-        # A single name may be given as text.
-        names = (self.verifiers,) if isinstance(self.verifiers, str) else tuple(map(str, self.verifiers))
+        names = tuple(map(str, self.verifiers))
         if len(names) != width:
             raise ValueError(f"{len(names)} names for {width} columns of scores")
         duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
         if duplicates or "" in names:
             raise ValueError(f"verifier names must be unique and non-empty: {', '.join(duplicates) or repr('')}")
         self.verifiers = names
-        if self.families is not None:
-            self.families = tuple(self.families)
-            if len(self.families) != width:
-                raise ValueError(f"{len(self.families)} families for {width} verifiers")
+        self.families = None if self.families is None else tuple(self.families)
 
         # Responses come first in each problem, padding after them.
-        self.present = np.ones(shape, dtype=bool) if self.present is None else np.asarray(self.present)
-        if self.present.dtype != bool or self.present.shape != shape:
-            raise ValueError(f"present must be bool {shape}, got {self.present.dtype} {self.present.shape}")
+        self.present = np.ones(shape, dtype=bool) if self.present is None else np.asarray(self.present, dtype=bool)
         if (self.present[:, 1:] & ~self.present[:, :-1]).any() or not self.present[:, 0].all():
             raise ValueError("present must be True from each problem's first response to its last, and False after it")
         # Infinite scores break quantiles, and a score of padding would be counted.
@@ -164,16 +165,32 @@ class ScoreTable:
 
     def save(self, path: str | Path) -> None:
         """Write a .npz file atomically."""
-        from .formats import save_table
-
-        save_table(self, Path(path))
+        check_path(path)
+        # Texts as JSON, numbers as arrays: nothing is pickled.
+        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        arrays = {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}
+        texts = {name: value for name, value in columns.items() if name not in arrays and value is not None}
+        with written_aside(Path(path)) as aside:
+            write_npz(aside, {"texts": texts}, arrays)
 
     @staticmethod
     def load(path: str | Path) -> ScoreTable:
-        """Read a file written by `save`, or a Parquet file in the public Weaver layout."""
-        from .formats import load_table
+        """Read a file written by `save`.
 
-        return load_table(Path(path))
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not a score table.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no such score table: {path}")
+        with reading_npz(path, "score table") as arrays:
+            columns: dict[str, Any] = {**json.loads(arrays.pop("texts").tobytes()), **arrays}
+            fields = {field.name for field in dataclasses.fields(ScoreTable)}
+            if surplus := columns.keys() - fields:
+                raise ValueError(f"it also has {', '.join(sorted(surplus))}")
+            present = columns.pop("present")
+            return ScoreTable(columns.pop("scores"), columns.pop("verifiers"), present=present, **columns)
 
 
 def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:
@@ -186,3 +203,37 @@ def check_labels(labels: np.ndarray) -> None:
     wrong = labels[(labels != 0) & (labels != 1) & ~np.isnan(labels)]
     if wrong.size:
         raise ValueError(f"a label is {wrong[0]}: labels are 1 (right), 0 (wrong) or NaN (unknown)")
+
+
+def check_path(path: str | Path) -> None:
+    """Check that a table can be written to `path`. ValueError: another suffix. FileNotFoundError: no folder."""
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"cannot write {path}: a score table is a .npz file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def write_npz(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays, and each value of `header` as UTF-8 JSON in an array of bytes."""
+    encoded = {name: np.frombuffer(json.dumps(value).encode(), dtype=np.uint8) for name, value in header.items()}
+    with path.open("wb") as file:  # savez appends .npz to a bare path
+        np.savez_compressed(file, **encoded, **arrays)  # type: ignore[arg-type]
+
+
+@contextmanager
+def reading_npz(path: Path, kind: str) -> Iterator[dict[str, np.ndarray]]:
+    """The arrays of a .npz file. ValueError: it is damaged, or an error in the body shows that it is not a `kind`."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        yield arrays
+    except KeyError as error:
+        raise ValueError(f"{path} is not a {kind}: it lacks {error}") from error
+    except (
+        *(TypeError, AttributeError, ValueError, OSError, EOFError),
+        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError),  # damaged zip files
+        *(RecursionError, MemoryError, OverflowError, IndexError, RuntimeError, SyntaxError),  # odd headers
+    ) as error:
+        reason = "not a .npz file of numbers" if "allow_pickle" in str(error) else error
+        raise ValueError(f"{path} is not a {kind}: {reason}") from error

@@ -17,9 +17,8 @@ from forge.config.yaml_files import read_yaml
 from forge.observability import Reduce, record_metric
 from forge.rewards.reward import report_missing
 from forge.rewards.verifier import Scores
-from forge_verifiers.config import VerifiersConfig
+from forge_verifiers.config import ModelSettings, RewardModelSettings, VerifiersConfig
 from forge_verifiers.panel import Panel
-from forge_verifiers.settings import ModelSettings, RewardModelSettings
 
 from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
 from .binned import Online
@@ -67,8 +66,8 @@ class Ensemble:
     Args:
         path: folder written by `save_ensemble`.
         form: "probability"; "logit", the log-odds clipped to +-`clip`; "threshold", 1 if at least `threshold`, else 0.
-        threshold: default 1/2.
-        clip: default 4 nats.
+        threshold: where `form` is "threshold".
+        clip: nats, where `form` is "logit".
         veto: necessary verifiers: the probability is 0 if one scores below 1/2, and unscored if one gave no score,
             unless another rejects the response.
         decide: sufficient verifiers: the probability is 0 if one scores below 1/2, else 1 if any gave a score. A veto
@@ -77,35 +76,28 @@ class Ensemble:
             learns from the groups that it scores.
 
     Raises:
-        ValueError: an unknown form, numbers out of range, or a setting that the form does not use.
+        ValueError: an unknown form, or numbers out of range.
     """
 
     names = ("ensemble",)
-    grouped = True
 
     def __init__(
         self,
         path: str,
         *,
         form: Form = "probability",
-        threshold: float | None = None,
-        clip: float | None = None,
+        threshold: float = 0.5,
+        clip: float = CLIP,
         veto: tuple[str, ...] = (),
         decide: tuple[str, ...] = (),
         follow: int = 0,
     ) -> None:
-        if form not in get_args(Form):
-            raise ValueError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
-        if threshold is not None and form != "threshold":
-            raise ValueError("threshold is only used if form is threshold")
-        if clip is not None and form != "logit":
-            raise ValueError("clip is only used if form is logit")
         self.form: Form = form
-        self.threshold, self.clip = (0.5 if threshold is None else threshold), (CLIP if clip is None else clip)
-        if not 0 < self.threshold <= 1 or self.clip <= 0 or follow < 0:
+        self.threshold, self.clip = threshold, clip
+        if form not in get_args(Form) or not 0 < threshold <= 1 or clip <= 0:
             raise ValueError(
-                f"threshold must be above 0 and at most 1, clip above 0 and follow at least 0, "
-                f"got {self.threshold}, {self.clip}, {follow}"
+                f"form must be one of {', '.join(get_args(Form))}, threshold above 0 and at most 1, clip above 0, "
+                f"got {form}, {threshold}, {clip}"
             )
         self.path, self.learns = Path(path), follow > 0
         self._veto, self._decide, self._follow = tuple(veto), tuple(decide), follow
@@ -170,10 +162,7 @@ class Ensemble:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1] in the configured form."""
-        if not responses:
-            return Scores(np.empty((0, 1)))
-        if self.panel is None:
-            raise RuntimeError("the ensemble is not open: call setup()")
+        assert self.panel is not None, "call setup() first"
         scores = await self.panel.score(prompt, responses, target)
         report_missing(self.panel, scores, self._logged)
         # All forms of one probability; the clip bounds what a single verifier's certainty can do.
@@ -257,8 +246,6 @@ class Distilled:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         batch_tokens: int = 8192,
     ) -> None:
-        if batch_tokens < 1:
-            raise ValueError("batch_tokens must be at least 1")
         self.path, self.names = Path(path), (name or Path(path).name,)
         self._settings: dict[str, Any] = {"device": device, "dtype": dtype, "batch_tokens": batch_tokens}
         self.model: Any = None
@@ -289,11 +276,6 @@ class Distilled:
         self.check()
         reading: dict[str, Any] = json.loads((self.path / DISTILLED).read_text())["reading"]
         return reading
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the model, for caches of scores."""
-        return self.model.fingerprint
 
     @property
     def progress(self) -> float:

@@ -19,7 +19,7 @@ from forge_envs import read_action, schema_of
 from forge_sandbox.code_verifier import code_block
 from forge_sandbox.literals import literal
 from forge_verifiers import AnswerFrequency, MathVerifier, Rule
-from forge_verifiers.settings import ProcessRewardModelSettings
+from forge_verifiers.config import ProcessRewardModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # pytest has its own filters
 

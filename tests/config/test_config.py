@@ -217,17 +217,13 @@ def test_the_kl_without_a_reference_model_is_to_the_generator(config):
             "set reward.accuracy, or eval.problems to 0",
         ),
         (
-            ["--eval.problems", "0", "--reward.functions", "[{use: 'forge_weaver:Ensemble', path: x, clip: 2.0}]"],
-            r"reward.functions\[0\]: clip is only used if form is logit",
-        ),
-        (
             [
                 "--eval.problems",
                 "0",
                 "--reward.functions",
                 "[{use: 'forge_weaver:Ensemble', path: x, form: threshold, threshold: 2.0}]",
             ],
-            "threshold must be above 0 and at most 1",
+            "threshold above 0 and at most 1",
         ),
         (["--reward.verifiers", "{judge: x}"], "unknown key 'reward.verifiers.judge'; did you mean 'judges'"),
         (["--reward.verifiers", "{judges: [{url: a, model: b, no: x}]}"], r"judges\[0\].False'.*quote the key"),

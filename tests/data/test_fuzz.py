@@ -27,7 +27,6 @@ from forge_envs.openenv import OpenEnvClient, OpenEnvEnvironment, OpenEnvError, 
 from forge_envs.openenv.wire import Reply, step_from_reply
 from forge_envs.schemas import Parameters
 from forge_sandbox.code_verifier import read_cases
-from forge_weaver.formats import from_public, load_table, save_table
 from forge_weaver.table import ScoreTable
 from tests.algorithms.test_degenerate import TOOLS, UNITS
 from tests.forge_envs.openenv.counting import Counting
@@ -216,7 +215,7 @@ def small_table() -> ScoreTable:
 @pytest.fixture(scope="module", params=[".npz"])
 def saved(request, tmp_path_factory) -> tuple[Path, bytes]:
     path = tmp_path_factory.mktemp("tables") / f"table{request.param}"
-    save_table(small_table(), path)
+    small_table().save(path)
     return path, path.read_bytes()
 
 
@@ -228,25 +227,6 @@ def test_damaged_tables(saved, data):
         damaged[at] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(damaged)[: data.draw(st.integers(0, len(whole)) | st.just(len(whole)))])
     try:
-        assert len(load_table(path)) >= 1
+        assert len(ScoreTable.load(path)) >= 1
     except ValueError as error:
         assert path.name in str(error)  # noqa: PT017
-
-
-ROW = objects(
-    "a_scores",
-    "b_verdicts",
-    "answer_correct",
-    "samples",
-    "extracted_answers",
-    "instruction",
-    a_scores=st.lists(values, max_size=3),
-)
-
-
-@given(rows=st.lists(ROW, max_size=3))
-def test_rows_of_public_tables(rows):
-    try:
-        assert len(from_public(rows)) == len(rows)
-    except ValueError as error:
-        assert str(error)  # noqa: PT017

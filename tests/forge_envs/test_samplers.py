@@ -6,7 +6,7 @@ import pytest
 
 from forge.data.sampler import make_sampler
 from forge.data.sources import SampledRows
-from forge_envs.samplers import Curriculum, Frontier, Mix, Retire
+from forge_envs.samplers import Curriculum, Frontier, Retire
 
 ROWS = [{"question": f"q{number}", "level": number // 4, "kind": ["even", "odd"][number % 2]} for number in range(12)]
 
@@ -50,7 +50,6 @@ def test_the_frontier_is_what_is_sometimes_solved():
         lambda rows: Curriculum(rows, 3, window=2, advance_at=0.5),
         lambda rows: Frontier(rows, 3),
         lambda rows: Retire(rows, 3),
-        lambda rows: Mix(rows, 3, start={"even": 1.0}, end={"odd": 1.0}, draws_to_end=50),
     ],
 )
 def test_a_saved_sampler_draws_what_the_first_would_have(make):
@@ -86,7 +85,6 @@ def test_a_saved_sampler_draws_what_the_first_would_have(make):
         ({"name": "retire"}, "must have `use: "),
         ({"use": "retire", "time": 2}, "unknown key 'dataset.sampler.time'; did you mean 'times'"),
         ({"use": "curriculum", "level": "hardness"}, "row 1 has no hardness: it has question, level, kind"),
-        ({"use": "mix", "start": {"evn": 1.0}, "end": {"odd": 1.0}, "draws_to_end": 5}, "start has 'evn'"),
         ({"use": "frontier", "floor": 0.0}, "floor must be above 0"),
         (lambda rows, seed: object(), "has no draw, observe"),
     ],

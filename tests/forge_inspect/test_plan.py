@@ -158,7 +158,7 @@ def small_scorer(folder: Path, kind: str) -> Path:
 def test_the_plan_of_a_reward_model_is_what_it_holds(kind: str, tmp_path: Path):
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from forge_verifiers.settings import RewardModelSettings
+    from forge_verifiers.config import RewardModelSettings
 
     folder = small_scorer(tmp_path / kind, kind)
     weights, activations = scoring_memory(RewardModelSettings(path=str(folder), batch_tokens=4096), folder, 512)

@@ -85,12 +85,3 @@ def test_settings_that_cannot_be():
         CodeVerifier(Trusting(), credit="some")
     with pytest.raises(ValueError, match="time_limit"):
         CodeVerifier(Trusting(), time_limit=0)
-    assert CodeVerifier(Trusting()).fingerprint is None
-
-
-def test_a_verdict_is_remembered_under_the_settings_of_its_sandbox_alone():
-    verifier = CodeVerifier()
-    others = [CodeVerifier(credit="share"), CodeVerifier(time_limit=1.0), CodeVerifier({"memory_mb": 64})]
-    assert verifier.fingerprint is not None
-    assert len({verifier.fingerprint, *(other.fingerprint for other in others)}) == 4
-    assert CodeVerifier({"workers": 1}).fingerprint == verifier.fingerprint

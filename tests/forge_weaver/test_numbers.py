@@ -147,8 +147,6 @@ def test_calibration_measures():
     assert ece(np.array([1.0]), np.array([1.0])) == 0
     with pytest.raises(ValueError, match="no response has both"):
         ece(np.array([NAN]), np.array([1.0]))
-    with pytest.raises(ValueError, match="go from -1"):
-        ece(np.array([-1.0]), np.array([1.0]))
 
 
 def test_recalibration_undoes_a_distortion():
@@ -161,8 +159,6 @@ def test_recalibration_undoes_a_distortion():
     assert fitted.slope == pytest.approx(1 / 3, abs=0.02)
     assert fitted.intercept == pytest.approx(-1 / 3, abs=0.03)
     assert ece(fitted(bent), y) < 0.01 < 0.1 < ece(bent, y)
-    hot = Recalibration.fit(1 / (1 + np.exp(-3 * logits)), y, intercept=False)
-    assert (hot.slope, hot.intercept) == (pytest.approx(1 / 3, abs=0.02), 0)
     separable = Recalibration.fit(np.array([0.2, 0.8]), np.array([0.0, 1.0]))
     assert np.isfinite([separable.slope, separable.intercept]).all()
     with pytest.raises(ValueError, match="both classes"):

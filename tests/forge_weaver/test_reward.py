@@ -126,8 +126,7 @@ def test_it_learns_from_the_groups_it_has_judged_and_hands_on_alarms():
     ("settings", "message"),
     [
         ({"form": "odds"}, "form must be one of"),
-        ({"form": "threshold", "threshold": 0.0}, "threshold must be above 0"),
-        ({"threshold": 0.9}, "threshold is only used if form is threshold"),
+        ({"form": "threshold", "threshold": 0.0}, "threshold above 0"),
         ({"veto": ["e"]}, "the panel lacks e"),
     ],
 )

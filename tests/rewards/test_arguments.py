@@ -107,7 +107,7 @@ def test_log_metric_of_trl_is_a_metric():
     ("function", "message"),
     [
         (lambda answer: 0.0, r"names nothing of a response: name its parameters prompt, response, target, completion"),
-        (lambda a, b, c, d: 0.0, "names nothing of a response"),
+        (lambda question, solution, level: 0.0, "names nothing of a response"),
         (lambda completions, trainer_state, **kwargs: [], "trainer_state, which is TRL's own"),
     ],
 )

@@ -77,9 +77,7 @@ def test_what_cannot_be_read_says_why(folders):
     ("settings", "message"),
     [
         ({"marker": "z", "good": "p"}, "both good and bad"),
-        ({"marker": "z", "good": "p", "bad": "p"}, "two different texts"),
         ({"marker": "z", "good": "p", "bad": "ap"}, "same token"),
-        ({"marker": ""}, "marker must be set"),
         ({"marker": "!"}, "no token for '!'"),
         ({"marker": "z", "separator": "("}, "not a regular expression"),
         ({"marker": "z", "label": "fine"}, "no class 'fine'"),

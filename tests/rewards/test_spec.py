@@ -35,16 +35,14 @@ def values(classifier):
     }
 
 
-def test_a_panel_from_yaml_and_back(classifier, tmp_path):
+def test_a_panel_from_yaml_and_back(classifier):
     config = build(VerifiersConfig, yaml.safe_load(yaml.safe_dump(values(classifier))))
-    config.cache = str(tmp_path / "cache")
     config.check_sources()
     for again in (json.loads(json.dumps(to_dict(config))), yaml.safe_load(yaml.safe_dump(to_dict(config)))):
         assert build(VerifiersConfig, again) == config
     panel = config.panel()
     assert panel.names == ("ThinkingReward", "always", "math", "answer_frequency", "rm", "second", "judge")
     assert panel.timeout == 20
-    assert panel.cache.path == tmp_path / "cache"
     asyncio.run(panel.close())
 
 
@@ -75,8 +73,6 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"reward_models": [{"path": "tests/nosuch"}]}, "tests/nosuch is not a folder"),
         ({"reward_models": [{"path": "tests"}]}, "tests is not a folder"),
         ({"reward_models": [{"path": "m", "as_pair": True, "append_eos": True}]}, r"\[0\]: as_pair joins"),
-        ({"reward_models": [{"path": "m", "truncate": True, "chat_template": True}]}, "truncate is for pairs"),
-        ({"reward_models": [{"path": "m", "truncate": True, "append_eos": False}]}, "truncate is for pairs"),
         ({"reward_models": [{"path": "m", "prompt_template": "{other}"}]}, "no field 'other'"),
         ({"reward_models": [{"path": "m", "system_prompt": "be"}]}, "need chat_template"),
         ({"process_reward_models": [{"path": "m", "marker": "z", "good": "+"}]}, "both good and bad"),
@@ -89,7 +85,6 @@ def test_a_process_reward_model_from_yaml(tmp_path):
         ({"plugins": [{"use": "forge_sandbox:CodeVerifier", "sandbox": {"memry_mb": 1}}]}, "did you mean 'memory_mb'"),
         ({"judges": [{**JUDGE, "votes": 0}]}, r"judges\[0\].votes must be at least 1, got 0"),
         ({"judges": [{**JUDGE, "api_key_env": "NO_SUCH_KEY"}]}, "the environment has no NO_SUCH_KEY"),
-        ({"math": True, "cache": "no/such/folder/cache"}, "folder of no/such/folder/cache"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_opened(changed, message):

@@ -118,8 +118,8 @@ class DatasetConfig(RowsConfig):
     too_long: Literal["skip", "error"] = "skip"
     """Longer prompts are skipped and counted, or an error."""
     sampler: Any = None
-    """In place of the shuffled order, one that follows from what came of the rows before: curriculum, frontier, retire,
-    mix or package.module:Class, by name or as `{use: name, <settings>}` ([samplers.md](samplers.md)). Needs a recipe
+    """In place of the shuffled order, one that follows from what came of the rows before: curriculum, frontier, retire
+    or package.module:Class, by name or as `{use: name, <settings>}` ([samplers.md](samplers.md)). Needs a recipe
     that samples groups, and stored rows."""
 
 

@@ -2,7 +2,7 @@
 
 A sampler is constructed with the rows and a seed, says which row comes next (`draw`), and gets the rewards of each
 group of answers (`observe`). Its state is a part of every checkpoint, so that a resumed run draws the same rows.
-`forge_envs.samplers` has four.
+`forge_envs.samplers` has three.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
     """Make the sampler of the setting `dataset.sampler`.
 
     Args:
-        sampler: a name (curriculum, frontier, retire, mix, or `package.module:Class`), `{use: name, <settings>}`, or a
+        sampler: a name (curriculum, frontier, retire, or `package.module:Class`), `{use: name, <settings>}`, or a
             class or function that takes rows and a seed.
 
     Raises:

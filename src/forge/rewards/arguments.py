@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any
 
 from ..types import Completion, Prompt
 
@@ -17,7 +16,6 @@ OF_A_RESPONSE = ("response", "completion", "messages", "prompt", "target")
 # Of a prompt and all of its responses.
 OF_A_GROUP = ("responses", "completions", "messages", "prompt", "target", "conversational")
 KNOWN = "prompt, response, target, completion, messages, or columns of the rows (responses: all of a prompt at once)"
-Form = Literal["positional", "response", "group"]
 
 
 class MissingColumn(ValueError):
@@ -65,13 +63,14 @@ class Answers:
 
 
 class RewardCall:
-    """What each parameter of a reward function stands for.
+    """A reward function and what each of its parameters stands for.
 
     A function of one response names `response` or `completion`, one of a group `responses`; all other names are of the
-    prompt, or columns of its row. One that names none of these takes prompt, response and target by position.
+    prompt, or columns of its row. One without names (of positional-only parameters, `*arguments`, names that begin
+    with `_`, or in C) takes prompt, response and target in this order.
 
     Attributes:
-        form: which of these it is.
+        is_group: it scores all responses of a prompt at once.
         columns: names of columns that it requires.
         optional: names of columns that it takes where a row has them.
         takes_all: it takes all columns, by **kwargs.
@@ -80,47 +79,44 @@ class RewardCall:
         ValueError: the function takes other arguments.
     """
 
-    def __init__(self, function: Any, name: str, group: bool = False) -> None:
-        self.name = name
-        self.form: Form = "positional"
-        self.columns: tuple[str, ...] = ()
-        self.optional: tuple[str, ...] = ()
-        self.takes_all = False
-        self.names: frozenset[str] = frozenset()
+    def __init__(self, function: Any, name: str, is_group: bool = False) -> None:
+        self.function, self.name = function, name
         try:
-            signature = inspect.signature(function)
+            parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # of a function in C
-            return
-        # Collections of arguments name nothing by themselves.
-        parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        self.form = _form(parameters, group)
-        if self.form == "positional":
-            try:
-                # The arguments are tried without a call, so that a wrong function is an error before the run.
-                signature.bind("", "", "")
-            except TypeError:
-                remedy = f"name its parameters {KNOWN}"
-                raise ValueError(f"the reward {name}{signature} names nothing of a response: {remedy}") from None
-            return
-        known = OF_A_GROUP if self.form == "group" else OF_A_RESPONSE
+            parameters = []
+        # Collections of arguments name nothing by themselves; `_` and `_prompt` are names for what is not used.
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        unnamed = [p for p in named if p.kind is p.POSITIONAL_ONLY or (p.name.startswith("_") and p.default is p.empty)]
+        self.names = frozenset(p.name for p in named)
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.by_position = bool(unnamed) or not (named or self.takes_all)
+        self.is_group = is_group or (not self.by_position and "responses" in self.names)
+        wanted = {"responses"} if is_group else {"response", "completion", "responses"}
+        if not self.by_position and not wanted & self.names:
+            listed = ", ".join(map(str, parameters))
+            raise ValueError(f"the reward {name}({listed}) names nothing of a response: name its parameters {KNOWN}")
         # What is neither of the response nor of the prompt is a column.
-        self.names = frozenset(p.name for p in parameters)
-        self.columns = tuple(p.name for p in parameters if p.name not in known and p.default is p.empty)
-        self.optional = tuple(p.name for p in parameters if p.name not in known and p.default is not p.empty)
-        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        known = OF_A_GROUP if self.is_group else OF_A_RESPONSE
+        columns = [] if self.by_position else [p for p in named if p.name not in known]
+        self.columns = tuple(p.name for p in columns if p.default is p.empty)
+        self.optional = tuple(p.name for p in columns if p.default is not p.empty)
 
     @property
     def needs_target(self) -> bool:
         """Whether it takes the target."""
-        return self.form == "positional" or "target" in self.names
+        return self.by_position or "target" in self.names
 
     @property
     def reads_tokens(self) -> bool:
         """Whether it takes more of a completion than its text."""
         return bool({"completion", "completions"} & self.names)
 
-    def arguments(self, answers: Answers, number: int | None = None) -> dict[str, Any]:
-        """The arguments for one response, or for all of them. MissingColumn: the row lacks one."""
+    def __call__(self, answers: Answers, number: int | None = None) -> Any:
+        """Call the function for one response, or for all of them. MissingColumn: the row lacks one that it names."""
+        if self.by_position:
+            responses: Any = answers.responses if number is None else answers.responses[number]
+            return self.function(answers.prompt, responses, answers.target)
         values: dict[str, Any] = {"prompt": answers.prompt, "target": answers.target}
         if number is None:
             values["responses"] = list(answers.responses)
@@ -128,9 +124,8 @@ class RewardCall:
             values["messages"] = [answers.conversation(number) for number in range(len(answers.responses))]
             values["conversational"] = answers.conversational
         else:
-            values["response"], values["completion"] = answers.responses[number], None
-            if "completion" in self.names:
-                values["completion"] = answers.completions[number]
+            values["response"] = answers.responses[number]
+            values["completion"] = answers.completions[number] if "completion" in self.names else None
             values["messages"] = answers.conversation(number)
         for name in self.columns:
             if name not in answers.row:
@@ -141,31 +136,12 @@ class RewardCall:
             for name, value in answers.row.items()
             if name not in values and (self.takes_all or name in self.columns or name in self.optional)
         }
-        return row | {name: value for name, value in values.items() if name in self.names}
-
-
-def _form(parameters: Sequence[inspect.Parameter], group: bool) -> Form:
-    """How a function with these parameters is called; `group`: it is the method of an object that scores groups."""
-    names = {p.name for p in parameters}
-    by_position = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
-    # `_` and `_prompt` are names for what a function does not use, which no column has.
-    if by_position or any(p.name.startswith("_") and p.default is p.empty for p in parameters):
-        return "positional"
-    if "responses" in names:
-        return "group"
-    if group:
-        return "positional"
-    return "response" if {"response", "completion"} & names else "positional"
-
-
-@lru_cache(maxsize=1)
-def _adapters() -> tuple[Any, ...]:
-    return tuple(point.load() for point in entry_points(group="forge.reward_forms"))
+        return self.function(**row, **{name: value for name, value in values.items() if name in self.names})
 
 
 def adapted(function: Any) -> Any:
     """The function, or one of ours in its place where an extension knows another library's form of it."""
-    found = (adapter(function) for adapter in _adapters())
+    found = (point.load()(function) for point in entry_points(group="forge.reward_forms"))
     return next((ours for ours in found if ours is not None), function)
 
 

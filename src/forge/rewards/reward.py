@@ -48,12 +48,14 @@ class FunctionVerifier:
     """
 
     def __init__(self, function: Any, name: str | None = None) -> None:
-        self.function, self._reported = function, -math.inf
+        self.function = function
         self.names: tuple[str, ...] = (name or str(getattr(function, "__name__", type(function).__name__)),)
-        grouped = hasattr(function, "score_group")
-        self.called = function.score_group if grouped else adapted(function)
-        self.call = RewardCall(self.called, self.names[0], grouped)
-        self.may_abstain = getattr(self.called, "may_abstain", False)  # None leaves the decision to other functions
+        is_group = hasattr(function, "score_group")
+        called = function.score_group if is_group else adapted(function)
+        self.call = RewardCall(called, self.names[0], is_group)
+        self.may_abstain = getattr(called, "may_abstain", False)  # None leaves the decision to other functions
+        self._is_async = any(map(inspect.iscoroutinefunction, (called, type(called).__call__))) or is_group
+        self._reported = -math.inf
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1]."""
@@ -61,42 +63,32 @@ class FunctionVerifier:
 
     async def score_answers(self, answers: Answers) -> Scores:
         """[responses, 1]."""
-        with self._timed(answers.prompt):
-            returned = await self._scored(answers)
-        return self._checked(returned, answers)
-
-    async def _scored(self, answers: Answers) -> Any:
-        function, texts = self.called, answers.responses
-
         # None stands for all responses at once.
-        def call(number: int | None) -> Any:
-            if self.call.form == "positional":
-                return function(answers.prompt, texts if number is None else texts[number], answers.target)
-            return function(**self.call.arguments(answers, number))
+        numbers = [None] if self.call.is_group else range(len(answers.responses))
+        reporting = asyncio.create_task(self._report(answers.prompt))
+        try:
+            # Each in a coroutine, or one after the other in a thread.
+            if self._is_async:
+                returned: Any = await asyncio.gather(*(self._awaited(answers, number) for number in numbers))
+            else:
+                returned = await asyncio.to_thread(lambda: [self._called(answers, number) for number in numbers])
+        finally:
+            reporting.cancel()
+        return self._checked(returned[0] if self.call.is_group else returned, answers)
 
-        def called(number: int | None) -> object:
-            with self._named(answers, number):
-                try:
-                    return call(number)
-                except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
-                    raise self._contained(error) from error
+    def _called(self, answers: Answers, number: int | None) -> object:
+        with self._named(answers, number):
+            try:
+                return self.call(answers, number)
+            except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
+                raise RuntimeError(f"the reward {self.names[0]} raised {error!r}") from error
 
-        async def awaited(number: int | None) -> object:
-            with self._named(answers, number):
-                try:
-                    return await call(number)
-                except EXIT_ERRORS as error:
-                    raise self._contained(error) from error
-
-        # All responses in one call, each in a coroutine, or one after the other in a thread.
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        if hasattr(self.function, "score_group"):
-            return await awaited(None)
-        if self.call.form == "group":
-            return await (awaited(None) if is_async else asyncio.to_thread(called, None))
-        if is_async:
-            return await asyncio.gather(*(awaited(number) for number in range(len(texts))))
-        return await asyncio.to_thread(lambda: [called(number) for number in range(len(texts))])
+    async def _awaited(self, answers: Answers, number: int | None) -> object:
+        with self._named(answers, number):
+            try:
+                return await self.call(answers, number)
+            except EXIT_ERRORS as error:
+                raise RuntimeError(f"the reward {self.names[0]} raised {error!r}") from error
 
     def _checked(self, returned: Any, answers: Answers) -> Scores:
         name = self.names[0]
@@ -128,31 +120,16 @@ class FunctionVerifier:
             scores.values[i, 0] = score
         return scores
 
-    def _contained(self, error: BaseException) -> RuntimeError:
-        """The error raised in place of an exception that would end more than this call."""
-        return RuntimeError(f"the reward {self.names[0]} raised {error!r}")
-
-    @contextmanager
-    def _timed(self, prompt: str) -> Iterator[None]:
+    async def _report(self, prompt: str) -> None:
         """Log a line each time that a call has taken REPORT_INTERVAL more; one line for all concurrent calls."""
-        loop, begun = asyncio.get_running_loop(), time.monotonic()
-        timers: list[asyncio.TimerHandle] = []
-
-        def report() -> None:
+        begun = time.monotonic()
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL)
             now = time.monotonic()
-            timers[:] = [loop.call_later(REPORT_INTERVAL, report)]
             if now - self._reported >= REPORT_INTERVAL:
                 self._reported = now
-                log.warning(
-                    "the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, now - begun
-                )
-
-        # The timer renews itself until the call ends.
-        timers.append(loop.call_later(REPORT_INTERVAL, report))
-        try:
-            yield
-        finally:
-            timers[0].cancel()
+                seconds = now - begun
+                log.warning("the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, seconds)
 
     @contextmanager
     def _named(self, answers: Answers, number: int | None = None) -> Iterator[None]:
@@ -186,7 +163,7 @@ def call_of(verifier: Verifier) -> RewardCall:
     """How a verifier is called: all of its responses at once, and further parameters by name."""
     if isinstance(verifier, FunctionVerifier):
         return verifier.call
-    return RewardCall(verifier.score, verifier.names[0] if verifier.names else type(verifier).__name__, group=True)
+    return RewardCall(verifier.score, verifier.names[0], is_group=True)
 
 
 def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None) -> list[str]:
@@ -244,10 +221,10 @@ class Reward:
         self.verifiers = [as_verifier(scorer) for scorer in scorers]
         # The accuracy function is often among the scorers: it is then called once.
         functions = [verifier for verifier in self.verifiers if isinstance(verifier, FunctionVerifier)]
-        matching = [verifier for verifier in functions if verifier.function is accuracy]
-        self.accuracy: Verifier | None = (functions or [None])[0]  # type: ignore[list-item]
-        if accuracy is not None:
-            self.accuracy = matching[0] if matching else as_verifier(accuracy)
+        matching = (verifier for verifier in functions if accuracy is None or verifier.function is accuracy)
+        self.accuracy: Verifier | None = next(matching, None)
+        if self.accuracy is None and accuracy is not None:
+            self.accuracy = as_verifier(accuracy)
         learning = [verifier for verifier in self.verifiers if getattr(verifier, "learns", False)]
         if len(learning) > 1:
             raise ValueError("only one of a reward's functions may learn")
@@ -359,11 +336,7 @@ def check_parts(scorers: int, weights: Sequence[float] | None, names: Sequence[s
 
 async def scored_by(verifier: Verifier, call: RewardCall, answers: Answers) -> Scores:
     """The scores of a verifier, which gets what its parameters name. MissingColumn: the row lacks one."""
-    if isinstance(verifier, FunctionVerifier):
-        return await verifier.score_answers(answers)
-    if call.form == "positional" or not (call.columns or call.optional or call.takes_all or call.reads_tokens):
-        return await verifier.score(answers.prompt, answers.responses, answers.target)
-    return await verifier.score(**call.arguments(answers))
+    return await (verifier.score_answers(answers) if isinstance(verifier, FunctionVerifier) else call(answers))
 
 
 def extras_of(score: object) -> dict[str, float]:

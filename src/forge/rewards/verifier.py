@@ -75,8 +75,6 @@ class Verifier(Protocol):
 
     Optional attributes, used by a `Panel`:
 
-    - `fingerprint`: a text that changes when the scores could. Without it, or with None, nothing is cached.
-    - `grouped = True`: the score of a response depends on the others.
     - `progress`: a number that grows with the work done; calls are then served first come first served. The panel's
       timeout restarts as long as it grows.
     - `async def close()`: frees resources.

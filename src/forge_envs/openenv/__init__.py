@@ -8,11 +8,9 @@ try:
 except ImportError as error:
     raise ImportError("OpenEnv needs aiohttp: pip install aiohttp") from error
 
-from .client import CapacityError, OpenEnvClient, OpenEnvError, Session
-from .environment import OpenEnvEnvironment
-from .launch import LocalServer
+from .client import CapacityError, LocalServer, OpenEnvClient, OpenEnvError, Session
+from .environment import OpenEnvEnvironment, OpenEnvVerifier
 from .server import serve, web_app
-from .verifier import OpenEnvVerifier
 from .wire import Reply
 
 __all__ = [

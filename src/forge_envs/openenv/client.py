@@ -1,4 +1,4 @@
-"""OpenEnv client: HTTP for metadata, and a bounded pool of WebSocket sessions.
+"""Clients of OpenEnv servers: HTTP for metadata, a bounded number of WebSocket sessions; and servers of this machine.
 
 Not the package's own: it needs fastapi, gradio and fastmcp, and takes 3 s to import.
 """
@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
-from collections.abc import AsyncIterator, Mapping
+import signal
+import socket
+import tempfile
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import aiohttp
 
+from forge.runtime.process import end_with_parent
 from forge_envs.environment import InfrastructureError
 
-from ..content import Json, function_schema
-from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, as_number, check_shape
+from ..content import Json, check_command, function_schema, tail_of
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, check_shape, plain
 
-FIRST_PAUSE = 0.05  # seconds between connection attempts, which double
+FIRST_PAUSE = 0.05  # seconds between attempts to begin a session, which double
 MAX_PAUSE = 2.0
 CONNECT_TIMEOUT = 10.0  # seconds for one attempt
-# Errors after which the server ends the session.
-_ENDING = ("FACTORY_ERROR", "SESSION_ERROR")
 
 
 class OpenEnvError(Exception):
@@ -48,26 +52,21 @@ class Session:
     """One WebSocket: one environment of the server, called sequentially.
 
     Every call raises InfrastructureError if the connection is lost or unanswered for `timeout` seconds, and
-    OpenEnvError if the server rejects it; the session remains usable only after the latter. A call that is cancelled
-    or times out ends the connection, since the next call would receive its reply.
+    OpenEnvError if the server rejects it; the session remains usable only after the latter.
+
+    Attributes:
+        lost: it ended: an answer was wrong, late or cancelled, and the next call would receive a late one.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str, timeout: float) -> None:
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse, url: str, timeout: float, places: asyncio.Semaphore
+    ) -> None:
+        self._socket = socket
         self._url = url
         self._timeout = timeout
-        self._socket: aiohttp.ClientWebSocketResponse | None = socket
-        self._busy = False
-        self._closing: asyncio.Task[Any] | None = None
-
-    @property
-    def lost(self) -> bool:
-        """Whether the connection is closed."""
-        return self._socket is None or self._socket.closed
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is connected and no call is pending."""
-        return not self.lost and not self._busy
+        self._places = places
+        self._closed = False
+        self.lost = False
 
     async def reset(self, **parameters: Json) -> Reply:
         """Begin an episode, with parameters of the environment's reset, such as seed= and episode_id=."""
@@ -75,11 +74,11 @@ class Session:
 
     async def step(self, action: Mapping[str, Json]) -> Reply:
         """Take an action as defined by the server's schema."""
-        return Reply.read(await self._request("step", "observation", dict(action)))
+        return Reply.read(await self._request("step", "observation", action))
 
     async def state(self) -> dict[str, Json]:
         """Return the environment's state, at least episode_id and step_count."""
-        return await self._request("state", "state")
+        return await self._request("state", "state", {})
 
     async def list_tools(self) -> tuple[dict[str, Json], ...]:
         """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
@@ -95,76 +94,58 @@ class Session:
         return schemas
 
     async def close(self) -> None:
-        """End the session; idempotent."""
-        self.drop()
-        if self._closing is not None:
-            await self._closing
+        """End the session, which makes room for another; idempotent."""
+        if not self._closed:
+            self._closed = self.lost = True
+            self._places.release()
+            await self._socket.close()
 
-    def drop(self) -> None:
-        """Close the connection without waiting for it: a hung server would delay that."""
-        if self._socket is not None:
-            # The reference keeps the task from being collected.
-            self._closing = asyncio.ensure_future(self._socket.close())
-            self._socket = None
-
-    async def _request(self, kind: str, expected: str, data: dict[str, Json] | None = None) -> dict[str, Json]:
+    async def _request(self, kind: str, expected: str, data: Mapping[str, Json]) -> dict[str, Json]:
         """Send a message and return the data of the reply, which must be of type `expected`."""
-        if self._busy:
-            raise RuntimeError(f"a session takes one call at a time: {kind} was called while another call waits")
-        if self._socket is None:
+        if self.lost:
             raise InfrastructureError(f"the session with {self._url} is over")
-        text = json.dumps({"type": kind, "data": data or {}}, default=as_number)
-        self._busy = True
+        text = json.dumps({"type": kind, "data": data}, default=plain)
+        # Until the answer is read: after a cancelled call, or a wrong answer, the next one would belong to this call.
+        self.lost = True
         try:
-            async with asyncio.timeout(self._timeout) as limit:
+            async with asyncio.timeout(self._timeout):
                 # A server may send an error and close before it reads anything: receive even if sending fails.
                 with suppress(aiohttp.ClientError, ConnectionError):
                     await self._socket.send_str(text)
                 received = await self._socket.receive()
-            return self._read_reply(received, kind, expected)
-        except OpenEnvError as error:
-            if error.code in _ENDING:
-                self.drop()
-            raise
-        except BaseException as error:
-            # The reply may still come: it must not answer the next call.
-            self.drop()
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
-            raise
-        finally:
-            self._busy = False
-
-    def _read_reply(self, received: aiohttp.WSMessage, kind: str, expected: str) -> dict[str, Json]:
+        except TimeoutError:
+            raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
         if received.type is not aiohttp.WSMsgType.TEXT:
             raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
         try:
             reply = json.loads(received.data)
-            content, received_type = reply["data"], reply["type"]
+            content, received_type = dict(reply["data"]), reply["type"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InfrastructureError(f"{self._url} answered {kind} with {received.data[:80]!r}") from None
-        if received_type not in (expected, "error") or not isinstance(content, dict):
+        if received_type not in (expected, "error"):
             raise InfrastructureError(f"{self._url} answered {kind} with a message of type {received_type!r}")
-        if received_type == expected:
-            return content
-        # An error of the server, of the environment, or of what was sent.
+        self.lost = False
+        if received_type == "error":
+            raise self._error(content)
+        return content
+
+    def _error(self, content: dict[str, Json]) -> Exception:
+        """The error of the server, of its environment, or of what was sent; the server ends the session after some."""
         code, message = str(content.get("code")), str(content.get("message"))
+        self.lost = code in ("CAPACITY_REACHED", "INFRASTRUCTURE_ERROR", "FACTORY_ERROR", "SESSION_ERROR")
         if code == "CAPACITY_REACHED":
-            raise CapacityError(
+            return CapacityError(
                 f"{self._url} takes {content.get('max_sessions', 'its limit of')} sessions at a time and is full: "
                 "start it with a higher max_concurrent_envs (default 1), or lower `sessions` of the client"
             )
         if code == "INFRASTRUCTURE_ERROR":
-            raise InfrastructureError(f"{self._url}: {message}")
+            return InfrastructureError(f"{self._url}: {message}")
         details = f" {json.dumps(content['errors'])[:500]}" if content.get("errors") else ""
-        raise OpenEnvError(code, message + details, self._url)
+        return OpenEnvError(code, message + details, self._url)
 
 
 class OpenEnvClient:
-    """A pool of sessions with one server, bound to the event loop of its first use.
-
-    Released sessions are reused: the next reset begins a new episode. A session is checked before reuse and replaced if
-    the server has ended it.
+    """The sessions with one server, bound to the event loop of its first use.
 
     Args:
         url: of the server, such as http://127.0.0.1:8000.
@@ -174,7 +155,7 @@ class OpenEnvClient:
         headers: sent with every request, such as an authorization.
 
     Raises:
-        ValueError: an invalid setting.
+        ValueError: the url is of another scheme.
         InfrastructureError: no connection, or no answer in time.
     """
 
@@ -191,17 +172,13 @@ class OpenEnvClient:
             url = url.replace("ws", "http", 1)
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the url of an OpenEnv server must begin with http:// or https://, got {url!r}")
-        if sessions < 1 or min(timeout, patience) <= 0:
-            raise ValueError("sessions must be at least 1, and timeout and patience above 0 seconds")
         self.url = url.rstrip("/")
         self._max_sessions = sessions
         self._timeout = timeout
         self._patience = patience
-        self._headers = dict(headers or {})
+        self._headers = headers
         self._http: aiohttp.ClientSession | None = None
-        self._free = asyncio.Semaphore(sessions)  # sessions that may still be opened or reused
-        self._idle: list[Session] = []
-        self._used: set[Session] = set()
+        self._places = asyncio.Semaphore(sessions)
 
     async def health(self) -> str:
         """Return "healthy", "degraded" or "unhealthy"."""
@@ -218,53 +195,39 @@ class OpenEnvClient:
         try:
             yield session
         finally:
-            self.release(session)
+            await session.close()
 
     async def acquire(self) -> Session:
-        """Return a checked session; give it back with `release`.
+        """Begin a session, which its `close` ends.
 
         Raises:
             InfrastructureError: none within `patience` seconds.
             OpenEnvError: the server failed to make its environment.
         """
-        free = self._free
-        try:
-            async with asyncio.timeout(self._patience):
-                await free.acquire()
-        except TimeoutError:
-            raise InfrastructureError(
-                f"none of the {self._max_sessions} sessions with {self.url} was given back within "
-                f"{self._patience:g} s: raise `sessions`, or release them earlier"
-            ) from None
-        try:
-            session = await self._live_session()
-        # Or the pool would shrink with each failure.
-        except BaseException:
-            free.release()
-            raise
-        self._used.add(session)
-        return session
-
-    def release(self, session: Session) -> None:
-        """Return a session. It is dropped if a call is pending, or after `close`."""
-        if session not in self._used:
-            return
-        self._used.remove(session)
-        self._free.release()
-        # A pending call would answer the next one.
-        if session.idle:
-            self._idle.append(session)
-        else:
-            session.drop()
+        pause, deadline = FIRST_PAUSE, asyncio.get_running_loop().time() + self._patience
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._places.acquire()
+            except TimeoutError:
+                raise InfrastructureError(
+                    f"none of the {self._max_sessions} sessions with {self.url} was closed within "
+                    f"{self._patience:g} s: raise `sessions`, or close them earlier"
+                ) from None
+            try:
+                return await self._begin()
+            except BaseException as error:
+                self._places.release()
+                is_over = asyncio.get_running_loop().time() + pause > deadline
+                if is_over or not isinstance(error, InfrastructureError):
+                    raise
+            # At random, so that clients that were rejected together do not return together.
+            await asyncio.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, MAX_PAUSE)
 
     async def close(self) -> None:
-        """End all sessions; pending calls fail. The client can be used again."""
-        # State first: calls from now on make a new connection.
-        sessions = [*self._idle, *self._used]
-        http = self._http
-        self._idle, self._used, self._http = [], set(), None
-        self._free = asyncio.Semaphore(self._max_sessions)
-        await asyncio.gather(*(session.close() for session in sessions))
+        """End all connections; pending calls fail. The client can be used again."""
+        http, self._http = self._http, None
         if http is not None:
             await http.close()
 
@@ -274,31 +237,8 @@ class OpenEnvClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _live_session(self) -> Session:
-        """Return a session that answers: an idle one, or a new one, retried for `patience` seconds."""
-        loop = asyncio.get_running_loop()
-        pause = FIRST_PAUSE
-        deadline = loop.time() + self._patience
-        while True:
-            reused = bool(self._idle)
-            try:
-                session = self._idle.pop() if reused else await self._open()
-                try:
-                    await session.state()
-                except OpenEnvError:  # an environment that cannot report its state still answers
-                    if session.lost:
-                        raise
-                return session
-            except InfrastructureError:
-                if reused:
-                    continue  # ended by the server while it was idle
-                if loop.time() + pause > deadline:
-                    raise
-            # At random, so that clients that were rejected together do not return together.
-            await asyncio.sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, MAX_PAUSE)
-
-    async def _open(self) -> Session:
+    async def _begin(self) -> Session:
+        """Open a session that answers."""
         close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -308,7 +248,15 @@ class OpenEnvClient:
         except (aiohttp.ClientError, OSError) as error:  # OSError includes TimeoutError
             reason = str(error) or f"no connection within {CONNECT_TIMEOUT:g} s"
             raise InfrastructureError(f"no session with {self.url}: {reason}") from error
-        return Session(socket, self.url, self._timeout)
+        session = Session(socket, self.url, self._timeout, self._places)
+        try:
+            await session.state()
+        except BaseException as error:
+            # An environment that cannot report its state still answers.
+            if not isinstance(error, OpenEnvError) or session.lost:
+                await socket.close()
+                raise
+        return session
 
     async def _get(self, path: str) -> dict[str, Json]:
         limit = aiohttp.ClientTimeout(total=self._timeout, connect=CONNECT_TIMEOUT)
@@ -319,7 +267,7 @@ class OpenEnvClient:
             reason = str(error) or f"no answer within {self._timeout:g} s"
             raise InfrastructureError(f"{self.url}{path}: {reason}") from error
         try:
-            document = json.loads(text)
+            document: Any = json.loads(text)
         except (ValueError, RecursionError):
             document = None
         if response.status != 200 or not isinstance(document, dict):
@@ -330,3 +278,108 @@ class OpenEnvClient:
         if self._http is None:
             self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         return self._http
+
+
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+_HEALTH_PAUSE = 0.1  # seconds between health checks
+
+
+class LocalServer:
+    """A server process that ends with this one, however that ends. Its output goes to a temporary file.
+
+        async with await LocalServer.start(["uvicorn", "server.app:app", "--port", "{port}"]) as server:
+            env = OpenEnvEnvironment(OpenEnvClient(server.url))
+
+    Attributes:
+        url: of the server.
+        process: it, the first of its group.
+    """
+
+    def __init__(self, process: Process, log: IO[bytes], url: str) -> None:
+        self.url = url
+        self.process = process
+        self._log = log
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        limit: float = 60.0,
+    ) -> Self:
+        """Start it and wait until it is healthy.
+
+        Args:
+            command: program and arguments; {port} is replaced by a free port, to listen at on 127.0.0.1.
+            cwd: working directory.
+            env: variables added to those of this process.
+            limit: seconds until it must be healthy.
+
+        Raises:
+            ValueError: the command has no {port}.
+            InfrastructureError: the server ended or was not healthy in time; with the end of its log.
+        """
+        check_command(command)
+        if not any("{port}" in word for word in command):
+            raise ValueError("the command must say {port} where the port belongs")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = str(listener.getsockname()[1])
+        words = [word.replace("{port}", port) for word in command]
+        log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it is closed with the server
+        parent = os.getpid()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=cwd,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(parent),
+            )
+        except OSError as error:
+            log.close()
+            raise InfrastructureError(f"{words[0]}: {error.strerror}") from error
+
+        server = cls(process, log, f"http://127.0.0.1:{port}")
+        try:
+            await server._wait_healthy(words[0], limit)
+        except BaseException:
+            await server.stop()
+            raise
+        return server
+
+    async def stop(self) -> None:
+        """Send SIGTERM to its process group, and SIGKILL after 5 s."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), GRACE)
+        self._log.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def _wait_healthy(self, name: str, limit: float) -> None:
+        status, end = "no answer", asyncio.get_running_loop().time() + limit
+        async with OpenEnvClient(self.url, timeout=limit) as client:
+            while status != "healthy":
+                try:
+                    status = await client.health()
+                except InfrastructureError as error:
+                    status = str(error)
+                code = self.process.returncode
+                is_late = asyncio.get_running_loop().time() > end
+                if code is not None or is_late:
+                    state = f"was not healthy within {limit:g} s ({status})" if code is None else "ended"
+                    if code is not None:
+                        state += f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+                    raise InfrastructureError(f"{name} {state}; its log ends with:\n{tail_of(self._log)}")
+                await asyncio.sleep(_HEALTH_PAUSE)

@@ -1,19 +1,21 @@
-"""OpenEnv servers as environments of this library."""
+"""OpenEnv servers as environments of this library, and as verifiers of single answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from forge.rewards import Scores
+from forge.rewards.verifier import collect
 from forge.types import Sample
-from forge_envs.environment import CUT, Action, Environment, Message, Step
+from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
 
 from ..content import Json, text_of
 from .client import OpenEnvClient, OpenEnvError, Session
-from .wire import FORGE_ACTION, Reply, flag_of_server, step_from_reply
+from .wire import FORGE_ACTION, Reply, step_from_reply
 
 Task = Any  # a `Sample`, a mapping of the reset's parameters, or the value of its `task`
 ToAction = Callable[[Action], Mapping[str, Json]]
@@ -56,27 +58,27 @@ class OpenEnvEnvironment(Environment):
         self._client = OpenEnvClient(server, sessions=1) if isinstance(server, str) else server
         self._owns_client = isinstance(server, str)
         self._to_action = to_action
-        self._to_messages = to_messages
+        self._to_messages = to_messages or self._observed
         self._to_reset = to_reset or _reset_parameters
         self._mcp = mcp
         self._max_chars = max_chars
-        self._schema: Mapping[str, Json] | None = None
+        self._schema: dict[str, Json] = {}
         self._session: Session | None = None
         self._rewarded = False
+        self._is_default = to_action is None and to_messages is None and not mcp
 
     async def reset(self, task: Task, *, seed: int) -> Step:
         """Begin an episode. InfrastructureError: no session, or it was lost."""
-        self._release_session()
+        await self._end()
         self._rewarded = False
-        if self._schema is None:
-            schema = (await self._client.schema()).get("action")
-            self._schema = schema if isinstance(schema, Mapping) else {}
+        self._schema = dict((await self._client.schema()).get("action") or {})
         self._session = await self._client.acquire()
         reply = await self._session.reset(**self._to_reset(task, seed))
-        tools = await self._session.list_tools() if self._mcp else ()
         if self._is_forge:
             return step_from_reply(reply)
-        return Step(self._messages(reply), tools=tools, terminated=reply.done, info={"metadata": reply.metadata})
+        tools = await self._session.list_tools() if self._mcp else ()
+        messages = tuple(self._to_messages(reply))
+        return Step(messages, tools=tools, terminated=reply.done, info={"metadata": reply.metadata})
 
     async def step(self, action: Action) -> Step:
         """Take a turn.
@@ -85,8 +87,7 @@ class OpenEnvEnvironment(Environment):
             InfrastructureError: the session was lost, or the reply breaks the protocol.
             OpenEnvError: the environment raised.
         """
-        if self._session is None:
-            raise RuntimeError("step before reset")
+        assert self._session is not None, "step before reset"
         # With tools, a turn is its calls; a turn without any ends the episode, unless it can be an action.
         if self._mcp and (action.calls or action.errors):
             return await self._call_tools(self._session, action)
@@ -94,29 +95,33 @@ class OpenEnvEnvironment(Environment):
             return self._step((), None, {}, over=True)
         # A text that was cut at its limit says something else than the policy meant.
         if action.truncated and self._to_action is None and not self._is_forge:
-            return Step((_user_message(CUT),))
+            return Step((user_message(CUT),))
         try:
             sent = (self._to_action or self._default_action)(action)
         except ValueError as error:
-            return Step((_user_message(f"error: {error}"),))
+            return Step((user_message(f"error: {error}"),))
         reply = await self._sent(self._session, sent)
         if isinstance(reply, str):
-            return Step((_user_message(reply),))
+            return Step((user_message(reply),))
         if self._is_forge:
             return step_from_reply(reply)
-        return self._step(self._messages(reply), reply.reward, reply.metadata, over=reply.done)
+        return self._step(tuple(self._to_messages(reply)), reply.reward, reply.metadata, over=reply.done)
 
     async def close(self) -> None:
-        """Release the session, and close the client if it is this environment's own."""
-        self._release_session()
+        """End the session, and close the client if it is this environment's own."""
+        await self._end()
         if self._owns_client:
             await self._client.close()
 
     @property
     def _is_forge(self) -> bool:
         """Whether the server is one of this library: actions and steps are sent as they are."""
-        default = self._to_action is None and self._to_messages is None and not self._mcp
-        return default and (self._schema or {}).get("title") == FORGE_ACTION
+        return self._is_default and self._schema.get("title") == FORGE_ACTION
+
+    async def _end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def _sent(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
         """The server's reply to an action, or an error for the policy."""
@@ -137,14 +142,14 @@ class OpenEnvEnvironment(Environment):
             # Every call needs an answer: chat templates expect one message for each.
             content = "error: not run: the episode is over"
             if not over:
-                sent = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+                sent = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
                 reply = await self._sent(session, sent)
                 if isinstance(reply, str):
                     content = reply
                 else:
                     content = self._shorten(_result(reply))
                     rewards += [] if reply.reward is None else [reply.reward]
-                    metadata = {**metadata, **reply.metadata}
+                    metadata |= reply.metadata
                     over = reply.done
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
         messages += [{"role": "tool", "name": "error", "content": f"error: {error}"} for error in action.errors]
@@ -155,7 +160,7 @@ class OpenEnvEnvironment(Environment):
     ) -> Step:
         self._rewarded |= reward is not None
         # OpenEnv has no other word for an episode that a limit ended.
-        truncated = over and flag_of_server(metadata.get("truncated"), "truncated")
+        truncated = over and bool(metadata.get("truncated"))
         return Step(
             messages,
             reward=None if over and not self._rewarded else reward or 0.0,
@@ -164,53 +169,38 @@ class OpenEnvEnvironment(Environment):
             info={"metadata": metadata},
         )
 
-    def _messages(self, reply: Reply) -> tuple[Message, ...]:
-        if self._to_messages is not None:
-            return tuple(self._to_messages(reply))
-        # Most observations are one text: it is shown as it is, others as JSON.
+    def _observed(self, reply: Reply) -> list[Message]:
+        """The default messages. Most observations are one text: it is shown as it is, others as JSON."""
         shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only = next(iter(shown.values())) if len(shown) == 1 else None
-        return (_user_message(self._shorten(only if isinstance(only, str) else json.dumps(shown))),)
+        return [user_message(self._shorten(only if isinstance(only, str) else json.dumps(shown)))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
         """Make the default action of a turn. ValueError: the turn does not match the schema."""
-        schema = self._schema or {}
-        if schema.get("title") == FORGE_ACTION:
+        if self._schema.get("title") == FORGE_ACTION:
             return asdict(action)
-        fields = [name for name in parameters_of({"parameters": schema}).properties if name != "metadata"]
+        fields = [name for name in parameters_of({"parameters": self._schema}).properties if name != "metadata"]
         # Without required fields, all are.
-        required = [name for name in fields if name in (schema.get("required") or ())] or fields
-        parameters = parameters_of({"parameters": {**schema, "required": required}})
-        text = action.answer
-        if len(required) != 1:
-            try:
-                value = json.loads(text)
-            except ValueError:
-                value = None if required or text.strip() else {}
-            if not isinstance(value, dict):
-                names = f" with {', '.join(required)}" if required else ", such as {}: its schema names no fields"
-                raise ValueError(f"an action must be a JSON object{names}")
-            return value
-        [name] = required
-        arguments = {name: parameters.value(name, text, python=True)}  # "+1" and ".5" are numbers and no JSON
-        if wrong := parameters.mismatch(arguments):
-            raise ValueError(wrong)
-        return arguments
+        required = [name for name in fields if name in (self._schema.get("required") or ())] or fields
+        if len(required) == 1:
+            parameters = parameters_of({"parameters": {**self._schema, "required": required}})
+            # "+1" and ".5" are numbers and no JSON.
+            arguments = {required[0]: parameters.value(required[0], action.answer, python=True)}
+            if wrong := parameters.mismatch(arguments):
+                raise ValueError(wrong)
+            return arguments
+        try:
+            value = json.loads(action.answer or "{}")
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            names = f" with {', '.join(required)}" if required else ", such as {}: its schema names no fields"
+            raise ValueError(f"an action must be a JSON object{names}")
+        return value
 
     def _shorten(self, text: str) -> str:
-        if len(text) <= self._max_chars:
-            return text
-        return f"{text[: self._max_chars]}... ({len(text) - self._max_chars} more characters)"
-
-    def _release_session(self) -> None:
-        session = self._session
-        self._session = None
-        if session is not None:
-            self._client.release(session)
-
-
-def _user_message(text: str) -> Message:
-    return {"role": "user", "content": text}
+        surplus = len(text) - self._max_chars
+        return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
 
 def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
@@ -231,3 +221,49 @@ def _result(reply: Reply) -> str:
         text = text_of(result)
         return f"error: {text}" if result.get("is_error") or result.get("isError") else text
     return result if isinstance(result, str) else json.dumps(result)
+
+
+class OpenEnvVerifier:
+    """Scores responses by an OpenEnv server: each is the one action of an episode, whose reward is its score.
+
+    The reset has the prompt as `question` and the target as `answer`. A server that is lost, rejects the response as an
+    action, gives no reward or asks for another action leaves the response unscored, with the reason.
+
+    Args:
+        url: of the server.
+        name: of the score in metrics.
+        sessions: episodes at once.
+        timeout: seconds for the answer to one message.
+        patience: seconds to retry a server that is down or full.
+
+    Raises:
+        ValueError: the url is of another scheme.
+    """
+
+    def __init__(
+        self, url: str, *, name: str = "openenv", sessions: int = 16, timeout: float = 60.0, patience: float = 30.0
+    ) -> None:
+        self.names = (name,)
+        self._client = OpenEnvClient(url, sessions=sessions, timeout=timeout, patience=patience)
+
+    async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
+        """[responses, 1] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
+        task = {"question": prompt} if target is None else {"question": prompt, "answer": target}
+        return await collect([self._score(task, response) for response in responses], len(self.names))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def _score(self, task: dict[str, str], response: str) -> float | None:
+        environment = OpenEnvEnvironment(self._client)
+        try:
+            await environment.reset(task, seed=0)
+            step = await environment.step(Action(response, response))
+        finally:
+            await environment.close()
+        if not step.done:
+            raise InfrastructureError(
+                f"{self._client.url} did not end the episode: a verifier decides after one answer"
+            )
+        return step.reward

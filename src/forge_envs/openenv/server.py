@@ -22,7 +22,6 @@ from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_j
 log = logging.getLogger(f"forge.{__name__}")
 
 Data = dict[str, Json]
-TaskOfSeed = Callable[[int], Any]
 
 
 class ServedError(Exception):
@@ -37,57 +36,37 @@ class ServedError(Exception):
 class ServedSession:
     """An environment and the state of its episode, for one call after the other."""
 
-    def __init__(self, environment: Environment, task: TaskOfSeed, timeout: float) -> None:
+    def __init__(self, environment: Environment, timeout: float) -> None:
         self.environment = environment
-        self._task = task
         self._timeout = timeout
-        self._first: Step | None = None
         self._running = False
         self._steps = 0
-        self._episode = ""
+        self._episode: str | None = None
 
     async def answer(self, kind: str, data: Data) -> tuple[str, Data]:
         """Return type and data of the reply to a message. ServedError: an error reply."""
+        if kind == "state":
+            return "state", {"episode_id": self._episode, "step_count": self._steps}
         if kind == "reset":
             return "observation", await self._reset(data)
-        if kind == "step" and data.get("type") == "list_tools":
-            return "observation", {"observation": {"tools": self._tools()}, "reward": None, "done": False}
         if kind == "step":
             return "observation", await self._step(data)
-        if kind == "mcp" and data.get("method") == "tools/list":
-            return "mcp", {"jsonrpc": "2.0", "id": data.get("id"), "result": {"tools": self._tools("inputSchema")}}
-        if kind == "state":
-            return "state", {"episode_id": self._episode or None, "step_count": self._steps}
         raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
-
-    def _tools(self, schema_key: str = "input_schema") -> list[Data]:
-        """Return the episode's tools as MCP describes them; `schema_key` is the key of their parameters."""
-        schemas = self.environment.offered if self._first is None else self._first.tools
-        if schemas is None:
-            raise ServedError("EXECUTION_ERROR", "reset first: the tools are those of an episode")
-        functions = [tool["function"] for tool in schemas]
-        return [
-            {"name": f["name"], "description": f.get("description", ""), schema_key: f.get("parameters", {})}
-            for f in functions
-        ]
 
     async def _reset(self, data: Data) -> Data:
         parameters = dict(data)
-        seed = parameters.pop("seed", None)
-        episode = parameters.pop("episode_id", None)
+        seed, episode = parameters.pop("seed", None), parameters.pop("episode_id", None)
         # Without a seed each episode is another one.
         seed = secrets.randbits(31) if seed is None else seed
         if not isinstance(seed, int):
             raise ServedError("VALIDATION_ERROR", f"seed must be an integer, got {seed!r}")
-        task = parameters.get("task", parameters) if parameters else self._task(seed)
         # Until the reset has succeeded there is no episode: a step would act in the former one.
         self._running = False
-        step = await self._limited(self.environment.reset(task, seed=seed), "reset")
-        self._first = step
-        self._running = not step.done
+        task = parameters.get("task", parameters or None)
+        reply = await self._called(self.environment.reset(task, seed=seed), "reset")
         self._steps = 0
         self._episode = str(episode or secrets.token_hex(16))
-        return _converted(step)
+        return reply
 
     async def _step(self, data: Data) -> Data:
         try:
@@ -96,22 +75,16 @@ class ServedSession:
             raise ServedError("VALIDATION_ERROR", str(error)) from None
         if not self._running:
             raise ServedError("EXECUTION_ERROR", "no episode is under way: reset first")
-        step = await self._limited(self.environment.step(action), "step")
-        self._running = not step.done
+        reply = await self._called(self.environment.step(action), "step")
         self._steps += 1
-        reply = _converted(step)
-        # An observation of OpenEnv's MCP environments has the result of the tool instead of messages.
-        if data.get("type") == "call_tool":
-            result = "\n".join(str(message.get("content", "")) for message in step.messages)
-            metadata = reply["observation"]["metadata"]
-            reply["observation"] = {"tool_name": data["tool_name"], "result": result, "error": None}
-            reply["observation"]["metadata"] = metadata
         return reply
 
-    async def _limited(self, call: Awaitable[Step], name: str) -> Step:
+    async def _called(self, call: Awaitable[Step], name: str) -> Data:
+        """The reply with the environment's answer to a call. ServedError: it failed, or gave what has no JSON form."""
         try:
             async with asyncio.timeout(self._timeout):
-                return await call
+                step = await call
+            reply = reply_to_json(step)
         except InfrastructureError as error:
             raise ServedError("INFRASTRUCTURE_ERROR", str(error), last=True) from error
         except TimeoutError:
@@ -120,14 +93,8 @@ class ServedSession:
         except Exception as error:
             log.exception("%s of %s failed", name, type(self.environment).__name__)
             raise ServedError("EXECUTION_ERROR", f"{type(error).__name__}: {error}") from error
-
-
-def _converted(step: Step) -> Data:
-    """Convert what an environment gave. ServedError: it has no JSON form."""
-    try:
-        return reply_to_json(step)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ServedError("EXECUTION_ERROR", f"the environment's step has no JSON form: {error}") from error
+        self._running = not step.done
+        return reply
 
 
 def _read_message(text: str) -> tuple[str, Data]:
@@ -145,27 +112,17 @@ def _read_message(text: str) -> tuple[str, Data]:
 class OpenEnvServer:
     """The handlers of `web_app`: an environment per WebSocket."""
 
-    def __init__(
-        self, make: Callable[[], Environment], task: TaskOfSeed, max_sessions: int, idle: float, timeout: float
-    ) -> None:
+    def __init__(self, make: Callable[[], Environment], max_sessions: int, idle: float, timeout: float) -> None:
         self._make = make
-        self._task = task
         self._max_sessions = max_sessions
         self._idle = idle
         self._timeout = timeout
-        self._sockets: set[web.WebSocketResponse] = set()
         self._active = 0  # sessions
-
-    async def close(self, _: web.Application) -> None:
-        """End all sessions."""
-        closing = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in self._sockets)
-        await asyncio.gather(*closing, return_exceptions=True)
 
     async def answer(self, request: web.Request) -> web.WebSocketResponse:
         """Answer the messages of one connection; the first begins its session."""
         socket = web.WebSocketResponse(timeout=CLOSE_LIMIT, max_msg_size=MAX_MESSAGE, compress=False)
         await socket.prepare(request)
-        self._sockets.add(socket)
         session: ServedSession | None = None
         try:
             while (received := await socket.receive(self._idle)).type is aiohttp.WSMsgType.TEXT:
@@ -185,7 +142,6 @@ class OpenEnvServer:
             log.info("a session ended: %r", error)
         finally:
             # Environments may hold processes: they end with the connection.
-            self._sockets.discard(socket)
             if session is not None:
                 await self._end(session)
             await socket.close()
@@ -197,7 +153,7 @@ class OpenEnvServer:
             message = f"Server at capacity: {self._active}/{self._max_sessions} sessions active"
             raise ServedError("CAPACITY_REACHED", message, last=True, max_sessions=self._max_sessions)
         try:
-            session = ServedSession(self._make(), self._task, self._timeout)
+            session = ServedSession(self._make(), self._timeout)
         except Exception as error:
             log.exception("making an environment failed")
             raise ServedError("FACTORY_ERROR", f"{type(error).__name__}: {error}", last=True) from error
@@ -216,7 +172,6 @@ class OpenEnvServer:
 def web_app(
     make: Callable[[], Environment],
     *,
-    task: TaskOfSeed = lambda seed: None,
     host: str = "127.0.0.1",
     key: str | None = None,
     max_sessions: int = 32,
@@ -226,22 +181,16 @@ def web_app(
     """Make an aiohttp application that speaks OpenEnv's wire format.
 
     The task of an episode is the reset's `task`, or else its parameters without `seed` and `episode_id`. A step takes
-    {"text": ...} as in the schema, or {"type": "call_tool", "tool_name": ..., "arguments": ...}.
+    {"text": ..., "calls": [...]} as in the schema. Tools are in the observation of the reset.
 
     Args:
         make: an environment, called for each session.
-        task: from the seed, the task of a reset without one.
         host, key: where it will be served, and what clients must send as their API key; see `forge_http.web`.
         max_sessions: more are rejected with CAPACITY_REACHED.
         idle: seconds without a message after which a session is ended.
         timeout: seconds for one call of an environment; exceeding it is an infrastructure error that ends the session.
-
-    Raises:
-        ValueError: an invalid setting.
     """
-    if max_sessions < 1 or min(idle, timeout) <= 0:
-        raise ValueError("max_sessions must be at least 1, and idle and timeout above 0 seconds")
-    server = OpenEnvServer(make, task, max_sessions, idle, timeout)
+    server = OpenEnvServer(make, max_sessions, idle, timeout)
     name = getattr(make, "__name__", type(make).__name__)
     metadata = {"name": name, "description": (make.__doc__ or name).strip(), "version": None}
 
@@ -255,7 +204,6 @@ def web_app(
     constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
     app.add_routes([web.get(path, constant(content)) for path, content in constants.items()])
     app.add_routes([web.get("/ws", server.answer)])
-    app.on_shutdown.append(server.close)
     return app
 
 

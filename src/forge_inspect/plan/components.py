@@ -25,8 +25,7 @@ from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
 from forge.training.settings import Head, OptimizerSettings, PassSettings
 from forge.types import Batch
-from forge_verifiers.config import models_of
-from forge_verifiers.settings import ModelSettings, ProcessRewardModelSettings
+from forge_verifiers.config import ModelSettings, ProcessRewardModelSettings, models_of
 
 from .devices import CONTEXT, Machines
 from .meter import metered

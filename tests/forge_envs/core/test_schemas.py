@@ -31,10 +31,10 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
     [
         ({"type": ["string", "null"]}, "a", ""),
         ({"type": ["string", "null"]}, None, ""),
-        ({"type": ["string", "null"]}, 3, "x must be of type string or null, got 3"),
+        ({"type": ["string", "null"]}, 3, "x: 3 is not of type 'string', 'null'"),
         ({"type": ["integer", "boolean"]}, True, ""),
-        ({"type": "integer"}, True, "x must be of type integer, got True"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, [1], "x must be of type string or null, got [1]"),
+        ({"type": "integer"}, True, "x: True is not of type 'integer'"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, [1], "x: [1] is not"),
         ({"anyOf": [{"type": "integer", "minimum": 3}, {"const": "all"}]}, "all", ""),
         ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, 6, "x: 6 is valid under each of"),
         ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "a", "x: 'a' is too short"),
@@ -42,13 +42,13 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
         ({"const": {"a": 1}}, {"a": 1}, ""),
         ({"const": 4}, 5, "x: 4 was expected"),
         ({"enum": ["C", None]}, None, ""),
-        ({"enum": ["C", 1]}, True, "x must be one of 'C', 1, got True"),
+        ({"enum": ["C", 1]}, True, "x: True is not one of"),
         (True, {"any": ["thing"]}, ""),
         ({}, "thing", ""),
         (False, 1, "False schema does not allow 1"),
-        ({"type": "array", "items": {"type": "integer"}}, [1, "2"], "x[1] must be of type integer, got '2'"),
+        ({"type": "array", "items": {"type": "integer"}}, [1, "2"], "x[1]: '2' is not of type"),
         ({"prefixItems": [{"type": "string"}], "items": False}, ["a", 1], "x: "),
-        ({"type": "object", "additionalProperties": {"type": "number"}}, {"k": "v"}, "x.k must be of type number"),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, {"k": "v"}, "x.k: 'v' is not of type"),
         ({"$ref": "#/$defs/Tree"}, {"name": "a", "children": [{"name": "b"}]}, ""),
         (
             {"$ref": "#/$defs/Tree"},
@@ -59,7 +59,7 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
         ({"$ref": "#/nowhere"}, 1, ""),
         ({"type": "string", "pattern": "^\\p{L}+$"}, "a", ""),  # JavaScript's: the tool decides
         ({"type": "string", "pattern": "^[a-z]+$"}, "A", ""),
-        ({"type": "string", "pattern": "^[a-z]+$"}, 1, "x must be of type string, got 1"),
+        ({"type": "string", "pattern": "^[a-z]+$"}, 1, "x: 1 is not of type"),
         ({"type": "string", "format": "date"}, "no date", ""),  # an annotation
     ],
 )
@@ -77,14 +77,14 @@ def test_a_schema_means_what_json_schema_says(schema, value, fault):
         ({"type": "object"}, {"a": 1}, ""),
         ({"type": "object", "properties": {}}, {"a": 1}, "no parameter 'a': it has none"),
         ({"properties": {"b": {}}, "additionalProperties": True}, {"a": 1}, ""),
-        ({"properties": {"b": {}}, "additionalProperties": {"type": "string"}}, {"a": 1}, "a must be of type string"),
+        ({"properties": {"b": {}}, "additionalProperties": {"type": "string"}}, {"a": 1}, "a: 1 is not of type"),
         ({"properties": {"b": {}}, "patternProperties": {"^a": {"type": "string"}}}, {"a": 1}, ""),
         ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"const": 1}}}}}, {"a": 1}, ""),
         ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"const": 1}}}}}, {"b": 1}, "no parameter 'b'"),
         ({"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, {"b": 1}, ""),
         ({"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, {"a": 1}, "'b' is a dependency of 'a'"),
         ({"properties": {"a": {"type": "integer"}}}, {"a": None}, ""),  # optional: as if it was left out
-        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"a": None}, "a must be of type integer"),
+        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"a": None}, "a: None is not of type"),
     ],
 )
 def test_parameters_of_every_form(parameters, arguments, fault):
@@ -138,7 +138,7 @@ def test_remote_tools_whose_schemas_have_several_types_are_called():
     messages = asyncio.run(Toolbox(servers=[Server()]).answer(Action("", "", tuple(calls))))
     assert [message["content"] for message in messages] == [
         "ask {'q': None, 'n': 2}",
-        "error: ask: q must be of type string or null, got 5",
+        "error: ask: q: 5 is not of type 'string', 'null'",
         "error: ask: no parameter 'm': it has q, n",
     ]
 

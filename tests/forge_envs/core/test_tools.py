@@ -95,9 +95,9 @@ def test_calls_are_answered_in_order_with_what_came_of_them():
     assert texts[6:11] == [
         "error: weather: missing city",
         "error: weather: no parameter 'when': it has city, unit, days, detail",
-        "error: weather: city must be of type string, got 3",
-        "error: weather: unit must be one of 'C', 'F', got 'K'",
-        "error: weather: days must be of type integer, got True",
+        "error: weather: city: 3 is not of type 'string'",
+        "error: weather: unit: 'K' is not one of ['C', 'F']",
+        "error: weather: days: True is not of type 'integer'",
     ]
     assert texts[11] == "error: a call is not closed"
     assert [message["role"] for message in messages] == ["tool"] * 12

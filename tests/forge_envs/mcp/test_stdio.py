@@ -58,18 +58,6 @@ def test_a_call_that_takes_too_long_leaves_the_server_as_it_is():
     with_tools(work, timeout=1.0)
 
 
-def test_a_server_that_hangs_is_started_anew(monkeypatch):
-    monkeypatch.setattr("forge_envs.mcp.PING_TIMEOUT", 0.5)
-
-    async def work(tools):
-        before = await tools.call("pid", {})
-        with pytest.raises(InfrastructureError, match="imed out"):
-            await tools.call("hang", {})
-        assert await tools.call("pid", {}) != before
-
-    with_tools(work, timeout=1.0)
-
-
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_server_that_dies(kill):
     async def work(tools):
@@ -90,7 +78,5 @@ def test_what_cannot_be():
         asyncio.run(StdioTools(["there-is-no-such-server"]).open())
     with pytest.raises(ValueError, match="a list of its words"):
         StdioTools("python server.py")
-    with pytest.raises(ValueError, match="above 0 seconds"):
-        StdioTools(["python"], timeout=0)
     with pytest.raises(RuntimeError, match="before `await open"):
         StdioTools(["python"]).schemas()

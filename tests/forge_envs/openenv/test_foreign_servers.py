@@ -67,7 +67,7 @@ def played(texts, answer, properties=None, **settings):
         ("no json", "answered reset with 'no json'"),
         ("[]", "answered reset with"),
         ({"type": "state", "data": {}}, "with a message of type 'state'"),
-        ({"type": "observation", "data": []}, "of type 'observation'"),
+        ({"type": "observation", "data": [1]}, "answered reset with"),
         (None, "ended the connection instead of answering reset"),
     ],
 )
@@ -94,7 +94,7 @@ def test_an_action_of_one_field_is_what_the_turn_says():
     assert [step.messages[0]["content"] for step in steps] == [
         "well",
         "well",
-        "error: move must be of type integer, got 'left'",
+        "error: move: 'left' is not of type 'integer'",
     ]
     asked.clear()
     played(["left"], answer, {"word": {"type": "string"}})
@@ -154,9 +154,9 @@ def test_an_action_that_the_server_refuses_goes_back_to_the_policy():
     assert (steps[1].reward, steps[2].reward) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("reward", ["much", [1], float("nan")])
+@pytest.mark.parametrize("reward", ["much", float("nan"), 10**400])
 def test_rewards_that_are_no_numbers(reward):
-    with pytest.raises(InfrastructureError, match="which is not a finite number"):
+    with pytest.raises(InfrastructureError, match=r"reply\.reward: .* is not"):
         played(
             ["x"],
             lambda kind, data: observed({}, reward if kind == "step" else None),

@@ -84,10 +84,8 @@ def test_its_client_on_our_server():
                     said = [first.observation["messages"][0]["content"]]
                     step = await client.step({"text": "x"})
                     assert (step.reward, step.done) == (1.0, False)
-                    tool = await client.step({"type": "call_tool", "tool_name": "add", "arguments": {"a": 1, "b": 2}})
-                    assert tool.observation["result"] == "3"
-                    listed = await client.step({"type": "list_tools"})
-                    assert [tool["name"] for tool in listed.observation["tools"]] == ["add"]
+                    tool = await client.step({"text": "", "calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}]})
+                    assert tool.observation["messages"][0]["content"] == "3"
                     with pytest.raises(RuntimeError, match="nothing here"):
                         await client.step({"text": "raise"})
                     last = await client.step({"text": "cut"})

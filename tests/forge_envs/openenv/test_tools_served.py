@@ -39,16 +39,15 @@ def on_client(work, environment=make, **settings):
         (Sample(Prompt("add 2 and 3", ()), "5"), "add 2 and 3", 1.0),
     ],
 )
-@pytest.mark.parametrize("mcp", [False, True])
-def test_an_episode_begins_with_a_question_in_any_form(task, question, reward, mcp):
+def test_an_episode_begins_with_a_question_in_any_form(task, question, reward):
     async def work(client):
-        env = OpenEnvEnvironment(client, mcp=mcp)
+        env = OpenEnvEnvironment(client)
         first = await env.reset(task, seed=0)
         assert question in str(first.messages)
         assert [tool["function"]["name"] for tool in first.tools] == ["add"]
         called = await env.step(Action("", "", (ToolCall("add", {"a": 2, "b": 3}),)))
         assert called.messages[0]["content"] == "5"
-        return None if mcp else await env.step(Action("5", "5"))  # with MCP tools a turn without a call ends it here
+        return await env.step(Action("5", "5"))
 
     last = on_client(work)
-    assert mcp or (last.reward, last.terminated) == (reward, True)
+    assert (last.reward, last.terminated) == (reward, True)

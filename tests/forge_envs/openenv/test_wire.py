@@ -18,20 +18,19 @@ NO_TRUTH = ["false", "true", "", [], [False], {}, 2, -1, 0.5]
 @pytest.mark.parametrize(("value", "truth"), [(True, True), (1, True), (False, False), (0, False), (None, False)])
 def test_truth_values(value, truth):
     assert Reply.read({"observation": {}, "done": value}).done is truth
-    assert action_from_json({"text": "x", "truncated": value}).truncated is truth
-    step = step_from_reply(Reply({"rewritten": value}, None, True, {"truncated": value}))
-    assert (step.rewritten, step.truncated, step.terminated) == (truth, truth, not truth)
+    step = step_from_reply(Reply.read({"observation": {}, "done": True, "metadata": {"truncated": value}}))
+    assert (step.truncated, step.terminated) == (truth, not truth)
 
 
 @pytest.mark.parametrize("value", NO_TRUTH)
 def test_other_values_are_neither_true_nor_false(value):
-    with pytest.raises(InfrastructureError, match="done must be true or false, got "):
+    with pytest.raises(InfrastructureError, match=r"reply\.done: .* is not one of"):
         Reply.read({"observation": {}, "done": value})
-    with pytest.raises(InfrastructureError, match="truncated must be true or false"):
-        step_from_reply(Reply({}, None, True, {"truncated": value}))
-    with pytest.raises(InfrastructureError, match="rewritten must be true or false"):
-        step_from_reply(Reply({"rewritten": value}, None, False))
-    with pytest.raises(ValueError, match="truncated must be true or false"):
+    with pytest.raises(InfrastructureError, match=r"reply\.metadata\.truncated: .* is not one of"):
+        Reply.read({"observation": {}, "done": True, "metadata": {"truncated": value}})
+    with pytest.raises(InfrastructureError, match=r"observation\.rewritten: .* is not of type"):
+        step_from_reply(Reply({"rewritten": value}, None, False, {}))
+    with pytest.raises(ValueError, match=r"action\.truncated: .* is not of type"):
         action_from_json({"text": "x", "truncated": value})
 
 

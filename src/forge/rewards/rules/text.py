@@ -56,7 +56,7 @@ class ThinkingReward:
     Args:
         partial_reward: at most `full_reward`; ValueError otherwise.
         full_reward: the reward of the whole shape.
-        tag: the name inside the angle brackets; ValueError if it is empty.
+        tag: the name inside the angle brackets.
     """
 
     partial_reward: float = 0.2
@@ -64,8 +64,6 @@ class ThinkingReward:
     tag: str = "think"
 
     def __post_init__(self) -> None:
-        if not self.tag.strip():
-            raise ValueError("tag is empty: name the tag without its brackets, such as 'think'")
         if self.partial_reward > self.full_reward:
             raise ValueError(f"partial_reward {self.partial_reward} is above full_reward {self.full_reward}")
 
