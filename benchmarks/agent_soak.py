@@ -25,7 +25,7 @@ import openai
 
 import forge
 from benchmarks.machine import descendants
-from forge.observability.rollouts import batches
+from forge.observability.rollouts import read_batches
 from forge.recipes.preemption import Preempted
 from forge.types import Sample
 from forge_agents.record import EXCLUSIONS
@@ -127,7 +127,7 @@ def check(folder: Path) -> dict[str, float]:
     trained: Counter[tuple[int, ...]] = Counter()
     tokens = 0
     columns = ("step", "group", "sample", "branch", "reward", "dropped", "length")
-    for _, batch in batches(folder / "rollouts.arrow", columns):
+    for _, batch in read_batches(folder / "rollouts.arrow", columns):
         for row in batch.to_pylist():
             if row["dropped"] not in (None, "zero_advantage"):
                 continue

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 from engine import MODELS, build, load
 
-from forge.runtime.controller.processes import environment
+from forge.runtime.controller.processes import library_environment
 
 FIRST = 4  # tokens of a request whose first is timed
 
@@ -146,7 +146,7 @@ def main() -> None:
         found = (embedded if args.side == "embedded" else vllm)(args.folder, args)
         print(json.dumps(found))
         return
-    env = os.environ | environment()
+    env = os.environ | library_environment()
     print("| model | batch | embedded tok/CPU-s | vLLM | ratio | first token of one, ms | vLLM | ratio ", end="")
     print("| first token of a batch, ms | vLLM | ratio |\n" + "|---" * 11 + "|")
     for name in args.models:

@@ -31,7 +31,7 @@ from forge.data.packing import pack
 from forge.engines import load_engine
 from forge.losses import GRPOLoss
 from forge.training import checkpoint
-from forge.training.build import precision
+from forge.training.build import precision_context
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Completion, Episode
 
@@ -133,7 +133,7 @@ def gradients(family: str, setup: Setup) -> Iterator[Row]:
     for dtype in ("float32", "bfloat16") if setup.on_gpu else ("float32",):
         policy = trainer(folder, dtype)
         start = time.perf_counter()
-        with precision(policy.ranks, policy.dtype):
+        with precision_context(policy.ranks, policy.dtype):
             found = policy.policy(batch)
         objective(found.logprobs, found.entropy).backward()
         synchronize(setup)
@@ -284,11 +284,11 @@ def moves(setup: Setup) -> Iterator[Row]:
 
     before = state(policy)
     start = time.perf_counter()
-    path = checkpoint.save(policy, setup.folder / "checkpoints")
+    path = checkpoint.save_checkpoint(policy, setup.folder / "checkpoints")
     middle = time.perf_counter()
     other = trainer(setup.model, setup.dtype)
     loading = time.perf_counter()
-    checkpoint.load(other, path)
+    checkpoint.load_checkpoint(other, path)
     seconds = f"{middle - start:.1f} s, {time.perf_counter() - loading:.1f} s"
     yield Row("checkpoint: write, read", seconds, "the same bits", equal(before, state(other)))
     del other

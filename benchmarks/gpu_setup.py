@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forge.models.tokenizer import PRINTABLE, character_tokenizer
-from forge.training.distributed import Ranks, join
+from forge.training.distributed import Ranks, join_ranks
 from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Completion, Sampling
@@ -112,7 +112,7 @@ def engine_cases(setup: Setup) -> Iterator[tuple[str, str, dict[str, Any]]]:
 @lru_cache
 def ranks(dtype: str) -> Ranks:
     """The one rank of this process, as an actor of a trainer has it."""
-    return join(mesh=dtype == "bfloat16")
+    return join_ranks(mesh=dtype == "bfloat16")
 
 
 def trainer(model: Path, dtype: str, seq_len: int = 8192, **settings: Any) -> PolicyTrainer:

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forge.data.packing import pack
 from forge.losses import GRPOLoss
-from forge.training.distributed import join, leave
+from forge.training.distributed import join_ranks, leave_ranks
 from forge.training.settings import OptimizerSettings, Parallelism
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode
@@ -117,7 +117,7 @@ def measure(rank: int, degrees: tuple[int, int, int, int], queue: Any, results: 
         tensor_parallel_degree=tensor,
         context_parallel_degree=context,
     )
-    ranks = join(rank, size, address, layout)
+    ranks = join_ranks(rank, size, address, layout)
     peak = Peak()
     trainer = PolicyTrainer(model, ranks, OptimizerSettings(learning_rate=1e-4), seq_len=4096)
     losses, walls, cpus = [], [], []
@@ -129,7 +129,7 @@ def measure(rank: int, degrees: tuple[int, int, int, int], queue: Any, results: 
     results.put((rank, losses, peak(), statistics.median(walls[WARM:]), statistics.median(cpus[WARM:])))
     if size > 1:
         dist.barrier()
-    leave()
+    leave_ranks()
 
 
 def name(degrees: tuple[int, int, int, int]) -> str:

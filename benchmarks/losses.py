@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.algorithms.advantages import group_relative, leave_one_out
-from forge.algorithms.gae import whiten
+from forge.algorithms.gae import whiten_values
 from forge.algorithms.terms import kl, sequence_mean_weights, token_mean_weights, weighted_sum
 from forge.losses import Correction, ReinforcePlusPlusLoss, ValueLoss, gae, load_algorithm
 
@@ -100,7 +100,7 @@ def verl(x: Inputs) -> dict[str, Any]:
         return torch.tensor(values, dtype=torch.float64).flatten()[x.sequences]
 
     def plus_plus(group_baseline: bool) -> Tensor:
-        return whiten(per_episode(ReinforcePlusPlusLoss(group_baseline=group_baseline).advantages(x.rewards)))
+        return whiten_values(per_episode(ReinforcePlusPlusLoss(group_baseline=group_baseline).advantages(x.rewards)))
 
     def divergence(estimator: Any) -> dict[str, Any]:
         return differentiated(x, "logprobs", lambda logprobs: weighted_sum(kl(logprobs, x["ref"], estimator), mean))
@@ -125,7 +125,7 @@ def verl(x: Inputs) -> dict[str, Any]:
             x, "grpo", corrected=True, correction=Correction("truncate", "sequence", high=1.5), **wide
         ),
         **{name: divergence(name) for name in ("k1", "k2", "k3")},
-        "gae": {"values": x.spread(whiten(advantages[x.mask])), "returns": returns},
+        "gae": {"values": x.spread(whiten_values(advantages[x.mask])), "returns": returns},
         "value": differentiated(x, "values", lambda v: ValueLoss(0.2)(v, x["old_values"], x["returns"], mean)),
         **{name: {"values": x.spread(values)} for name, values in estimates.items()},
     }

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from forge.training.build import Backend
-from forge.training.distributed import join, leave
+from forge.training.distributed import join_ranks, leave_ranks
 from forge.training.policy import Head
 from forge.training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from forge.training.trainer import PolicyTrainer
@@ -148,7 +148,7 @@ def train(case: Case, model: str, store: str, rank: int, answers: Any) -> None:
     if case.ranks > 1:
         torch.set_num_threads(1)
     meeting = dist.FileStore(store, case.ranks) if case.ranks > 1 else None
-    ranks = join(rank, case.ranks, meeting, Parallelism(**case.layout))
+    ranks = join_ranks(rank, case.ranks, meeting, Parallelism(**case.layout))
     lora = None if case.lora is None else LoraSettings(rank=case.lora)
     settings = {"seq_len": SEQ_LEN, "backend": case.backend, **case.passes}
     trainer = PolicyTrainer(model, ranks, OptimizerSettings(**case.optimizer), head=case.head, lora=lora, **settings)
@@ -161,7 +161,7 @@ def train(case: Case, model: str, store: str, rank: int, answers: Any) -> None:
     peak = measured_peak(lambda: trainer.train_step(batch, loss))
     if rank == 0:
         answers.put(held + peak)
-    leave()
+    leave_ranks()
 
 
 def measure(case: Case, model: Path, scratch: Path) -> int:

@@ -26,7 +26,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-from forge.observability.rollouts import batches, texts
+from forge.observability.rollouts import read_batches, texts_by_group
 
 CONFIG = {
     "from_scratch": {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "hidden_size": 32, "layers": 2, "heads": 2},
@@ -95,7 +95,7 @@ class Case:
     def result(self, seconds: float, kills: list[str]) -> Result:
         digest = hashlib.sha256((self.run / "model/model.safetensors").read_bytes()).hexdigest()
         steps = [int(row["step"]) for row in self._rows("metrics.jsonl")]
-        found = [line for _, batch in batches(self.run / "rollouts.arrow") for line in texts(batch)]
+        found = [line for _, batch in read_batches(self.run / "rollouts.arrow") for line in texts_by_group(batch)]
         groups = sorted(row["index"] for row in found)
         return Result(digest, steps, groups, seconds, kills)
 

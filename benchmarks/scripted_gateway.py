@@ -23,7 +23,7 @@ from forge_agents.dialects.anthropic import AnthropicDialect
 from forge_agents.dialects.chat import ChatDialect
 from forge_agents.dialects.responses import ResponsesDialect
 from forge_agents.messages import BadRequest, Call, Delta, Finish, Message, ModelRequest, ModelTurn
-from forge_http.web import bind, listen
+from forge_http.web import bind_socket, serve_application
 
 Answer = Callable[[ModelRequest], Sequence[ModelTurn]]
 
@@ -76,7 +76,7 @@ class ScriptedGateway:
 
         async def run() -> None:
             try:
-                async with listen(self.application(), bind("127.0.0.1", port)) as url:
+                async with serve_application(self.application(), bind_socket("127.0.0.1", port)) as url:
                     started.set_result(url)
                     await stop.wait()
             except Exception as error:

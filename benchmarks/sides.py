@@ -18,10 +18,10 @@ SHOWN = "FORGE_BENCHMARK "
 def as_a_component() -> None:
     """Start this script again in the environment of a component's process, unless it has it: one thread, the
     allocator's settings. Libraries read it when they are loaded."""
-    from forge.runtime.controller.processes import environment
+    from forge.runtime.controller.processes import library_environment
 
-    if not environment().items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment())
+    if not library_environment().items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | library_environment())
 
 
 def _family() -> dict[int, float]:

@@ -163,7 +163,7 @@ def check(folder: Path) -> tuple[int, int, list[str]]:
     steps = int(rows[-1]["step"])
     rollouts = Result(folder).rollouts
     indices = [rollout["index"] for rollout in rollouts]
-    buffer = checkpoint.extra(checkpoint.checkpoints(folder / "checkpoints")[-1])["buffer"]
+    buffer = checkpoint.read_extra(checkpoint.list_checkpoints(folder / "checkpoints")[-1])["buffer"]
     dropped = buffer["dropped"]["too_old"] + buffer["dropped"]["unscored"]
     checks = {
         "steps are missing or doubled": [row["step"] for row in rows] == list(range(steps + 1)),

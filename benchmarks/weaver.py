@@ -34,7 +34,7 @@ from forge_weaver import (
     ScoreTable,
     families_by_name,
 )
-from forge_weaver.calibration import auc, brier, ece
+from forge_weaver.calibration import auc, brier_score, ece
 from forge_weaver.selection import selection_accuracy
 from tests.forge_weaver.synthetic import SCENARIOS, generate, scenario
 
@@ -188,7 +188,7 @@ def drifting(seeds: int) -> None:
             rows.append(
                 [
                     f"{hacked} gamed, seed {seed}",
-                    *(f"{brier(p, truth):.3f} / {ece(p, truth):.3f}" for p in both),
+                    *(f"{brier_score(p, truth):.3f} / {ece(p, truth):.3f}" for p in both),
                     f"{right} of {hacked}, {len(alarms) - right} false",
                     f"{1e3 * each:.0f}",
                 ]

@@ -27,7 +27,7 @@ from forge.rewards.reward import Reward
 from forge.rewards.rules import ExactMatch
 from forge.runtime.store import VersionStore
 from forge.training import credit
-from forge.training.distributed import join
+from forge.training.distributed import join_ranks
 from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Episode, Group, Sampling
@@ -83,7 +83,7 @@ def trip(folder: Path, recorder: Recorder) -> None:
     algorithm = load_algorithm("dapo")
     store = VersionStore.create()
     engine = load_engine("embedded", model, slots=8)
-    trainer = PolicyTrainer(model, join(), OptimizerSettings(), seq_len=64)
+    trainer = PolicyTrainer(model, join_ranks(), OptimizerSettings(), seq_len=64)
     reward = Reward([ExactMatch()], ExactMatch())
     reward.setup()
     scores = {"a": 0.0, "b": 1.0}
@@ -101,7 +101,7 @@ def trip(folder: Path, recorder: Recorder) -> None:
         group = Group(episodes, sample.prompt.index, sample.target, sample.prompt.text)
         with recorder.stage("credit and packing"):
             batch = credit.make_batch([group], algorithm, 0, [], aggregation="token_mean", horizon=None)
-            credit.assign(batch, algorithm)
+            credit.assign_credit(batch, algorithm)
         with recorder.stage("train"):
             trainer.train_step(batch, algorithm)
         with recorder.stage("publish"):

@@ -14,7 +14,7 @@ from forge.observability.folder import RunLock
 from forge.recipes.placement import check_gpus
 from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller import ForgeActor, endpoint
-from forge_http.web import bind
+from forge_http.web import bind_socket
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "apps/grpo/tiny.yaml")
@@ -124,12 +124,12 @@ def test_an_unknown_name_proposes_only_a_close_one(words, proposal):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_taken_port_is_named_once_with_a_remedy(host):
-    with bind(host, 0) as taken:
+    with bind_socket(host, 0) as taken:
         port = taken.getsockname()[1]
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         remedy = r"Address already in use: stop what listens there, or choose another port"
         with pytest.raises(OSError, match=rf"^cannot listen at {re.escape(at)}: {remedy} \(--port 0: ") as raised:
-            bind(host, port)
+            bind_socket(host, port)
         assert str(raised.value).count(str(port)) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_taken_port_is_named_once_with_a_remedy(host):
 )
 def test_an_address_that_no_server_can_have(host, port, text):
     with pytest.raises(OSError, match=rf"(?i)^cannot listen at {re.escape(f'{host}:{port}')}: {text}"):
-        bind(host, port)
+        bind_socket(host, port)
 
 
 @pytest.mark.parametrize("root", ["file", "file/deeper", "missing-link"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from forge.envs.config import EpisodeConfig
 from forge.runtime.controller import ForgeActor, Service, endpoint
-from forge_http.web import bind
+from forge_http.web import bind_socket
 
 from .gateway import Gateway
 from .policies import Policy
@@ -62,7 +62,7 @@ class GatewayActor(ForgeActor):
         """Begin a session."""
         async with self._begun:
             if not self.gateway.url:
-                await self._served.enter_async_context(self.gateway.listen(bind("127.0.0.1", 0)))
+                await self._served.enter_async_context(self.gateway.listen(bind_socket("127.0.0.1", 0)))
         return self.gateway.open(settings)
 
     @endpoint

@@ -14,7 +14,9 @@ HOME = ".home"  # in the task folder
 NOBODY = 65534  # the user of confined programs
 
 
-def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, new: bool, owned: bool) -> None:
+def fill_task_folder(
+    folder: Path, source: str | Path | None, files: Mapping[str, str], *, new: bool, owned: bool
+) -> None:
     """Fill a task folder. What an agent left in the way of a text, a link, a folder or a locked one, is replaced by it.
 
     Args:
@@ -50,15 +52,15 @@ def fill(folder: Path, source: str | Path | None, files: Mapping[str, str], *, n
             inner.chmod(0o755)
         target = folder / path
         if target.is_dir() and not target.is_symlink():
-            remove(target)
+            remove_folder(target)
         target.unlink(missing_ok=True)
         target.write_text(text)
     if owned:
         for place in places:
-            give(place)
+            give_to_nobody(place)
 
 
-def give(folder: Path) -> None:
+def give_to_nobody(folder: Path) -> None:
     """Make all of a folder the property of the user that programs run as."""
     os.chown(folder, NOBODY, NOBODY)
     for parent, folders, names in os.walk(folder):
@@ -66,7 +68,7 @@ def give(folder: Path) -> None:
             os.chown(os.path.join(parent, name), NOBODY, NOBODY, follow_symlinks=False)
 
 
-def unlock(folder: Path) -> None:
+def unlock_folders(folder: Path) -> None:
     """Make all folders below one such that this user can remove them: an agent may have taken its rights away."""
     for parent, folders, _ in os.walk(folder):
         for name in folders:
@@ -75,11 +77,11 @@ def unlock(folder: Path) -> None:
                 os.chmod(path, 0o700)
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a folder if it exists, whatever rights its parts have."""
     if folder.exists():
         folder.chmod(0o700)
-        unlock(folder)
+        unlock_folders(folder)
         shutil.rmtree(folder)
 
 
@@ -179,10 +181,10 @@ class CommandResult:
 
     def remove(self) -> None:
         """Remove the folder; it may be removed already."""
-        remove(self.folder.parent)
+        remove_folder(self.folder.parent)
 
 
-def environment(words: Mapping[str, str], path: str) -> dict[str, str]:
+def agent_environment(words: Mapping[str, str], path: str) -> dict[str, str]:
     """The variables of an agent, by which the clients of each API find the gateway: the whole environment.
 
     Args:

@@ -29,10 +29,10 @@ def add_to(commands: Any) -> None:
     held_out = "share that is held out if the collection has no split; default .1"
     rows.add_argument("--held-out", type=float, default=0.1, help=held_out)
     rows.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    rows.set_defaults(run=_rows)
+    rows.set_defaults(run=_print_rows)
 
 
-def _rows(args: argparse.Namespace) -> None:
+def _print_rows(args: argparse.Namespace) -> None:
     from forge_envs.environment import InfrastructureError
 
     try:

@@ -79,14 +79,14 @@ class Worker:
         async with self._lock:
             if self._process is None or self._process.returncode is not None:
                 await self.close()
-                self._process = await self._start()
+                self._process = await self._start_process()
                 try:
-                    await self._ask(self._process, "open", OPENING, self.opening)
+                    await self._ask_process(self._process, "open", OPENING, self.opening)
                 except BaseException:
                     await self.close()
                     raise
             process = self._process
-        return await self._ask(process, op, timeout, fields)
+        return await self._ask_process(process, op, timeout, fields)
 
     async def close(self) -> None:
         """End the process: it is asked to by the end of its input, and killed if it takes too long."""
@@ -97,10 +97,10 @@ class Worker:
         process.stdin.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), self.grace)
-        _kill(process)
+        _kill_group(process)
         await asyncio.wait(self._reading)
 
-    async def _start(self) -> Process:
+    async def _start_process(self) -> Process:
         """Start the process. ConfigError: its program cannot be executed."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -108,7 +108,7 @@ class Worker:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
-                env=variables(self.command[0]) | self.env,
+                env=worker_variables(self.command[0]) | self.env,
                 limit=MAX_LINE,
                 start_new_session=True,
             )
@@ -121,7 +121,7 @@ class Worker:
         self._reading = [asyncio.create_task(read(process)) for read in (self._read_words, self._read_answers)]
         return process
 
-    async def _ask(self, process: Process, op: str, timeout: float, fields: Mapping[str, Any]) -> Values:
+    async def _ask_process(self, process: Process, op: str, timeout: float, fields: Mapping[str, Any]) -> Values:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         assert process.stdin is not None
@@ -130,7 +130,7 @@ class Worker:
             message = await asyncio.wait_for(answer, timeout + self.grace)
         except TimeoutError:
             # It ends its requests in time itself, unless its loop hangs, which would hold all others.
-            _kill(process)
+            _kill_group(process)
             raise InfrastructureError(f"the worker hung: it gave no result of {op!r} within {timeout:g} s") from None
         finally:
             del self._answers[number]
@@ -165,13 +165,13 @@ class Worker:
             self._last_word = text or self._last_word
 
 
-def _kill(process: Process) -> None:
+def _kill_group(process: Process) -> None:
     # Its group: processes that it left would go on asking for turns.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def variables(python: str) -> dict[str, str]:
+def worker_variables(python: str) -> dict[str, str]:
     """The variables of a worker: those of this process, with the programs beside its Python first.
 
     Args:

@@ -22,7 +22,16 @@ from forge.system.scratch import Scratch
 from forge_envs.environment import InfrastructureError
 from forge_sandbox.worker import SandboxError, Settings, Worker
 
-from .agent import AgentCommand, CommandResult, Network, Status, environment, fill, remove, unlock
+from .agent import (
+    AgentCommand,
+    CommandResult,
+    Network,
+    Status,
+    agent_environment,
+    fill_task_folder,
+    remove_folder,
+    unlock_folders,
+)
 from .forward import Forwarder
 
 __all__ = ["AgentCommand", "CommandResult", "CommandRunner"]
@@ -120,7 +129,7 @@ class CommandRunner:
         """
         if self._scratch is None:
             raise RuntimeError("the runner is not running: await runner.start() first")
-        outer = _address(url, command.network, self.level)
+        outer = _gateway_address(url, command.network, self.level)
         new = folder is None
         if folder is None:
             self._number += 1
@@ -129,23 +138,23 @@ class CommandRunner:
         words["folder"] = INNER_FOLDER if self.level == "namespaces" else str(folder)
         if outer is not None:
             words["url"] = f"http://127.0.0.1:{outer[1]}{urlsplit(words['url']).path}"
-        settings, request = self._settings(command, words, folder)
+        settings, request = self._sandbox_settings(command, words, folder)
         # A program without a gateway has no network.
         settings["network"] = "gateway" if url is None else command.network
         settings["port"] = None if outer is None else outer[1]
         owned = self.level == "namespaces" and os.geteuid() == 0
-        filling = partial(fill, folder, command.files if new else None, files or {}, new=new, owned=owned)
+        filling = partial(fill_task_folder, folder, command.files if new else None, files or {}, new=new, owned=owned)
 
-        async def play() -> CommandResult:
+        async def play_and_clean() -> CommandResult:
             try:
-                return await self._play(filling, settings, request, folder, outer)
+                return await self._play_program(filling, settings, request, folder, outer)
             except BaseException:
                 if new:
-                    await self._in_thread(partial(remove, folder.parent))
+                    await self._in_thread(partial(remove_folder, folder.parent))
                 raise
 
         # `close` ends the run by this task, and waits for it.
-        run = asyncio.ensure_future(play())
+        run = asyncio.ensure_future(play_and_clean())
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
         return await run
@@ -156,7 +165,7 @@ class CommandRunner:
             run.cancel()
         await asyncio.gather(*self._runs, return_exceptions=True)
         if self._scratch is not None:
-            await self._in_thread(partial(unlock, self._scratch.path))
+            await self._in_thread(partial(unlock_folders, self._scratch.path))
             await self._in_thread(self._scratch.close)
             self._scratch = None
             self._threads.shutdown(wait=False)
@@ -168,7 +177,7 @@ class CommandRunner:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _play(
+    async def _play_program(
         self,
         filling: Callable[[], None],
         settings: Settings,
@@ -223,7 +232,7 @@ class CommandRunner:
             await asyncio.wait([working])
             raise
 
-    def _settings(
+    def _sandbox_settings(
         self, command: AgentCommand, words: Mapping[str, str], folder: Path
     ) -> tuple[Settings, dict[str, Any]]:
         """The settings of the sandbox's process, and its request, with all placeholders replaced. ValueError: a
@@ -233,18 +242,18 @@ class CommandRunner:
                 raise ValueError(f"readable has {path}, which holds the folders of all runs: name what is needed in it")
         pattern = re.compile("|".join(rf"\{{{name}\}}" for name in words))
 
-        def filled(text: str) -> str:
+        def fill_placeholders(text: str) -> str:
             # In one pass: a task that contains {key} is not a place for it.
             return pattern.sub(lambda match: words[match.group()[1:-1]], text)
 
-        env = environment(words, program_path(command))
-        env |= {name: filled(text) for name, text in command.env.items()}
-        line = [filled(word) for word in command.command]
+        env = agent_environment(words, program_path(command))
+        env |= {name: fill_placeholders(text) for name, text in command.env.items()}
+        line = [fill_placeholders(word) for word in command.command]
         settings = {
             "level": self.level,
             "folder": words["folder"],
             "writable": {INNER_FOLDER: str(folder), "/tmp": str(folder.parent / "tmp")},
-            "readable": [*filter(os.path.exists, SYSTEM), *_readable(command)],
+            "readable": [*filter(os.path.exists, SYSTEM), *_readable_paths(command)],
             "limits": LIMITS,
             "memory_mb": command.memory_mb,
             "cpu_seconds": float("inf"),
@@ -254,7 +263,7 @@ class CommandRunner:
         return settings, {"command": line, "env": env, "time_limit": command.timeout}
 
 
-def _readable(command: AgentCommand) -> list[str]:
+def _readable_paths(command: AgentCommand) -> list[str]:
     """All that a program may read beside the system: what its command names, and this Python."""
     prefixes = [path for path in (sys.prefix, sys.base_prefix) if os.access(path, os.R_OK | os.X_OK)]
     return [os.path.abspath(path) for path in (*command.readable, *prefixes)]
@@ -262,11 +271,11 @@ def _readable(command: AgentCommand) -> list[str]:
 
 def program_path(command: AgentCommand) -> str:
     """The PATH of a command: folders that its program may be in."""
-    bins = [f"{path}/bin" for path in _readable(command) if os.path.isdir(f"{path}/bin")]
+    bins = [f"{path}/bin" for path in _readable_paths(command) if os.path.isdir(f"{path}/bin")]
     return ":".join([*bins, SYSTEM_PATH])
 
 
-def _address(url: str | None, network: Network, level: Level) -> tuple[str, int] | None:
+def _gateway_address(url: str | None, network: Network, level: Level) -> tuple[str, int] | None:
     """Host and port of the gateway, where its connections are forwarded. ValueError: it is not plain http."""
     if url is None:
         return None

@@ -92,7 +92,7 @@ class AgentEnv(GroupEnv):
     ) -> list[Episode]:
         """Play n sessions of a task; returns an episode for each and for each seat. An evaluation has the first seat's
         alone."""
-        plays = (self._episodes(sample, seed, number, evaluation, sampling) for number in range(n))
+        plays = (self._play_session(sample, seed, number, evaluation, sampling) for number in range(n))
         by_session = await asyncio.gather(*plays)
         # Those of a seat are neighbours, and numbered through.
         episodes = [session[seat] for seat in range(len(self.seats)) for session in by_session]
@@ -103,10 +103,10 @@ class AgentEnv(GroupEnv):
             if not evaluation:
                 learner = self.seats[episode.policy] if episode.policy else POLICY
                 with nullcontext() if learner == POLICY else metrics_of(learner):
-                    _record(episode)
+                    _record_episode(episode)
         return episodes[:n] if evaluation else episodes
 
-    async def _episodes(
+    async def _play_session(
         self, sample: Sample, seed: int, number: int, evaluation: bool, sampling: Mapping[str, Any]
     ) -> list[Episode]:
         """Play one session; an episode for each seat."""
@@ -117,7 +117,7 @@ class AgentEnv(GroupEnv):
                 name = f"{sample.prompt.index}/{number}/{attempt}"
                 settings = SessionSettings(name=name, seed=seed, sampling=dict(sampling), **self.limits)
                 try:
-                    outcome, record = await self._attempt(settings, sample, evaluation)
+                    outcome, record = await self._play_once(settings, sample, evaluation)
                 except ServiceStopped:  # the run is ending
                     raise
                 except (InfrastructureError, ForgeError, LookupError) as error:
@@ -141,13 +141,13 @@ class AgentEnv(GroupEnv):
                 if not is_lost:
                     account.update(record.unlearned(seat, self.auxiliary))
                     seat_info |= {"stop": NO_TURN} if len(lost) > 1 and not record.runs.get(seat) else {}
-                episode = _unscored(seat_info, account)
+                episode = _unscored_episode(seat_info, account)
             # Without a second seat an episode needs no name.
             episode.policy = seat if len(lost) > 1 else ""
             episodes.append(episode)
         return episodes
 
-    async def _attempt(
+    async def _play_once(
         self, settings: SessionSettings, sample: Sample, evaluation: bool
     ) -> tuple[Outcome, SessionRecord]:
         access = await self.gateway.open.route(settings)
@@ -170,13 +170,13 @@ class AgentEnv(GroupEnv):
         return outcome, record
 
 
-def _unscored(info: Mapping[str, Any], certificate: Certificate) -> Episode:
+def _unscored_episode(info: Mapping[str, Any], certificate: Certificate) -> Episode:
     """An episode without a turn, which nothing is learned from."""
     filled = {"turns": 0, "calls": 0, "unread_calls": 0, "messages": [], **info, "certificate": dict(certificate)}
     return Episode.played([0], [False], [0.0], [-1], info=filled)
 
 
-def _record(episode: Episode) -> None:
+def _record_episode(episode: Episode) -> None:
     certificate = Certificate(episode.info.get("certificate", {}))
     if episode.outcome is None:
         certificate = certificate.without_training("unscored")

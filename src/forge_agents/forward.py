@@ -20,7 +20,7 @@ class Forwarder:
 
     async def serve(self, listener: socket.socket) -> None:
         """Begin to answer."""
-        self._server = await asyncio.start_server(self._connect, sock=listener, limit=CHUNK)
+        self._server = await asyncio.start_server(self._forward_connection, sock=listener, limit=CHUNK)
 
     async def close(self) -> None:
         """End all connections."""
@@ -30,7 +30,7 @@ class Forwarder:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -39,10 +39,10 @@ class Forwarder:
         with closing(writer), suppress(OSError):
             outer_reader, outer_writer = await asyncio.open_connection(self._host, self._port, limit=CHUNK)
             with closing(outer_writer):
-                await asyncio.gather(_copy(reader, outer_writer), _copy(outer_reader, writer))
+                await asyncio.gather(_copy_stream(reader, outer_writer), _copy_stream(outer_reader, writer))
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copy until the end of the data, and end the other direction's, too."""
     while data := await reader.read(CHUNK):
         writer.write(data)

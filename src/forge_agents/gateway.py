@@ -14,7 +14,7 @@ from typing import Any
 
 from forge.actors.streams import StreamLost
 from forge.runtime.controller import CallTimeout
-from forge_http.web import bearer, guard, json_of, listen, web
+from forge_http.web import bearer_key, guard_requests, json_of, serve_application, web
 
 from .dialects import Dialect
 from .dialects.anthropic import AnthropicDialect
@@ -58,7 +58,7 @@ class Gateway:
     def open(self, settings: SessionSettings) -> Access:
         """Begin a session with a new key."""
         key = secrets.token_hex(16)
-        self.sessions[key] = self._session(key, settings)
+        self.sessions[key] = self._make_session(key, settings)
         return Access(self.url, key)
 
     async def close(self, key: str) -> SessionRecord:
@@ -81,40 +81,40 @@ class Gateway:
 
     @asynccontextmanager
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `forge_http.web.bind` within the block; yields the address without `/v1`."""
-        async with listen(self._application(listener.getsockname()[0]), listener) as url:
+        """Serve on a socket of `forge_http.web.bind_socket` within the block; yields the address without `/v1`."""
+        async with serve_application(self._make_application(listener.getsockname()[0]), listener) as url:
             self.url = url
             yield url
 
-    def _application(self, host: str) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, self.access(host)])
+    def _make_application(self, host: str) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_return_errors, self.access(host)])
         for prefix in ("/v1", "", "/s/{key}/v1", "/s/{key}"):
             for path in DIALECTS:
-                app.router.add_post(prefix + path, self._answer)
-            app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
-            app.router.add_get(f"{prefix}/models", self._models)
+                app.router.add_post(prefix + path, self._answer_request)
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
+            app.router.add_get(f"{prefix}/models", self._list_models)
         return app
 
     def access(self, host: str) -> Any:
         """The middleware that says who may call: those that have a session's key, and no page of a browser."""
-        return guard(host, None)
+        return guard_requests(host, None)
 
-    def _session(self, key: str, settings: SessionSettings) -> Session:
+    def _make_session(self, key: str, settings: SessionSettings) -> Session:
         return Session(key, settings, self.policies, self._in_thread)
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer_request(self, request: web.Request) -> web.StreamResponse:
         dialect = _dialect_of(request)
         session = self._session_of(request)
         parsed = dialect.read(await _body_of(request))
         generation = session.answer(dialect, parsed)
         with session.reading(generation):
-            write = self._stream if parsed.stream else self._whole
+            write = self._answer_stream if parsed.stream else self._answer_whole
             return await write(request, dialect, session, generation)
 
-    async def _whole(
+    async def _answer_whole(
         self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
     ) -> web.StreamResponse:
         async for _ in generation.pieces(PING):
@@ -125,7 +125,7 @@ class Gateway:
         self._mark_sent(request, session, generation)
         return response
 
-    async def _stream(
+    async def _answer_stream(
         self, request: web.Request, dialect: Dialect, session: Session, generation: Generation
     ) -> web.StreamResponse:
         writer = dialect.events(generation.request, generation.ids)
@@ -154,13 +154,13 @@ class Gateway:
             await response.write_eof()
         return response
 
-    async def _count(self, request: web.Request) -> web.StreamResponse:
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         parsed = _dialect_of(request).read(await _body_of(request))
         _, ids, _ = await self._in_thread(partial(session.context, parsed))
         return web.json_response({"input_tokens": len(ids)})
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
+    async def _list_models(self, request: web.Request) -> web.StreamResponse:
         models = [
             {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "torchforge"}
             | {"display_name": name, "created_at": "1970-01-01T00:00:00Z"}
@@ -187,7 +187,7 @@ class Gateway:
 def client_key(request: web.Request) -> str:
     """The key that a client of any dialect sends; "" for none."""
     named = request.headers.get("x-api-key")
-    return request.match_info.get("key") or named or bearer(request)
+    return request.match_info.get("key") or named or bearer_key(request)
 
 
 def _dialect_of(request: web.Request) -> Dialect:
@@ -225,7 +225,7 @@ def _as_request_error(raised: BaseException) -> BadRequest:
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+async def _return_errors(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
     """Return every error of the server in the client's dialect."""
     dialect = _dialect_of(request)
     try:

@@ -59,7 +59,7 @@ class Matcher:
 
         allowed = np.zeros((1, len(self._text)), dtype=np.int32)
         fill_next_token_bitmask(self._state, allowed, 0)
-        self._check()
+        self._check_state()
         # llguidance marks the tokenizer's end of text, which need not be a stop token of the request.
         words = allowed[0].view(np.uint32) & self._text
         if self._state.is_accepting():
@@ -72,11 +72,11 @@ class Matcher:
         """Advance by a drawn token; a stop token ends the text. ValueError: the grammar excludes it."""
         if token not in self._stop_ids:
             self._state.consume_token(token)
-            self._check()
+            self._check_state()
 
-    def _check(self) -> None:
+    def _check_state(self) -> None:
         if self._state.is_error():
-            raise ValueError(f"the grammar cannot continue: {_line(self._state.get_error())}")
+            raise ValueError(f"the grammar cannot continue: {_first_line(self._state.get_error())}")
 
 
 class Grammars:
@@ -88,7 +88,7 @@ class Grammars:
         self._vocab = vocab
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled = lru_cache(COMPILED)(self._compile)
+        self._compiled = lru_cache(COMPILED)(self._compile_grammar)
 
     def matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
         """The first state of a grammar, Lark or llguidance's JSON, for a request with these stop tokens.
@@ -101,20 +101,20 @@ class Grammars:
             raise ValueError("a grammar needs a token that ends its text: the model has no eos, set stop_token_ids")
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = _open(self._folder, self._vocab)
+                self._tokenizer = _open_tokenizer(self._folder, self._vocab)
             tokenizer = self._tokenizer
         # A tokenizer may have more tokens than the model, which are no logits of it.
         outside = range(self._vocab, tokenizer.vocab_size)
-        text = ~_bits([*tokenizer.eos_tokens, *stops, *outside], tokenizer.vocab_size)
-        return Matcher(self._compiled(grammar), stops, text, _bits(stops, tokenizer.vocab_size))
+        text = ~_token_bits([*tokenizer.eos_tokens, *stops, *outside], tokenizer.vocab_size)
+        return Matcher(self._compiled(grammar), stops, text, _token_bits(stops, tokenizer.vocab_size))
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile_grammar(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
         assert self._tokenizer is not None
         state = LLMatcher(self._tokenizer, grammar, log_level=0)
         if state.is_error():
-            raise ValueError(f"the grammar is invalid: {_line(state.get_error())}")
+            raise ValueError(f"the grammar is invalid: {_first_line(state.get_error())}")
         return state
 
 
@@ -126,7 +126,7 @@ def json_grammar(schema: Schema) -> str:
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON Schema must be an object, got {schema!r}"[:200])
-    return _checked(f"start: %json {json.dumps({**schema, 'x-guidance': COMPACT})}")
+    return _check_grammar(f"start: %json {json.dumps({**schema, 'x-guidance': COMPACT})}")
 
 
 def calls_grammar(
@@ -162,17 +162,17 @@ def calls_grammar(
         rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': SPACED})}")
     more = f" ({json.dumps(separator)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
     alternatives = " | ".join(f"call_{number}" for number in range(len(functions)))
-    return _checked("\n".join([f"start: call{more}", f"call: {alternatives}", *rules]))
+    return _check_grammar("\n".join([f"start: call{more}", f"call: {alternatives}", *rules]))
 
 
-def _checked(grammar: str) -> str:
+def _check_grammar(grammar: str) -> str:
     """A grammar that llguidance accepts, whatever the tokenizer."""
     _check_installed()
     from llguidance import LLMatcher
 
     error = LLMatcher.validate_grammar(grammar)
     if error:
-        raise ValueError(f"the schema is not supported: {_line(error)}")
+        raise ValueError(f"the schema is not supported: {_first_line(error)}")
     return grammar
 
 
@@ -181,7 +181,7 @@ def _check_installed() -> None:
         raise ValueError(INSTALL)
 
 
-def _open(folder: Path, vocab: int) -> LLTokenizer:
+def _open_tokenizer(folder: Path, vocab: int) -> LLTokenizer:
     """The tokenizer of a model's folder for llguidance, with at least `vocab` tokens."""
     _check_installed()
     from llguidance import LLTokenizer, TokenizerWrapper
@@ -197,7 +197,7 @@ def _open(folder: Path, vocab: int) -> LLTokenizer:
             return LLTokenizer(TokenizerWrapper(_Characters(tokenizer, size)), n_vocab=size)
         return from_tokenizer(tokenizer, n_vocab=size)
     except (AttributeError, ValueError) as error:
-        raise ValueError(f"llguidance cannot read the tokenizer of {folder}: {_line(str(error))}") from error
+        raise ValueError(f"llguidance cannot read the tokenizer of {folder}: {_first_line(str(error))}") from error
 
 
 class _Characters:
@@ -219,12 +219,12 @@ class _Characters:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _line(message: str) -> str:
+def _first_line(message: str) -> str:
     """The first line's worth of a message, without llguidance's account of its state."""
     return " ".join(message.partition("<state>")[0].split())[:300]
 
 
-def _bits(tokens: Iterable[int], vocab: int) -> NDArray[np.uint32]:
+def _token_bits(tokens: Iterable[int], vocab: int) -> NDArray[np.uint32]:
     """A set of tokens: bit t % 32 of word t // 32 for token t."""
     flags = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
     flags[list(tokens)] = 1

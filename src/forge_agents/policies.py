@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.data.special_tokens import spelled
+from forge.data.special_tokens import spell_token
 from forge.types import Completion, Sampling
 from forge_envs.dialogue import Dialogue
 
@@ -103,9 +103,9 @@ def read_logprobs(request: ModelRequest, turn: Completion, tokenizer: Any) -> tu
     """Return the log-probabilities that a request asks for."""
     if request.logprobs is None:
         return ()
-    names = [spelled(tokenizer, token)[0] for token in turn.token_ids]
+    names = [spell_token(tokenizer, token)[0] for token in turn.token_ids]
     tops = turn.top_logprobs or [{} for _ in names]
     return tuple(
-        TokenLogprob(name, logprob, tuple((spelled(tokenizer, other)[0], value) for other, value in top.items()))
+        TokenLogprob(name, logprob, tuple((spell_token(tokenizer, other)[0], value) for other, value in top.items()))
         for name, logprob, top in zip(names, turn.logprobs, tops, strict=True)
     )

@@ -13,12 +13,12 @@ from forge_envs.dialogue import Dialogue
 from .messages import Call, Message, Schema
 
 
-def prompt(dialogue: Dialogue, messages: Iterable[Message]) -> list[dict[str, Any]]:
+def render_prompt(dialogue: Dialogue, messages: Iterable[Message]) -> list[dict[str, Any]]:
     """A conversation with thoughts and calls in the template's form, neighbouring messages of the user joined: many
     templates take them in turn only."""
     rendered: list[dict[str, Any]] = []
     for message in messages:
-        converted = _converted(message, dialogue)
+        converted = _convert_message(message, dialogue)
         if converted["role"] == "user" and rendered and rendered[-1]["role"] == "user":
             rendered[-1] = {"role": "user", "content": f"{rendered[-1]['content']}\n\n{converted['content']}"}
         else:
@@ -26,7 +26,7 @@ def prompt(dialogue: Dialogue, messages: Iterable[Message]) -> list[dict[str, An
     return rendered
 
 
-def _converted(message: Message, dialogue: Dialogue) -> dict[str, Any]:
+def _convert_message(message: Message, dialogue: Dialogue) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "tool", "name": message.get("name") or "tool", "content": message["content"]}
     converted = {"role": message["role"], "content": message["content"]}
@@ -35,7 +35,7 @@ def _converted(message: Message, dialogue: Dialogue) -> dict[str, Any]:
     calls = message.get("calls", ())
     if calls and dialogue.writes_calls:
         converted["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _call_arguments(call)}}
             for call in calls
         ]
     elif calls:
@@ -44,7 +44,7 @@ def _converted(message: Message, dialogue: Dialogue) -> dict[str, Any]:
     return converted
 
 
-def _arguments(call: Call) -> dict[str, Any]:
+def _call_arguments(call: Call) -> dict[str, Any]:
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -55,7 +55,7 @@ def _arguments(call: Call) -> dict[str, Any]:
 
 def _call_text(call: Call, syntax: str) -> str:
     """A call as the policy writes it, for a template without a place for calls."""
-    arguments = _arguments(call)
+    arguments = _call_arguments(call)
     if syntax == "plain":
         return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
     if syntax == "llama3":
@@ -111,7 +111,7 @@ class TurnReader:
         action = self.dialogue.read(tokens, self.tools, truncated=truncated)
         # A turn without one readable call says what it says, so that its reader sees the malformed one.
         text = action.content if action.calls or self.dialogue.syntax == "harmony" else action.text
-        thought, content = self._split(text)
+        thought, content = self._split_thought(text)
         message: Message = {"role": "assistant", "content": self._before_stop(content).strip()}
         if thought.strip():
             message["thought"] = thought.strip()
@@ -129,10 +129,10 @@ class TurnReader:
         if len(now) > len(before) and not now.endswith(UNFINISHED):
             self._text += now[len(before) :]
             self._pieces = (decoded_end, len(tokens))
-        if not self.stop or self._first_stop(self._content(self._text)) is None:
+        if not self.stop or self._first_stop(self._content_of(self._text)) is None:
             return None
         for count in range(decoded_end + 1, len(tokens) + 1):
-            self.stopped = self._first_stop(self._content(self.dialogue.text(tokens[:count])))
+            self.stopped = self._first_stop(self._content_of(self.dialogue.text(tokens[:count])))
             if self.stopped is not None:
                 return count
         return None
@@ -140,24 +140,24 @@ class TurnReader:
     def news(self) -> Iterator[tuple[str, str]]:
         """What of the turn is certain by now and was not returned before: ("thought" or "content", text)."""
         if self._shows:
-            thought, content = self._split(self._text, complete=False)
-            yield from self._new("thought", thought)
-            yield from self._new("content", _certain(content, self._marks))
+            thought, content = self._split_thought(self._text, complete=False)
+            yield from self._new_text("thought", thought)
+            yield from self._new_text("content", _certain_text(content, self._marks))
 
     def rest(self, message: Message) -> Iterator[tuple[str, str]]:
         """What of the complete turn `news` has not returned."""
-        yield from self._new("thought", message.get("thought", ""))
-        yield from self._new("content", message["content"])
+        yield from self._new_text("thought", message.get("thought", ""))
+        yield from self._new_text("content", message["content"])
 
-    def _new(self, kind: str, text: str) -> Iterator[tuple[str, str]]:
+    def _new_text(self, kind: str, text: str) -> Iterator[tuple[str, str]]:
         # White space at the end is shown once something follows it: a complete turn has none.
         text = text if self.is_plain else text.strip()
         if len(text) > self._shown[kind]:
             yield kind, text[self._shown[kind] :]
             self._shown[kind] = len(text)
 
-    def _content(self, text: str) -> str:
-        return self._split(text, complete=False)[1]
+    def _content_of(self, text: str) -> str:
+        return self._split_thought(text, complete=False)[1]
 
     def _first_stop(self, content: str) -> str | None:
         return min((stop for stop in self.stop if stop in content), key=content.find, default=None)
@@ -166,7 +166,7 @@ class TurnReader:
         stop = self._first_stop(content)
         return content if stop is None else content[: content.find(stop)]
 
-    def _split(self, text: str, complete: bool = True) -> tuple[str, str]:
+    def _split_thought(self, text: str, complete: bool = True) -> tuple[str, str]:
         """The thought and the content of a text."""
         if self.is_plain:
             return "", text
@@ -174,13 +174,13 @@ class TurnReader:
             return thought_of({"content": text})
         if self.is_thinking or text.lstrip().startswith(OPENING):
             thought = text.lstrip().removeprefix(OPENING)
-            return thought if complete else _certain(thought, (CLOSING,)), ""
+            return thought if complete else _certain_text(thought, (CLOSING,)), ""
         if not complete and OPENING.startswith(text.strip()):
             return "", ""
         return "", text
 
 
-def _certain(text: str, marks: Sequence[str]) -> str:
+def _certain_text(text: str, marks: Sequence[str]) -> str:
     """A text up to the first mark, or to what may become one at its end."""
     end = len(text)
     for mark in marks:

@@ -74,7 +74,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
         retries=cfg.episode.retries,
         auxiliary=agent.auxiliary,
         concurrency=agent.concurrency,
-        resources=asyncio.create_task(hold(player)),
+        resources=asyncio.create_task(hold_player(player)),
         seats=seats(cfg.models),
         learners=learners,
     )
@@ -121,7 +121,7 @@ def check_program(agent: AgentConfig) -> None:
     raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {remedy}")
 
 
-async def hold(player: CommandRunner | WorkerPlay) -> None:
+async def hold_player(player: CommandRunner | WorkerPlay) -> None:
     """Hold what plays the episodes until the run's event loop ends."""
     try:
         await asyncio.Event().wait()
@@ -134,9 +134,9 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
     await runner.start()
     command = agent.agent_command()
 
-    async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
+    async def play_command(access: Access, sample: Sample, evaluation: bool) -> Outcome:
         task = sample.prompt.text
-        texts = {path: _filled(text, {"{task}": task}) for path, text in agent.texts.items()}
+        texts = {path: _fill_words(text, {"{task}": task}) for path, text in agent.texts.items()}
         result = await runner.run(command, url=access.url, key=access.key, model=POLICY, task_text=task, files=texts)
         try:
             info = {"exit_code": result.exit_code, "stdout": result.stdout[-500:], "stderr": result.stderr[-500:]}
@@ -150,9 +150,9 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
             if agent.test is None:
                 return Outcome(None, stop, info=info)
             words = {"{task}": task, "{target}": sample.target}
-            line = [_filled(word, words) for word in agent.test.command]
+            line = [_fill_words(word, words) for word in agent.test.command]
             test = replace(command, command=line, timeout=agent.test.timeout, files=None)
-            files = {path: _filled(text, words) for path, text in agent.test.files.items()}
+            files = {path: _fill_words(text, words) for path, text in agent.test.files.items()}
             verdict = await runner.run(test, files=files, folder=result.folder)
             info |= {"test": (verdict.stdout + verdict.stderr)[-500:]}
             if verdict.status == "missing" and not os.path.isabs(test.command[0]) and "/" in test.command[0]:
@@ -164,7 +164,7 @@ async def command_play(agent: AgentConfig, runner: CommandRunner) -> Play:
         finally:
             result.remove()
 
-    return play
+    return play_command
 
 
 def function_play(agent: AgentConfig) -> Play:
@@ -172,7 +172,7 @@ def function_play(agent: AgentConfig) -> Play:
     function = agent.load_function()
     names = inspect.signature(function).parameters
 
-    async def play(access: Access, sample: Sample, evaluation: bool) -> Outcome:
+    async def play_function(access: Access, sample: Sample, evaluation: bool) -> Outcome:
         options = {"evaluation": evaluation} if "evaluation" in names else {}
         # Plain http on loopback: no proxy, and no certificates, whose loading takes 20 ms for each client.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
@@ -193,7 +193,7 @@ def function_play(agent: AgentConfig) -> Play:
             return Outcome({str(seat): float(value) for seat, value in reward.items()}, "ended")
         return Outcome(None if reward is None else float(reward), "ended")
 
-    return play
+    return play_function
 
 
 async def reward_score(agent: AgentConfig) -> Score | None:
@@ -202,14 +202,14 @@ async def reward_score(agent: AgentConfig) -> Score | None:
         return None
     reward = await RewardActor.as_local([agent.reward])
 
-    async def score(sample: Sample, answer: str, evaluation: bool) -> float | None:
+    async def score_answer(sample: Sample, answer: str, evaluation: bool) -> float | None:
         (result,) = await reward.score.route(sample.prompt, [answer], sample.target, evaluation)
         return result.reward  # type: ignore[no-any-return]
 
-    return score
+    return score_answer
 
 
-def _filled(text: str, words: dict[str, str]) -> str:
+def _fill_words(text: str, words: dict[str, str]) -> str:
     for name, value in words.items():
         text = text.replace(name, value)
     return text

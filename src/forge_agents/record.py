@@ -89,15 +89,15 @@ class SessionRecord:
             new = {step.number for step in path} - reasons.keys() - covered
             covered |= new
             trained += sum(len(step.completion.token_ids) for step in path if step.number in new)
-            branches.append(_branch(path, new, reward))
-        certificate = self._account(policy, reasons, trained)
+            branches.append(_branch_episode(path, new, reward))
+        certificate = self._count_account(policy, reasons, trained)
         certificate.check()
         if not branches:
             return None
         *earlier, last = branches
         last.branches = tuple(earlier)
-        last.text = transcript(tree)
-        last.info = {**(info or {}), **self._numbers(tree), "certificate": dict(certificate)}
+        last.text = format_transcript(tree)
+        last.info = {**(info or {}), **self._episode_numbers(tree), "certificate": dict(certificate)}
         for branch in earlier:
             branch.info = dict(last.info)
         return last
@@ -106,7 +106,7 @@ class SessionRecord:
         """The account of a session that becomes no episode, whose trainable tokens are unscored."""
         reasons = self.exclusions(policy, auxiliary)
         trained = sum(len(run.completion.token_ids) for run in self.runs.get(policy, ()) if run.number not in reasons)
-        account = self._account(policy, reasons, trained).without_training("unscored")
+        account = self._count_account(policy, reasons, trained).without_training("unscored")
         account.check()
         return account
 
@@ -124,7 +124,7 @@ class SessionRecord:
                 reasons.setdefault(run.number, "auxiliary")
         return reasons
 
-    def _account(self, policy: str, reasons: Mapping[int, str], trained: int) -> Certificate:
+    def _count_account(self, policy: str, reasons: Mapping[int, str], trained: int) -> Certificate:
         account = Certificate(trained=trained)
         for run in self.runs.get(policy, ()):
             size = len(run.completion.token_ids)
@@ -136,7 +136,7 @@ class SessionRecord:
         account["surplus"] += surplus
         return account
 
-    def _numbers(self, tree: TokenTree) -> dict[str, Any]:
+    def _episode_numbers(self, tree: TokenTree) -> dict[str, Any]:
         calls = sum(len(run.added[-1].get("calls", ())) for run in tree.runs)
         roots = [run for run in tree.runs if run.reason]
         return {
@@ -160,7 +160,7 @@ def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
             yield run
 
 
-def transcript(tree: TokenTree) -> str:
+def format_transcript(tree: TokenTree) -> str:
     """The conversations of a tree as text, for people."""
     parts = []
     for run in tree.runs:
@@ -176,7 +176,7 @@ def _has_turns(messages: Sequence[Message]) -> bool:
     return any(message["role"] == "assistant" for message in messages)
 
 
-def _branch(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:
+def _branch_episode(path: Sequence[TokenRun], new: set[int], reward: float | None) -> Episode:
     """The runs of a path as an episode in which only the new ones are trained."""
     tokens: list[int] = []
     mask: list[bool] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from forge.models.tokenizer import open_tokenizer
 from forge_envs.dialogue import Dialogue
-from forge_http.web import bind, guard, required_key, web
+from forge_http.web import bind_socket, guard_requests, required_key, web
 
 from .gateway import Gateway, client_key
 from .policies import Policy
@@ -57,19 +57,19 @@ class ModelServer(Gateway):
         super().__init__({name: Policy(policy, dialogue, chat_error=chat_error)})
         self.key = key
 
-    def _application(self, host: str) -> web.Application:
-        app = super()._application(host)
-        app.router.add_get("/health", self._health)
+    def _make_application(self, host: str) -> web.Application:
+        app = super()._make_application(host)
+        app.router.add_get("/health", self._report_health)
         return app
 
-    async def _health(self, _: web.Request) -> web.Response:
+    async def _report_health(self, _: web.Request) -> web.Response:
         (policy,) = self.policies.values()
         engines = await policy.service.stats.options(timeout=HEALTH_TIMEOUT).fanout()
         return web.json_response({"status": "ok", "engines": engines})
 
     def access(self, host: str) -> Any:
         """The middleware that says who may call: with a key those that have it, else programs of this machine."""
-        return guard(host, self.key, key_of=self._server_key)
+        return guard_requests(host, self.key, key_of=self._server_key)
 
     def _server_key(self, request: web.Request) -> str:
         """The text that a client sends as its key, without the name of the session."""
@@ -91,7 +91,7 @@ class ModelServer(Gateway):
                 is_served=True,
             )
             # One that makes room for another still answers its open requests.
-            session = self._session(f"{name}-{secrets.token_hex(3)}", settings)
+            session = self._make_session(f"{name}-{secrets.token_hex(3)}", settings)
         # In the order of use: the first is the one that was idle for longest.
         self.sessions[name] = session
         if len(self.sessions) > MAX_SESSIONS:
@@ -122,10 +122,10 @@ def add_to(commands: Any) -> None:
     for name, about in ENGINE_OPTIONS.items():
         kind = int if name in ("slots", "max_seq_len") else str
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=about)
-    parser.set_defaults(run=serve)
+    parser.set_defaults(run=serve_model)
 
 
-def serve(args: argparse.Namespace) -> None:
+def serve_model(args: argparse.Namespace) -> None:
     """Start the engines, then serve until interrupted. SystemExit: an error, in one line."""
     from forge.engines import EngineSettings
     from forge.models.find import check_family, resolve_model
@@ -141,13 +141,13 @@ def serve(args: argparse.Namespace) -> None:
         tokenizer = open_tokenizer(model)
         name = args.name or Path(args.model).resolve().name
         make_server = partial(ModelServer, tokenizer=tokenizer, name=name, key=key)
-        with bind(args.host, args.port) as listener:
-            run(_serve(args, model, name, make_server, options, listener))
+        with bind_socket(args.host, args.port) as listener:
+            run(_serve_policy(args, model, name, make_server, options, listener))
     except (ForgeError, ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from None
 
 
-async def _serve(
+async def _serve_policy(
     args: argparse.Namespace,
     model: str,
     name: str,

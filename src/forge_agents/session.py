@@ -11,13 +11,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forge.engines.interface import extend
+from forge.engines.interface import extend_completion
 from forge.types import Completion
 
 from .dialects import Dialect
 from .messages import BadRequest, Call, Delta, ModelRequest, ModelTurn
 from .policies import Policy, choose_grammar, client_sampling, read_logprobs, sample_turns
-from .reading import OPENING, TurnReader, prompt
+from .reading import OPENING, TurnReader, render_prompt
 from .settings import SessionSettings
 from .tree import Place, TokenRun, TokenTree, conversation_keys, tools_key
 
@@ -115,16 +115,16 @@ class Session:
             raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
         self.counts["requests"] += 1
         generation = Generation(request, tuple(dialect.id_prefix + make_token() for _ in range(request.samples)))
-        generation.task = asyncio.create_task(self._generate(generation, dialect))
+        generation.task = asyncio.create_task(self._generate_turns(generation, dialect))
         self.open_generations.add(generation)
 
-        def end(task: asyncio.Task[None]) -> None:
+        def end_generation(task: asyncio.Task[None]) -> None:
             self.open_generations.discard(generation)
             generation.news.put_nowait(None)
             # A failure is raised to the connection, which may be gone.
             _ = task.cancelled() or task.exception()
 
-        generation.task.add_done_callback(end)
+        generation.task.add_done_callback(end_generation)
         return generation
 
     @contextmanager
@@ -189,15 +189,17 @@ class Session:
             tokens = tree.tokens(place.parent)
             conversation = [*tree.conversation(place.parent), *place.messages]
             try:
-                if not dialogue.rewrites(tokens, prompt(dialogue, conversation), place.parent.tools):
-                    context = tuple(dialogue.extend(tokens, prompt(dialogue, place.messages), place.parent.tools))
+                if not dialogue.rewrites(tokens, render_prompt(dialogue, conversation), place.parent.tools):
+                    context = tuple(
+                        dialogue.extend(tokens, render_prompt(dialogue, place.messages), place.parent.tools)
+                    )
                     return place, [*tokens, *context], context
             except ValueError as error:
                 raise BadRequest(str(error), "messages") from None
             request = replace(request, messages=tuple(conversation), previous="")
             place = Place(None, request.messages, "thoughts_dropped")
         try:
-            ids = dialogue.initial(prompt(dialogue, place.messages), request.tools)
+            ids = dialogue.initial(render_prompt(dialogue, place.messages), request.tools)
         except ValueError as error:
             raise BadRequest(str(error), "messages") from None
         # A conversation that is cut into other messages may still have the tokens of one that was sampled.
@@ -207,17 +209,17 @@ class Session:
         context = tuple(ids[len(tree.tokens(parent)) :])
         return place._replace(parent=parent, by_tokens=True), ids, context
 
-    async def _generate(self, generation: Generation, dialect: Dialect) -> None:
+    async def _generate_turns(self, generation: Generation, dialect: Dialect) -> None:
         request = generation.request
         policy = self.policy_of(request.model)
         place, ids, context = await self.in_thread(lambda: self.context(request))
         generation.prompt_tokens = len(ids)
-        room = self._room(len(ids), request)
+        room = self._tokens_left(len(ids), request)
         if room < 1:
             generation.turns = [ModelTurn(turn, finish="length", prompt_tokens=len(ids)) for turn in generation.ids]
             self.counts["limited"] += 1
             return
-        sampling = self._sampling(request, policy, room)
+        sampling = self._sampling_settings(request, policy, room)
         is_thinking = policy.dialogue.text(ids[-8:], truncated=True).rstrip().endswith(OPENING)
         tools = () if request.tool_choice == "none" else request.tools
         readers = [
@@ -226,10 +228,10 @@ class Session:
             )
             for _ in generation.ids
         ]
-        turns = await self._sample(generation, policy, ids, sampling, readers)
+        turns = await self._sample_turns(generation, policy, ids, sampling, readers)
         runs = await self.in_thread(
             lambda: [
-                self._run(dialect, generation, sample, place, context, turn, readers[sample])
+                self._make_run(dialect, generation, sample, place, context, turn, readers[sample])
                 for sample, turn in enumerate(turns)
             ]
         )
@@ -243,9 +245,9 @@ class Session:
                 generation.tell(sample, kind, text)
             for call in run.added[-1].get("calls", ()):
                 generation.news.put_nowait(Delta(sample, call=call))
-            generation.turns.append(self._turn(request, run, reader.stopped, len(ids), cached))
+            generation.turns.append(self._make_turn(request, run, reader.stopped, len(ids), cached))
 
-    async def _sample(
+    async def _sample_turns(
         self,
         generation: Generation,
         policy: Policy,
@@ -268,7 +270,7 @@ class Session:
                         continue
                     turn, reader = turns[sample], readers[sample]
                     turn.experts, turn.sampled_by = piece.experts, piece.sampled_by
-                    extend(turn, piece)
+                    extend_completion(turn, piece)
                     if not streamed:
                         continue
                     if (count := reader.grow(turn.token_ids)) is not None:
@@ -283,7 +285,7 @@ class Session:
         self.counts[f"surplus/{request.model}"] += surplus
         return turns
 
-    def _run(
+    def _make_run(
         self,
         dialect: Dialect,
         generation: Generation,
@@ -315,7 +317,7 @@ class Session:
             is_constrained=bool(request.schema is not None or request.tool_choice not in ("auto", "none")),
         )
 
-    def _turn(
+    def _make_turn(
         self, request: ModelRequest, run: TokenRun, stop: str | None, prompt_tokens: int, cached: int
     ) -> ModelTurn:
         """The answer of a run."""
@@ -336,7 +338,7 @@ class Session:
             tuple(turn.token_ids),
         )
 
-    def _room(self, length: int, request: ModelRequest) -> int:
+    def _tokens_left(self, length: int, request: ModelRequest) -> int:
         """The number of tokens that the next turn may have; 0 or less: a limit is reached."""
         settings = self.settings
         room = settings.max_tokens - length
@@ -346,7 +348,7 @@ class Session:
         limits = [room, settings.max_turn_tokens, request.max_tokens]
         return min(limit for limit in limits if limit is not None)
 
-    def _sampling(self, request: ModelRequest, policy: Policy, room: int) -> dict[str, Any]:
+    def _sampling_settings(self, request: ModelRequest, policy: Policy, room: int) -> dict[str, Any]:
         sampling = {
             **policy.sampling,
             **self.settings.sampling,

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from forge.algorithms import Algorithm
 from forge.observability import metrics_of, record_metric
-from forge.observability.metrics import labelled
-from forge.recipes.components import POLICY, Job, critic, reference, rl_generator, rl_trainer
+from forge.observability.metrics import add_label
+from forge.recipes.components import POLICY, Job, rl_generator, rl_trainer, start_critic, start_reference
 from forge.recipes.rl_config import RLConfig
 from forge.runtime.controller.handle import Handle
 from forge.types import Batch
@@ -57,7 +57,7 @@ class Learner:
         if self.critic is not None:
             metrics |= await self.critic.train_step.route(batch)
         with self.metrics():
-            return {labelled(name): value for name, value in metrics.items()}
+            return {add_label(name): value for name, value in metrics.items()}
 
     async def publish(self, version: int) -> None:
         """Publish its weights as a version, and give them to its generators."""
@@ -80,19 +80,19 @@ async def start_learner(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str
     own_job = job if further.model in (None, cfg.model) else job._replace(model=further.model)
     parts = scoring_parts(cfg, further)
 
-    def place(part: str) -> dict[str, Any]:
+    def place_options(part: str) -> dict[str, Any]:
         return {"options": place_part(further, name, part)}
 
     async def start_part(part: str) -> Handle | None:
         if part not in parts:
             return None
         if part == "critic":
-            return await critic(cfg, own_job.model, job, f"models.{name}.critic", **place("critic"))
-        return await reference(cfg, own_job.model, cfg.grpo.temperature, **place("ref_model"))
+            return await start_critic(cfg, own_job.model, job, f"models.{name}.critic", **place_options("critic"))
+        return await start_reference(cfg, own_job.model, cfg.grpo.temperature, **place_options("ref_model"))
 
     policy, trainer, value_model, reference_model = await asyncio.gather(
-        rl_generator(cfg, own_job, name, **place("generator")),
-        rl_trainer(cfg, own_job, algorithm, name, folder=f"models.{name}.trainer", **place("trainer")),
+        rl_generator(cfg, own_job, name, **place_options("generator")),
+        rl_trainer(cfg, own_job, algorithm, name, folder=f"models.{name}.trainer", **place_options("trainer")),
         start_part("critic"),
         start_part("ref_model"),
     )

@@ -23,15 +23,15 @@ from .messages import Message, ModelRequest, Schema
 
 def tools_key(tools: Sequence[Schema]) -> bytes:
     """The key of the tools that a request offers, in any order."""
-    return _digest(*sorted(json.dumps(tool, sort_keys=True) for tool in tools))
+    return _digest_parts(*sorted(json.dumps(tool, sort_keys=True) for tool in tools))
 
 
 def message_key(message: Message) -> bytes:
     """The key of a message without its thought and ids."""
     if message["role"] != "assistant":
-        return _digest(message["role"], loose(message["content"]))
-    calls = [f"{call.name} {_arguments(call.arguments)}" for call in message.get("calls", ())]
-    return _digest("assistant", loose(message["content"]), *calls)
+        return _digest_parts(message["role"], collapse_spaces(message["content"]))
+    calls = [f"{call.name} {_normal_arguments(call.arguments)}" for call in message.get("calls", ())]
+    return _digest_parts("assistant", collapse_spaces(message["content"]), *calls)
 
 
 def conversation_keys(start: bytes, messages: Iterable[Message]) -> list[bytes]:
@@ -40,26 +40,26 @@ def conversation_keys(start: bytes, messages: Iterable[Message]) -> list[bytes]:
     keys = []
     key = start
     for message in messages:
-        key = _digest(key.hex(), message_key(message).hex())
+        key = _digest_parts(key.hex(), message_key(message).hex())
         keys.append(key)
     return keys
 
 
-def loose(text: str) -> str:
+def collapse_spaces(text: str) -> str:
     """A text with its white space made uniform."""
     return " ".join(text.split())
 
 
 @lru_cache(1 << 12)
-def _arguments(text: str) -> str:
+def _normal_arguments(text: str) -> str:
     """Arguments in one spelling; a text that is not JSON is its own."""
     try:
         return json.dumps(json.loads(text), sort_keys=True)
     except (ValueError, RecursionError):
-        return loose(text)
+        return collapse_spaces(text)
 
 
-def _digest(*parts: Any) -> bytes:
+def _digest_parts(*parts: Any) -> bytes:
     # Each part with its length, so that two lists of parts never read as one.
     text = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
@@ -178,7 +178,7 @@ class TokenTree:
             end = turns[-1]
             same = self._by_key.get(keys[end - 1], ())
             if candidates := [run for run in same if self._keeps_thoughts(run, messages[:end])]:
-                return Place(self._choose(candidates, messages[:end]), messages[end:])
+                return Place(self._choose_parent(candidates, messages[:end]), messages[end:])
         if self._restores_thoughts:
             messages = tuple(self._with_thought(message) for message in messages)
         return Place(None, messages, "edited" if turns and self.runs else "start")
@@ -194,7 +194,7 @@ class TokenTree:
                 size = len(prefix)
         return best
 
-    def _choose(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
+    def _choose_parent(self, candidates: list[TokenRun], history: Sequence[Message]) -> TokenRun:
         """The parent among turns that say the same: the one whose call ids the client sends back, else the latest."""
         ids = {call.id for call in history[-1].get("calls", ())}
         named = [run for run in candidates if ids & {call.id for call in run.added[-1].get("calls", ())}]
@@ -213,6 +213,6 @@ class TokenTree:
         """Whether the thoughts that a client sends are those that were sampled; it may omit them."""
         for sampled, sent in zip(self.conversation(run), history, strict=True):
             thought = sent.get("thought", "")
-            if thought and loose(thought) != loose(sampled.get("thought", "")):
+            if thought and collapse_spaces(thought) != collapse_spaces(sampled.get("thought", "")):
                 return False
         return True

@@ -22,15 +22,15 @@ from forge_http.addresses import join_address
 
 from .credentials import SECRET, Credentials, NoSecret, read_secret
 from .doctor import Diagnosis, host_sees
-from .doctor import examine as examine_hosts
+from .doctor import query_hosts as examine_hosts
 from .hosts import PooledHosts
-from .pool import Pool, expected_addresses, parse_addresses, survey
+from .pool import Pool, expected_addresses, parse_addresses, survey_hosts
 from .rooms import Demand, NoHostRoom, check_fit
-from .store_ref import share
-from .wire import split
+from .store_ref import share_across_hosts
+from .wire import split_address
 
 
-async def attach(hosts: str | Sequence[str], wait: float = 600.0) -> PooledMachines:
+async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> PooledMachines:
     """Lease other machines for this run, before its first component starts. Each runs `forge worker` with the same
     FORGE_SECRET.
 
@@ -41,7 +41,7 @@ async def attach(hosts: str | Sequence[str], wait: float = 600.0) -> PooledMachi
     Raises:
         NoSecret: FORGE_SECRET is not set. ForgeError: no host could be leased, with the reasons; or it is too late.
     """
-    secret = _secret()
+    secret = _require_secret()
     addresses = await expected_addresses(hosts)
     if not addresses:
         raise ForgeError(f"there are no hosts in {hosts}")
@@ -86,12 +86,12 @@ class PooledMachines:
                 await self._hosts.pop(key).stop()  # on the hosts that still live
 
             # A run without its last replica of a vital component makes no progress: then the wait has a limit.
-            def limited() -> bool:
+            def is_limited() -> bool:
                 return component.cls.vital and service.is_only_replica(index)
 
             try:
                 demand = demand_of(f"{component.name}[{index}]", options)
-                allocation = await self.pool.allocate(key, demand, limited, kind, most)
+                allocation = await self.pool.allocate(key, demand, is_limited, kind, most)
             except NoHostRoom as error:
                 raise Unrecoverable(str(error)) from error
         if key not in self._hosts or self._hosts[key].allocation is not allocation:
@@ -107,7 +107,7 @@ class PooledMachines:
     async def share(self, store: Any) -> Any:
         """Return a weight store that the processes on all machines can use."""
         if self._shared is None:
-            self._shared = asyncio.ensure_future(share(store, self.pool))
+            self._shared = asyncio.ensure_future(share_across_hosts(store, self.pool))
         return await self._shared
 
     def when_leaving(self, call: Callable[[str], object]) -> None:
@@ -146,7 +146,7 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
     for setting, placed in placements.items():
         options = Options(**placed)
         addresses = parse_addresses(hosts)
-        if options.host is not None and join_address(*split(options.host)) not in addresses:
+        if options.host is not None and join_address(*split_address(options.host)) not in addresses:
             raise ValueError(f"{setting}.host is {options.host}, which is none of the hosts: {', '.join(addresses)}")
         # Services that share processes need room once; those without hosts or GPUs stay with the controller.
         if options.share in shares or (options.host_count is None and not options.with_gpus):
@@ -154,10 +154,10 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
         shares |= {options.share} - {None}
         count = 1 if options.share else -(-options.num_replicas // options.per_process)
         demands += [demand_of(f"{setting}, replica {index}", options) for index in range(count)]
-    with _credentials() as credentials:
+    with _temporary_credentials() as credentials:
         failures: list[str] = []
         try:
-            machines, failures = asyncio.run(survey(hosts, credentials))
+            machines, failures = asyncio.run(survey_hosts(hosts, credentials))
             check_fit(machines, demands)
         except NoHostRoom as error:
             raise ValueError("; ".join([str(error), *failures])) from None
@@ -165,7 +165,7 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
 
 def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
     """Check that each host sees these files with this content. ValueError: names the host and the folder."""
-    with _credentials() as credentials:
+    with _temporary_credentials() as credentials:
         for host in parse_addresses(hosts):
             for path, content in files.items():
                 if not asyncio.run(host_sees(host, credentials, path.absolute(), content)):
@@ -174,13 +174,13 @@ def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
                     )
 
 
-def examine(hosts: str | None, folder: Path | None) -> Diagnosis:
+def examine_hosts_of_run(hosts: str | None, folder: Path | None) -> Diagnosis:
     """Examine the hosts of a run, by default those of FORGE_HOSTS. ValueError, OSError, ImportError: it cannot be
     done."""
     hosts = hosts or os.environ.get(HOSTS)
     if not hosts:
         raise ValueError(f"which hosts? give --hosts, or set {HOSTS}")
-    with _credentials() as credentials:
+    with _temporary_credentials() as credentials:
         return asyncio.run(examine_hosts(parse_addresses(hosts), credentials, folder))
 
 
@@ -193,7 +193,7 @@ def own_address(hosts: Sequence[str]) -> str:
     addresses = []
     errors = []
     for host in hosts:
-        name, port = split(host)
+        name, port = split_address(host)
         try:
             family, kind, _, _, destination = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -207,14 +207,14 @@ def own_address(hosts: Sequence[str]) -> str:
 
 
 @contextmanager
-def _credentials() -> Iterator[Credentials]:
+def _temporary_credentials() -> Iterator[Credentials]:
     """Yield certificates for the block alone."""
-    secret = _secret()
+    secret = _require_secret()
     with TemporaryDirectory() as folder:
         yield Credentials.make(secret, Path(folder))
 
 
-def _secret() -> str:
+def _require_secret() -> str:
     secret = read_secret()
     if secret is None:
         raise NoSecret(f"hosts are given and {SECRET} is not set: set it to the secret of their workers")

@@ -95,7 +95,9 @@ class Credentials:
         now = datetime.datetime.now(datetime.UTC)
         issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "forge run")])
 
-        def certificate(subject: x509.Name, public: ec.EllipticCurvePublicKey, is_ca: bool) -> x509.CertificateBuilder:
+        def build_certificate(
+            subject: x509.Name, public: ec.EllipticCurvePublicKey, is_ca: bool
+        ) -> x509.CertificateBuilder:
             identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
             return (
                 x509.CertificateBuilder()
@@ -111,7 +113,7 @@ class Credentials:
             )
 
         # What every process derives alike is the key: each writes a new certificate of the authority.
-        root = certificate(issuer, authority.public_key(), True).add_extension(
+        root = build_certificate(issuer, authority.public_key(), True).add_extension(
             x509.KeyUsage(False, False, False, False, False, True, True, False, False), critical=True
         )
         key = ec.generate_private_key(curve)
@@ -124,7 +126,7 @@ class Credentials:
                 names.append(x509.DNSName(address))
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
         leaf = (
-            certificate(subject, key.public_key(), False)
+            build_certificate(subject, key.public_key(), False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),

@@ -16,7 +16,7 @@ from .credentials import Credentials
 from .inventory import Inventory
 from .machine import first_answer
 from .pool import check_versions
-from .wire import HostError, Json, connect, send
+from .wire import HostError, Json, connect_host, send_message
 
 SKEW = 5.0  # seconds between clocks that are noticed in logs
 ROUND_TRIPS = 5
@@ -42,7 +42,7 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-async def examine(hosts: Sequence[str], credentials: Credentials, folder: Path | None = None) -> Diagnosis:
+async def query_hosts(hosts: Sequence[str], credentials: Credentials, folder: Path | None = None) -> Diagnosis:
     """Query every host.
 
     Args:
@@ -55,11 +55,11 @@ async def examine(hosts: Sequence[str], credentials: Credentials, folder: Path |
             # One answer tells what the host is; several tell how far it is.
             began = time.monotonic()
             wall = time.time()
-            description = await query(host, credentials, do="describe")
+            description = await query_host(host, credentials, do="describe")
             trips = [time.monotonic() - began]
             for _ in range(ROUND_TRIPS - 1):
                 began = time.monotonic()
-                await query(host, credentials, do="describe")
+                await query_host(host, credentials, do="describe")
                 trips.append(time.monotonic() - began)
         except (OSError, HostError) as error:
             diagnosis.problems.append(str(error))
@@ -123,7 +123,7 @@ async def _check_folder(
     path.write_text(token)
     try:
         for host, inventory in hosts.items():
-            if not await query(host, credentials, do="sees", path=str(path.absolute()), content=token):
+            if not await query_host(host, credentials, do="sees", path=str(path.absolute()), content=token):
                 diagnosis.problems.append(
                     f"{inventory.name} does not see {folder}: share it (NFS, Lustre) if trainers are placed there"
                 )
@@ -134,20 +134,20 @@ async def _check_folder(
 async def host_sees(host: str, credentials: Credentials, path: Path, content: str) -> bool:
     """Whether a file has this content on a host too; True for an unreachable host (not part of this run yet)."""
     try:
-        return await query(host, credentials, do="sees", path=str(path), content=content)
+        return await query_host(host, credentials, do="sees", path=str(path), content=content)
     except (OSError, HostError):
         return True
 
 
-async def query(host: str, credentials: Credentials, **message: Json) -> Json:
+async def query_host(host: str, credentials: Credentials, **message: Json) -> Json:
     """Send a message to a host's daemon and return its answer.
 
     Raises:
         OSError, HostError: it cannot be reached, or reported an error.
     """
-    reader, writer = await connect(host, credentials)
+    reader, writer = await connect_host(host, credentials)
     try:
-        send(writer, message)
+        send_message(writer, message)
         return await first_answer(reader, host)
     finally:
         writer.close()

@@ -18,14 +18,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from forge.runtime.names import HOST, STORE
-from forge.runtime.process import Process, activity_of, stacks
-from forge.system.scratch import Scratch, sweep
+from forge.runtime.process import Process, activity_of, read_stacks
+from forge.system.scratch import Scratch, sweep_folders
 from forge_http.addresses import join_address
 
 from .credentials import SECRET, Credentials
 from .inventory import Inventory
-from .processes import descends
-from .wire import CONNECT_TIMEOUT, LEASE, MAX_MESSAGE, HostError, Json, Message, receive, send
+from .processes import is_descendant
+from .wire import CONNECT_TIMEOUT, LEASE, MAX_MESSAGE, HostError, Json, Message, receive_message, send_message
 
 log = logging.getLogger(f"forge.{__name__}")
 
@@ -92,7 +92,7 @@ class Daemon:
         self._lease: HostLease | None = None
         self._resources = ExitStack()
         # Left behind by an earlier daemon that was killed.
-        sweep()
+        sweep_folders()
         scratch = Scratch("forge-run-")
         self._resources.callback(scratch.close)
         names = {socket.gethostname(), address}
@@ -126,32 +126,33 @@ class Daemon:
                 serving.cancel()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = join_address(
-            *(writer.get_extra_info("peername") or ("?", 0))[:2]
-        )  # unknown if it has closed the connection
+        # Unknown if it has closed the connection.
+        peer = join_address(*(writer.get_extra_info("peername") or ("?", 0))[:2])
         try:
-            message = await receive(reader)
+            message = await receive_message(reader)
             match message and message.get("do"):
                 case "describe":
-                    description = {**self._describe(), "held_by": self._lease.holder if self._lease else None}
-                    send(writer, {"ok": description})
+                    description = {**self._describe_host(), "held_by": self._lease.holder if self._lease else None}
+                    send_message(writer, {"ok": description})
                 case "hold":
                     await self._serve_controller(message or {}, reader, writer)
                 case "sees":
-                    send(writer, {"ok": await asyncio.to_thread(_file_has, message["path"], message["content"])})  # type: ignore[index]
+                    assert message is not None
+                    has_content = await asyncio.to_thread(_file_has, message["path"], message["content"])
+                    send_message(writer, {"ok": has_content})
                 case None:
                     pass
                 case unknown:
-                    send(writer, {"error": f"unknown request {unknown!r}: is another version of forge there?"})
+                    send_message(writer, {"error": f"unknown request {unknown!r}: is another version of forge there?"})
             await writer.drain()
         # A peer's error is logged and sent back: a daemon serves runs for months and must survive all of them.
         except (TimeoutError, ValueError, KeyError, OSError, HostError, EOFError) as error:
             log.warning("%s: %s: %s", peer, type(error).__name__, error)
-            send(writer, {"error": f"{type(error).__name__}: {error}"})
+            send_message(writer, {"error": f"{type(error).__name__}: {error}"})
         finally:
             writer.close()
 
-    def _describe(self) -> dict[str, Json]:
+    def _describe_host(self) -> dict[str, Json]:
         return Inventory.of_this_machine(self.gpus).to_dict()
 
     async def _serve_controller(
@@ -159,17 +160,19 @@ class Daemon:
     ) -> None:
         """Serve one controller until its connection is closed, or silent for LEASE seconds."""
         if self._leaving:
-            send(writer, {"error": "it is being taken away"})
+            send_message(writer, {"error": "it is being taken away"})
             return
         if self._lease is not None:  # perhaps one that is just ending
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._lease.closed.wait(), HANDOVER_TIMEOUT)
         if self._lease is not None:
-            send(writer, {"error": f"it is held by {self._lease.holder}: end that run, or wait for its end"})
+            send_message(writer, {"error": f"it is held by {self._lease.holder}: end that run, or wait for its end"})
             return
         folder = message["folder"]
         if not os.path.isdir(folder):  # noqa: ASYNC240
-            send(writer, {"error": f"it has no folder {folder}, in which the run was started: share it, or copy it"})
+            send_message(
+                writer, {"error": f"it has no folder {folder}, in which the run was started: share it, or copy it"}
+            )
             return
         # The address that the controller reached is the one that other hosts of the run reach, too.
         address = writer.get_extra_info("sockname")[:2]
@@ -178,8 +181,8 @@ class Daemon:
         log.info("held by %s", lease.holder)
         reason = "it closed the connection"
         try:
-            send(writer, {"ok": {**self._describe(), "held_by": None, "at": join_address(*address)}})
-            while (request := await receive(reader)) is not None:
+            send_message(writer, {"ok": {**self._describe_host(), "held_by": None, "at": join_address(*address)}})
+            while (request := await receive_message(reader)) is not None:
                 await lease.handle(request)
         except TimeoutError:
             reason = f"it was silent for {LEASE:g} s"
@@ -225,7 +228,7 @@ class HostLease:
 
     def announce_leaving(self) -> None:
         """Announce to the controller that this machine will be taken away."""
-        send(self._writer, {"event": "leaving"})
+        send_message(self._writer, {"event": "leaving"})
 
     async def handle(self, request: Message) -> None:
         """Do what a message asks for; its answer is sent once it is ready."""
@@ -237,24 +240,24 @@ class HostLease:
                         worker.stdin.write(b"\n")
                 for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
                     del self.workers[address]
-                    send(self._writer, {"event": "ended", "worker": address})
-                send(self._writer, {"event": "beat"})
+                    send_message(self._writer, {"event": "ended", "worker": address})
+                send_message(self._writer, {"event": "beat"})
             case _:
-                task = asyncio.get_running_loop().create_task(self._answer(request))
+                task = asyncio.get_running_loop().create_task(self._answer_request(request))
                 self._requests.add(task)
                 task.add_done_callback(self._requests.discard)
 
-    async def _answer(self, request: Message) -> None:
+    async def _answer_request(self, request: Message) -> None:
         try:
-            reply = {"ok": await self._do(request["do"], request)}
+            reply = {"ok": await self._do_action(request["do"], request)}
         except (OSError, ValueError, KeyError, HostError) as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
-        send(self._writer, {"id": request["id"], **reply})
+        send_message(self._writer, {"id": request["id"], **reply})
 
-    async def _do(self, action: str, request: Message) -> Json:
+    async def _do_action(self, action: str, request: Message) -> Json:
         match action:
             case "start":
-                return await self._start(request["identity"])
+                return await self._start_worker(request["identity"])
             case "port":
                 return free_port(self.address[0])
             case "stop":
@@ -267,10 +270,10 @@ class HostLease:
             case "watch":
                 pid = int(request["pid"])
                 # Only processes of the run may be watched, and therefore killed, through this daemon.
-                if not any(descends(pid, worker.pid) for worker in self.workers.values()):
-                    send(self._writer, {"event": "ended", "pid": pid})
+                if not any(is_descendant(pid, worker.pid) for worker in self.workers.values()):
+                    send_message(self._writer, {"event": "ended", "pid": pid})
                 elif pid not in self._watched:
-                    self._watched[pid] = Process(pid, lambda: self._ended(pid))
+                    self._watched[pid] = Process(pid, lambda: self._report_end(pid))
                 return None
             case "kill":
                 process = self._watched.get(int(request["pid"]))
@@ -282,21 +285,21 @@ class HostLease:
                 return [0.0, False] if process is None else list(activity_of(process.pid))
             case "stacks":
                 process = self._watched.get(int(request["pid"]))
-                return "  (it has ended)" if process is None else await stacks(process.pid)
+                return "  (it has ended)" if process is None else await read_stacks(process.pid)
             case unknown:
                 raise ValueError(f"unknown request {unknown!r}: is another version of forge there?")
 
-    def _ended(self, pid: int) -> None:
+    def _report_end(self, pid: int) -> None:
         self._watched.pop(pid, None)
-        send(self._writer, {"event": "ended", "pid": pid})
+        send_message(self._writer, {"event": "ended", "pid": pid})
 
-    async def _start(self, identity: str) -> str:
+    async def _start_worker(self, identity: str) -> str:
         """Start a worker; return its Monarch address once it listens."""
         host, _ = self.address
         port = free_port(host)
         # A new identity and a new port: a controller that has lost a worker cannot attach to another one in its place.
         address = f"{identity}@tls://{join_address(host, port)}"
-        worker = self._spawn(address)
+        worker = self._spawn_worker(address)
         self.workers[address] = worker
         try:
             await self._until_it_listens(worker, port)
@@ -308,14 +311,14 @@ class HostLease:
 
     async def _until_it_listens(self, worker: subprocess.Popen, port: int) -> None:
         async with asyncio.timeout(LISTEN_TIMEOUT):
-            while not listens(worker.pid, port):
+            while not is_listening(worker.pid, port):
                 if worker.poll() is not None:
                     raise HostError(
                         f"the worker ended with {worker.returncode} before it listened; see its output on that machine"
                     )
                 await asyncio.sleep(0.05)
 
-    def _spawn(self, address: str) -> subprocess.Popen:
+    def _spawn_worker(self, address: str) -> subprocess.Popen:
         settings = {
             **os.environ,
             **self._environment,
@@ -382,7 +385,7 @@ def routable_address() -> str:
     raise OSError("this machine has no address but the loopback: give --listen ADDRESS")
 
 
-def listens(pid: int, port: int) -> bool:
+def is_listening(pid: int, port: int) -> bool:
     """Whether a process of this machine listens at a TCP port."""
     for table in ("tcp", "tcp6"):
         try:

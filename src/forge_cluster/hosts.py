@@ -8,13 +8,13 @@ from functools import partial
 
 from forge.runtime.controller._monarch import HostMesh, new_service_proc_id
 from forge.runtime.controller.errors import ReplicaDied
-from forge.runtime.controller.hosts import Hosts, attach
+from forge.runtime.controller.hosts import Hosts, attach_workers
 from forge.runtime.process_groups import TCP
 from forge_http.addresses import join_address
 
 from .machine import Machine, RemoteProcess
 from .pool import Allocation
-from .wire import LEASE, HostError, split
+from .wire import LEASE, HostError, split_address
 
 
 class PooledHosts(Hosts):
@@ -57,7 +57,7 @@ class PooledHosts(Hosts):
                         raise ReplicaDied(str(error)) from error
                     if isinstance(error, BaseException):
                         raise error
-                self._mesh = attach(self.name, [self._workers[machine] for machine in machines])
+                self._mesh = attach_workers(self.name, [self._workers[machine] for machine in machines])
             return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
@@ -73,7 +73,7 @@ class PooledHosts(Hosts):
         if not self.spans_machines:
             return await super().rendezvous()
         machine = self.allocation.machines[0]
-        host, _ = split(machine.peer_address)
+        host, _ = split_address(machine.peer_address)
         return f"{TCP}{join_address(host, await machine.request('port'))}"
 
     def process(self, pid: int, host: str, ended: Callable[[], None]) -> RemoteProcess:
@@ -84,11 +84,11 @@ class PooledHosts(Hosts):
     def when_lost(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost(reason)` when one of the machines, or the worker on it, is lost."""
 
-        def report(machine: Machine, lost: asyncio.Future[str]) -> None:
+        def report_loss(machine: Machine, lost: asyncio.Future[str]) -> None:
             on_lost(f"host {machine} was lost: {lost.result()}")
 
         for machine in self.allocation.machines:
-            machine.lost.add_done_callback(partial(report, machine))
+            machine.lost.add_done_callback(partial(report_loss, machine))
         # A start that was sent to a worker that had just ended would wait for Monarch's limit of a minute.
         for machine, worker in self._workers.items():
             machine.when_worker_ends(worker, partial(on_lost, f"its worker on host {machine} ended"))

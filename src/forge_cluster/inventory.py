@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.runtime.inventory import free_shared_memory, memory_limit, versions
+from forge.runtime.inventory import free_shared_memory, memory_limit, package_versions
 
 # One entry for each RDMA device.
 INFINIBAND = Path("/sys/class/infiniband")
@@ -51,7 +51,7 @@ class Inventory:
             memory_limit(),
             free_shared_memory(),
             time.time(),
-            versions(),
+            package_versions(),
             resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
             tuple(sorted(os.listdir(INFINIBAND))) if INFINIBAND.is_dir() else (),

@@ -63,8 +63,8 @@ class KubernetesJob:
         from_secret = {"secretKeyRef": {"name": f"{self.name}-secret", "key": "secret"}}
         shared_env = [
             {"name": "FORGE_SECRET", "valueFrom": from_secret},
-            *variable("HOME", "/tmp"),
-            *variable("USER", "forge"),
+            *make_variable("HOME", "/tmp"),
+            *make_variable("USER", "forge"),
         ]
         amounts = {"cpu": str(self.cpus), "memory": self.memory}
         devices = {"nvidia.com/gpu": str(self.gpus_per_node)} if self.gpus_per_node else {}
@@ -91,7 +91,7 @@ class KubernetesJob:
         # Workers ask for all GPUs of their node; the controller asks for none.
         worker = common | {
             "name": "worker",
-            "command": [literal(self.python), "-m", "forge", "worker"],
+            "command": [escape_word(self.python), "-m", "forge", "worker"],
             "args": ["--listen", f"$(POD_IP):{PORT}", "--grace", str(GRACE - 10)],
             "env": [*shared_env, {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             "ports": [{"name": "forge", "containerPort": PORT}],
@@ -101,8 +101,12 @@ class KubernetesJob:
         }
         controller = common | {
             "name": "controller",
-            "command": [*map(literal, self.command)],
-            "env": [*shared_env, *variable("FORGE_HOSTS", hosts), *variable("FORGE_EXPECT_HOSTS", str(self.nodes))],
+            "command": [*map(escape_word, self.command)],
+            "env": [
+                *shared_env,
+                *make_variable("FORGE_HOSTS", hosts),
+                *make_variable("FORGE_EXPECT_HOSTS", str(self.nodes)),
+            ],
             "resources": {"requests": amounts, "limits": amounts},
         }
         pod = {
@@ -124,15 +128,15 @@ class KubernetesJob:
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         ]
 
-        def header(kind: str, version: str, name: str) -> Manifest:
+        def make_header(kind: str, version: str, name: str) -> Manifest:
             metadata = {"name": name, "namespace": self.namespace, "labels": labels}
             return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
         worker_labels = labels | {"forge/role": "worker"}
         return [
-            header("Secret", "v1", f"{self.name}-secret")
+            make_header("Secret", "v1", f"{self.name}-secret")
             | {"type": "Opaque", "stringData": {"secret": secret or secrets.token_hex(32)}},
-            header("Service", "v1", workers)
+            make_header("Service", "v1", workers)
             | {
                 "spec": {
                     "clusterIP": "None",
@@ -141,7 +145,7 @@ class KubernetesJob:
                     "ports": [{"name": "forge", "port": PORT}],
                 }
             },
-            header("StatefulSet", "apps/v1", workers)
+            make_header("StatefulSet", "apps/v1", workers)
             | {
                 "spec": {
                     "serviceName": workers,
@@ -154,7 +158,7 @@ class KubernetesJob:
                     },
                 }
             },
-            header("Job", "batch/v1", self.name)
+            make_header("Job", "batch/v1", self.name)
             | {
                 "spec": {
                     "backoffLimit": RETRIES,
@@ -229,11 +233,11 @@ class KubernetesJob:
         return created
 
 
-def literal(word: str) -> str:
+def escape_word(word: str) -> str:
     """Escape a word of a container's command: Kubernetes replaces $(NAME) by the value of a variable."""
     return word.replace("$", "$$")
 
 
-def variable(name: str, value: str) -> list[dict[str, str]]:
+def make_variable(name: str, value: str) -> list[dict[str, str]]:
     """Return a variable of a container's environment."""
-    return [{"name": name, "value": literal(value)}]
+    return [{"name": name, "value": escape_word(value)}]

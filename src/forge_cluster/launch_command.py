@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> None:
     from forge.config.arguments import Arguments
     from forge.config.sections import ConfigError
     from forge.recipes.resume import read_config
-    from forge.system.masking import masked
-    from forge_cluster.sweep import variants
+    from forge.system.masking import mask_secrets
+    from forge_cluster.sweep import list_variants
 
     from .credentials import check_certificates
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     config_type = getattr(importlib.import_module(module), config_name)
     try:
         runs = []
-        for suffix, variant in variants(options.sweep, options.seeds):
+        for suffix, variant in list_variants(options.sweep, options.seeds):
             words = ["--config", options.config, *overrides, *variant]
             arguments = Arguments.parse(words)
             _check_words(arguments, options)
@@ -85,14 +85,14 @@ def run(args: argparse.Namespace) -> None:
         LAUNCHERS[args.launcher][1](options, cfg, runs)
     except ConfigError as error:
         hint = "" if "--recipe" in args.rest else f" (read as a configuration of forge {options.recipe}, see --recipe)"
-        raise SystemExit(masked(f"error: {error}{hint}")) from error
+        raise SystemExit(mask_secrets(f"error: {error}{hint}")) from error
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        raise SystemExit(masked(f"error: {error}")) from error
+        raise SystemExit(mask_secrets(f"error: {error}")) from error
 
 
 def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
     """Raise ValueError if a secret would be in a script, a manifest or the list of processes, which others can read."""
-    from forge.system.masking import masked, without_secrets
+    from forge.system.masking import mask_secrets, without_secrets
 
     remedy = (
         f"which others could read in what is submitted: put it into {options.config}, or into the job's environment"
@@ -101,7 +101,7 @@ def _check_words(arguments: Arguments, options: argparse.Namespace) -> None:
         if without_secrets(text, name) != text:
             raise ValueError(f"--{name} holds a secret, {remedy}")
     stated = re.sub(r"=\s*[\"']?\$[^\n;&]*", "=", options.setup)  # HF_TOKEN=$(cat token) has no secret
-    if masked(stated) != stated:
+    if mask_secrets(stated) != stated:
         raise ValueError(f"--setup holds a secret, {remedy}")
 
 
@@ -114,10 +114,10 @@ def _slurm_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
-    from .slurm import SlurmJob, quoted
+def _launch_slurm(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+    from .slurm import SlurmJob, quote_value
 
-    partition = [f"partition={quoted(options.partition)}"] if options.partition else []
+    partition = [f"partition={quote_value(options.partition)}"] if options.partition else []
     job = SlurmJob(
         cfg.run.name,
         [command for _, command in runs],
@@ -139,19 +139,19 @@ def _ssh_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python there; default: this one's path")
 
 
-def _ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+def _launch_ssh(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from .processes import run_as_child
-    from .ssh import check, workers
+    from .ssh import check_words_of_ssh, start_workers
 
     hosts = options.hosts.split(",")
-    check(hosts, os.getcwd(), options.python)
+    check_words_of_ssh(hosts, os.getcwd(), options.python)
     if options.dry_run:
         worker = [options.python, "-m", "forge", "worker", "--listen", ":0", "--stdin"]
         print("\n".join(shlex.join(["ssh", host, *worker]) for host in hosts))
         print("\n".join(shlex.join(command) for _, command in runs))
         return
     codes = []
-    with workers(hosts, os.getcwd(), options.python) as environment:
+    with start_workers(hosts, os.getcwd(), options.python) as environment:
         for _, command in runs:  # one after the other: each has all machines
             codes.append(run_as_child(command, {**os.environ, **environment}))
     if any(codes):
@@ -169,7 +169,7 @@ def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shm", default="16Gi", help="/dev/shm of each pod: three versions of the weights")
 
 
-def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
+def _launch_kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) -> None:
     from .kubernetes import KubernetesJob
 
     for name, command in runs:
@@ -196,7 +196,7 @@ def _kubernetes(options: argparse.Namespace, cfg: TrainingRecipe, runs: Runs) ->
 
 # By launcher: a function that adds its options, a function that starts runs, and the options of an example.
 LAUNCHERS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[..., None], str]] = {
-    "slurm": (_slurm_options, _slurm, "--nodes 2 --gpus-per-node 8 "),
-    "ssh": (_ssh_options, _ssh, "--hosts node1,node2 "),
-    "kubernetes": (_kubernetes_options, _kubernetes, "--image registry/forge:0.1 --nodes 2 "),
+    "slurm": (_slurm_options, _launch_slurm, "--nodes 2 --gpus-per-node 8 "),
+    "ssh": (_ssh_options, _launch_ssh, "--hosts node1,node2 "),
+    "kubernetes": (_kubernetes_options, _launch_kubernetes, "--image registry/forge:0.1 --nodes 2 "),
 }

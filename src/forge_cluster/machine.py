@@ -19,7 +19,18 @@ from forge.system.masking import without_secrets
 
 from .credentials import Credentials
 from .inventory import Inventory
-from .wire import BEAT, CONNECT_TIMEOUT, LEASE, HostError, Json, Message, connect, receive, send, with_remedy
+from .wire import (
+    BEAT,
+    CONNECT_TIMEOUT,
+    LEASE,
+    HostError,
+    Json,
+    Message,
+    connect_host,
+    receive_message,
+    send_message,
+    with_remedy,
+)
 
 log = logging.getLogger(f"forge.{__name__}")
 
@@ -32,11 +43,11 @@ INHERITED_PREFIXES = ("FORGE_", "HYPERACTOR_", "MONARCH_", "NCCL_", "ATEN_", "ON
 NOT_INHERITED = ("FORGE_SECRET", "FORGE_HOSTS", "FORGE_HOST", "HYPERACTOR_TLS_CA", "HYPERACTOR_TLS_CERT")
 
 
-async def describe(address: str, credentials: Credentials) -> tuple[Inventory, str | None]:
+async def describe_host(address: str, credentials: Credentials) -> tuple[Inventory, str | None]:
     """Return the inventory of a host and the controller that holds it. OSError: it is unreachable; says what to do."""
-    reader, writer = await connect(address, credentials)
+    reader, writer = await connect_host(address, credentials)
     try:
-        send(writer, {"do": "describe"})
+        send_message(writer, {"do": "describe"})
         return _parse_description(await first_answer(reader, address))
     finally:
         writer.close()
@@ -46,7 +57,7 @@ async def first_answer(reader: asyncio.StreamReader, address: str, timeout: floa
     """Return the first answer on a connection. In TLS 1.3 it alone shows whether this peer was accepted."""
     limit = timeout or CONNECT_TIMEOUT
     try:
-        message = await receive(reader, limit)
+        message = await receive_message(reader, limit)
     except TimeoutError:
         raise ConnectionError(f"host {address} gave no answer within {limit:g} s") from None
     except ConnectionResetError:  # it closed the connection before the request arrived
@@ -121,13 +132,13 @@ class Machine:
         }
         holder = f"{socket.gethostname()} pid {os.getpid()}, {' '.join(without_secrets(sys.argv))[:200]}"
         request = {"do": "hold", "who": holder, "folder": os.getcwd(), "environment": inherited}
-        leasing = asyncio.run_coroutine_threadsafe(self._lease(request), _hosts_loop())
+        leasing = asyncio.run_coroutine_threadsafe(self._lease_host(request), _hosts_loop())
         self.inventory = await asyncio.wrap_future(leasing)
         self.leased = True
 
-    async def _lease(self, request: Message) -> Inventory:
-        reader, self._writer = await connect(self.address, self._credentials)
-        send(self._writer, request)
+    async def _lease_host(self, request: Message) -> Inventory:
+        reader, self._writer = await connect_host(self.address, self._credentials)
+        send_message(self._writer, request)
         try:
             reply = await first_answer(reader, self.address)
             self.peer_address = reply["at"]
@@ -136,7 +147,7 @@ class Machine:
             self._writer.close()
             raise
         # One task reads what the host sends, the other tells it that this side is alive.
-        for work in (self._listen(reader), self._beat()):
+        for work in (self._receive_messages(reader), self._send_beats()):
             task = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(log_failure)
             self._tasks.append(task)
@@ -155,7 +166,7 @@ class Machine:
         reply = asyncio.get_running_loop().create_future()
         self._answers[number] = reply
         # The connection belongs to the loop of hosts, which no actor of this process can delay.
-        _hosts_loop().call_soon_threadsafe(send, self._writer, {"do": action, "id": number, **values})
+        _hosts_loop().call_soon_threadsafe(send_message, self._writer, {"do": action, "id": number, **values})
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT):
                 return await reply
@@ -167,13 +178,13 @@ class Machine:
     def send(self, action: str, **values: Json) -> None:
         """Send a request without waiting for its answer; errors are logged."""
 
-        async def request() -> None:
+        async def request_quietly() -> None:
             try:
                 await self.request(action, **values)
             except HostError as error:
                 log.debug("%s: %s", action, error)
 
-        task = self._loop.create_task(request())
+        task = self._loop.create_task(request_quietly())
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -191,24 +202,24 @@ class Machine:
         self._watched = {}
         for on_end in watched.values():
             on_end()
-        _hosts_loop().call_soon_threadsafe(self._disconnect)
+        _hosts_loop().call_soon_threadsafe(self._abort_connection)
 
-    def _disconnect(self) -> None:
+    def _abort_connection(self) -> None:
         self._writer.transport.abort()  # buffered messages must not arrive later
         for task in self._tasks:
             task.cancel()
 
-    async def _beat(self) -> None:
+    async def _send_beats(self) -> None:
         while True:
-            send(self._writer, {"do": "beat"})
+            send_message(self._writer, {"do": "beat"})
             await asyncio.sleep(BEAT)
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
+    async def _receive_messages(self, reader: asyncio.StreamReader) -> None:
         reason = "its daemon has ended"
         try:
-            while (message := await receive(reader, LEASE)) is not None:
+            while (message := await receive_message(reader, LEASE)) is not None:
                 if message.get("event") != "beat":
-                    self._loop.call_soon_threadsafe(self._handle, message)
+                    self._loop.call_soon_threadsafe(self._handle_message, message)
         except TimeoutError:
             reason = f"it was silent for {LEASE:g} s"
         except (OSError, ValueError) as error:
@@ -216,7 +227,7 @@ class Machine:
         with suppress(RuntimeError):  # the run and its loop have ended
             self._loop.call_soon_threadsafe(self.end, logging.WARNING, reason)
 
-    def _handle(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         if message.get("event") == "leaving":
             log.warning("host %s will be taken away", self)
             self.leaving.set()

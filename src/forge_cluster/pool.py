@@ -18,9 +18,9 @@ from forge_http.addresses import join_address
 
 from .credentials import Credentials
 from .inventory import Inventory
-from .machine import Machine, describe
+from .machine import Machine, describe_host
 from .rooms import Demand, HostRoom, NoHostRoom, choose_rooms
-from .wire import LEASE, HostError, split
+from .wire import LEASE, HostError, split_address
 
 log = logging.getLogger(f"forge.{__name__}")
 
@@ -69,7 +69,7 @@ def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
             files = sorted(path.iterdir()) if path.is_dir() else [path]
             lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
             words = [line.split()[0] for line in lines if line]
-    addresses = [join_address(*split(word.strip())) for word in words]
+    addresses = [join_address(*split_address(word.strip())) for word in words]
     repeated = {address for address in addresses if addresses.count(address) > 1}
     if repeated:
         raise ValueError(f"hosts has {', '.join(sorted(repeated))} twice")
@@ -135,19 +135,19 @@ class Pool:
         """
         addresses = await expected_addresses(self.hosts)
         deadline = time.monotonic() + REGISTRATION_TIMEOUT
-        await asyncio.gather(*map(self._lease, addresses))
+        await asyncio.gather(*map(self._lease_host, addresses))
         # Workers that register may still be booting.
         while len(self._machines) < _expected_count() and time.monotonic() < deadline:
             await asyncio.sleep(RETRY_INTERVAL)
-            await asyncio.gather(*(self._lease(address) for address in addresses if address not in self._machines))
+            await asyncio.gather(*(self._lease_host(address) for address in addresses if address not in self._machines))
         if not self._machines:
             raise NoHostRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
         # A host that is down at the start may join later.
         for address in addresses:
             if address in self._failures:
                 log.warning("%s; it is tried again", self._failures[address])
-            self._supervise(address)
-        self._reading = asyncio.create_task(self._read())
+            self._supervise_host(address)
+        self._reading = asyncio.create_task(self._follow_file())
         self._reading.add_done_callback(log_failure)
 
     @property
@@ -214,7 +214,7 @@ class Pool:
             machine = self._machines.get(address)
             if machine is None or machine.leaving.is_set():
                 continue
-            if demand.host is None or join_address(*split(demand.host)) in (address, machine.peer_address):
+            if demand.host is None or join_address(*split_address(demand.host)) in (address, machine.peer_address):
                 rooms[address] = self._rooms[address]
         return rooms
 
@@ -244,7 +244,7 @@ class Pool:
         """Start `call(address)` for every host that is up, and for those that come up later."""
         self._on_up.append(call)
         for machine in self.machines:
-            self._run(call(machine.peer_address))
+            self._run_callback(call(machine.peer_address))
 
     async def close(self) -> None:
         """End the lease of every host."""
@@ -256,7 +256,7 @@ class Pool:
             machine.end()
         self._machines.clear()
 
-    async def _lease(self, address: str) -> None:
+    async def _lease_host(self, address: str) -> None:
         machine = Machine(address, self._credentials)
         try:
             await machine.lease()
@@ -276,19 +276,19 @@ class Pool:
         self._machines[address] = machine
         self._rooms[address] = HostRoom.of_host(machine.inventory)
         log.info("host %s: %s", machine, machine.inventory)
-        self._run(self._when_leaving(machine))
+        self._run_callback(self._when_leaving(machine))
         for call in self._on_up:
-            self._run(call(machine.peer_address))
+            self._run_callback(call(machine.peer_address))
         self._changed.set()
 
-    def _run(self, callback: Coroutine[Any, Any, None]) -> None:
-        async def run() -> None:
+    def _run_callback(self, callback: Coroutine[Any, Any, None]) -> None:
+        async def run_logged() -> None:
             try:
                 await callback
             except Exception as error:  # of a component on a host that is bad, or was lost meanwhile
                 log.warning("%s: %s", type(error).__name__, error)
 
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(run_logged())
         self._callbacks.add(task)
         task.add_done_callback(self._callbacks.discard)
 
@@ -297,12 +297,12 @@ class Pool:
         if all(machine.leaving.is_set() for machine in self.machines) and self.on_leaving is not None:
             self.on_leaving("SIGTERM at every host")
 
-    def _supervise(self, address: str) -> None:
-        task = asyncio.create_task(self._reacquire(address))
+    def _supervise_host(self, address: str) -> None:
+        task = asyncio.create_task(self._reacquire_host(address))
         self._supervising[address] = task
         task.add_done_callback(log_failure)
 
-    async def _reacquire(self, address: str) -> None:
+    async def _reacquire_host(self, address: str) -> None:
         """Lease a host again whenever it was lost and comes back."""
         while True:
             machine = self._machines.get(address)
@@ -311,11 +311,11 @@ class Pool:
                 del self._machines[address]
                 self._failures[address] = f"host {machine} was lost: {reason}"
                 for call in self.on_lost:
-                    self._run(call(machine.peer_address))
+                    self._run_callback(call(machine.peer_address))
             await asyncio.sleep(RETRY_INTERVAL)
-            await self._lease(address)
+            await self._lease_host(address)
 
-    async def _read(self) -> None:
+    async def _follow_file(self) -> None:
         """Lease hosts that are added to the file or folder."""
         while isinstance(self.hosts, str) and os.sep in self.hosts:
             await asyncio.sleep(RETRY_INTERVAL)
@@ -326,7 +326,7 @@ class Pool:
                 continue
             for address in addresses:
                 if address not in self._supervising:
-                    self._supervise(address)
+                    self._supervise_host(address)
             # A host that was removed from the file and is up stays with the run until it is lost.
             for address in set(self._supervising) - {*addresses}:
                 if address not in self._machines:
@@ -354,7 +354,7 @@ def check_versions(inventory: Inventory) -> None:
         raise ValueError(f"host {inventory.name} has other versions than {host}: {'; '.join(differences)}")
 
 
-async def survey(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
+async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
     """Return the inventories of the hosts that are free, and for each other host the reason why it is not. Waits for as
     many as FORGE_EXPECT_HOSTS says."""
     began = time.monotonic()
@@ -372,7 +372,7 @@ async def survey(hosts: str | Sequence[str], credentials: Credentials) -> tuple[
 async def _survey_once(hosts: str | Sequence[str], credentials: Credentials) -> tuple[list[Inventory], list[str]]:
     addresses = await expected_addresses(hosts)
     descriptions = await asyncio.gather(
-        *(describe(address, credentials) for address in addresses), return_exceptions=True
+        *(describe_host(address, credentials) for address in addresses), return_exceptions=True
     )
     inventories = []
     failures = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from forge.runtime.process import end_with_parent
 
 
-def descends(pid: int, ancestor: int) -> bool:
+def is_descendant(pid: int, ancestor: int) -> bool:
     """Whether a process exists and was started by `ancestor`, or by one that it started."""
     while pid > 1:
         try:

@@ -104,7 +104,7 @@ def choose_rooms(
         rooms = [room for room in rooms if room in used]
 
     # False sorts first: hosts that the service does not use yet, then few free GPUs, then a low load.
-    def preference(room: HostRoom) -> tuple[bool, int, float]:
+    def rank_room(room: HostRoom) -> tuple[bool, int, float]:
         return max_hosts is not None and room in used, len(room.gpus) if demand.gpus else 0, room.load
 
     for count in range(1, demand.procs + 1) if demand.hosts is None else [demand.hosts]:
@@ -113,7 +113,7 @@ def choose_rooms(
         procs = demand.procs // count
         fitting = [room for room in rooms if room.capacity(demand) >= procs]
         if len(fitting) >= count:
-            preferred = sorted(fitting, key=preference)[:count]
+            preferred = sorted(fitting, key=rank_room)[:count]
             return [room for room in rooms if room in preferred]
     lines = [
         f"{room.inventory.name} has {len(room.gpus)} of {len(room.inventory.gpus)} GPUs free, "

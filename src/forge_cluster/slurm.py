@@ -51,7 +51,7 @@ exit $code
 """
 
 
-def quoted(value: str) -> str:
+def quote_value(value: str) -> str:
     """Quote a value as sbatch reads it from a line of options: one word, whatever it contains."""
     if re.fullmatch(r"[\w%@:.,/+=-]*", value, re.ASCII):
         return value
@@ -91,17 +91,17 @@ class SlurmJob:
         """
         output = "slurm-%j.out" if len(self.commands) == 1 else "slurm-%A-%a.out"
         lines = [
-            f"job-name={quoted(self.name)}",
+            f"job-name={quote_value(self.name)}",
             f"nodes={self.nodes}",
             "ntasks-per-node=1",
             *([f"gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
             *([f"cpus-per-task={self.cpus_per_node}"] if self.cpus_per_node else []),
-            *([f"time={quoted(self.time)}"] if self.time else []),
+            *([f"time={quote_value(self.time)}"] if self.time else []),
             "requeue",
             "no-kill",
             "open-mode=append",
             f"signal=B:USR1@{BEFORE_END}",
-            f"output={quoted(f'{self.runs}/{output}')}",
+            f"output={quote_value(f'{self.runs}/{output}')}",
             *([f"array=0-{len(self.commands) - 1}"] if len(self.commands) > 1 else []),
             *self.options,
         ]

@@ -23,7 +23,7 @@ class NotStarted(RuntimeError):
 
 
 @contextmanager
-def workers(
+def start_workers(
     hosts: Sequence[str], folder: str, python: str = sys.executable, ssh: Sequence[str] = ("ssh", "-o", "BatchMode=yes")
 ) -> Iterator[dict[str, str]]:
     """Start a worker on each machine; yields the environment of a controller that uses them. The workers end with the
@@ -36,7 +36,7 @@ def workers(
     Raises:
         NotStarted: one of them did not come up. ValueError: a host, the folder or the program is invalid.
     """
-    check(hosts, folder, python)
+    check_words_of_ssh(hosts, folder, python)
     secret = read_secret() or secrets.token_hex(32)
     path = os.environ.get("PYTHONPATH", "")
     worker = f"cd -- {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} exec {shlex.quote(python)} -m forge worker"
@@ -58,7 +58,7 @@ def workers(
                 process.stdin.write(f"{secret}\n")
             except BrokenPipeError:
                 continue  # it ended, which is reported below
-        addresses = [_address(host, process) for host, process in started.items()]
+        addresses = [_read_address(host, process) for host, process in started.items()]
         yield {"FORGE_HOSTS": ",".join(addresses), "FORGE_SECRET": secret}
     finally:
         for process in started.values():
@@ -72,7 +72,7 @@ def workers(
                 process.kill()
 
 
-def check(hosts: Sequence[str], folder: str, python: str) -> None:
+def check_words_of_ssh(hosts: Sequence[str], folder: str, python: str) -> None:
     """Raise ValueError if a host is invalid, or the folder or Python cannot be a word of a command."""
     for host in hosts:
         check_host(host)
@@ -81,16 +81,16 @@ def check(hosts: Sequence[str], folder: str, python: str) -> None:
         raise ValueError(f"--python {python[:80]!a} would be an option of the shell: give the path of a Python")
 
 
-def _address(host: str, process: subprocess.Popen) -> str:
+def _read_address(host: str, process: subprocess.Popen) -> str:
     """Return the address that a worker prints when it listens."""
     lines: list[str] = []
 
-    def read(file: IO[str]) -> None:
+    def read_line(file: IO[str]) -> None:
         lines.append(file.readline().strip())
 
     assert process.stdout is not None
     # Read in a thread: a read has no time limit, and ssh may wait for a password for ever.
-    reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
+    reader = threading.Thread(target=read_line, args=(process.stdout,), daemon=True)
     reader.start()
     reader.join(START_TIMEOUT)
     if not lines or not lines[0]:

@@ -1,4 +1,4 @@
-"""A run's weight store as components on several hosts are given it, see `forge.actors.publication.share`."""
+"""A run's weight store as components on several hosts are given it, see `forge.actors.publication.share_store`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StoreRef:
         return HostStore(host, local, self._home, self._home.named(cache_name(host)))
 
 
-async def share(store: VersionStore, pool: Pool) -> StoreRef:
+async def share_across_hosts(store: VersionStore, pool: Pool) -> StoreRef:
     """Let a store reach all hosts of a pool, also those that join later."""
     home = await WeightCache.options(mesh_name=cache_name(HOME)).as_actor(store)
     await home.link.call_one(home)
@@ -106,13 +106,17 @@ class HostStore(Store):
         with self.local.segments.writing(max(part.size, 1)) as (name, memory):
             written = part.write(name, memory)
 
-            def publish(parts: list[Manifest]) -> int:
-                return self._wait(self._home.publish.route([part.to_json() for part in parts]))
+            def publish_parts(parts: list[Manifest]) -> int:
+                return self._wait_for(self._home.publish.route([part.to_json() for part in parts]))
 
-            def write() -> Manifest:
+            def write_manifest() -> Manifest:
                 return written.on_host(self.host)
 
-            number = publish([write()]) if part.ranks.world == 1 else publish_together(part, write, publish, timeout)
+            number = (
+                publish_parts([write_manifest()])
+                if part.ranks.world == 1
+                else publish_together(part, write_manifest, publish_parts, timeout)
+            )
             # Before the segment is unlocked: other processes of this host may reuse it then.
             self.local.keep_part(replace(written, version=number), f"rank{part.ranks.rank}")
         return number
@@ -128,7 +132,7 @@ class HostStore(Store):
         for is_retry in (False, True):
             if manifest is None or is_retry:
                 fetched = self._cache.fetch.options(timeout=self._timeout + GRACE).route(key, version, self._timeout)
-                manifest = Manifest.from_json(self._wait(fetched))
+                manifest = Manifest.from_json(self._wait_for(fetched))
             try:
                 with self.local.segments.reading(manifest.segments) as memory:
                     yield OpenVersion(manifest, memory)
@@ -139,37 +143,37 @@ class HostStore(Store):
 
     def versions(self, key: str) -> list[int]:
         """Complete versions on the store's host."""
-        return self._ask("versions", key)
+        return self._ask_home("versions", key)
 
     def keys(self, prefix: str = "") -> list[str]:
         """Keys on the store's host."""
-        return self._ask("keys", prefix)
+        return self._ask_home("keys", prefix)
 
     def delete(self, key: str) -> None:
         """Delete on the store's host."""
-        return self._ask("delete", key)
+        return self._ask_home("delete", key)
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
         """Wait on the store's host."""
-        return self._ask("wait", key, min_version, timeout=timeout)
+        return self._ask_home("wait", key, min_version, timeout=timeout)
 
     def manifest(self, key: str, version: int) -> Manifest:
         """Manifest of a version on the store's host."""
-        return self._ask("manifest", key, version)
+        return self._ask_home("manifest", key, version)
 
     def identities(self, key: str) -> dict[int, set[str]]:
         """Known identities on the store's host."""
-        return self._ask("identities", key)
+        return self._ask_home("identities", key)
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
         """Add identities on the store's host."""
-        return self._ask("adopt", key, identities)
+        return self._ask_home("adopt", key, identities)
 
-    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _ask_home(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self.host == HOME:
             return getattr(self.local, method)(*args, **kwargs)
-        return self._wait(self._home.ask.route(method, *args, **kwargs))
+        return self._wait_for(self._home.ask.route(method, *args, **kwargs))
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         # The calls to caches have timeouts themselves.
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

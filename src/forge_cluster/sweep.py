@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge.observability.lines import read_rows
-from forge.system.files import printable
+from forge.system.files import escape_controls
 
 
-def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[str]]]:
+def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[str]]]:
     """Return the name and the overrides of each run: every combination of the swept values, with every seed.
 
     Args:
@@ -40,7 +40,7 @@ def variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, list[s
     return runs
 
 
-def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
+def format_table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
     """Format one row for each run as Markdown: its state, steps, and the first, last and best value of a metric. Runs
     that differ only in their seeds have a row of their mean."""
     rows: list[list[str]] = []
@@ -51,7 +51,7 @@ def table(folders: Sequence[Path], metric: str = "eval/accuracy") -> str:
         last_step = max((row.get("step", 0) for row in steps), default=0)
         state = "finished" if (folder / "finished").exists() else "unfinished"
         numbers = [f"{value:.3f}" for value in (values[0], values[-1], max(values))] if values else ["", "", ""]
-        rows.append([printable(folder.name).replace("|", "\\|"), state, f"{last_step:g}", *numbers])
+        rows.append([escape_controls(folder.name).replace("|", "\\|"), state, f"{last_step:g}", *numbers])
         if values:
             # Without the seed, runs of the same settings have the same name.
             groups.setdefault(re.sub(r"-?seed\d+", "", rows[-1][0]), []).append(values[-1])

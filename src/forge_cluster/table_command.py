@@ -22,6 +22,6 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the table."""
-    from .sweep import table
+    from .sweep import format_table
 
-    print(table([folder for folder in args.runs if folder.is_dir()], args.metric))
+    print(format_table([folder for folder in args.runs if folder.is_dir()], args.metric))

@@ -75,17 +75,17 @@ class HostVersions(VersionStore):
         Args:
             name: of the writer or the copy; the newest `keep` versions of each are kept.
         """
-        with self._locked():
-            folder = self._folder(part.key) / "parts" / name
+        with self._hold_lock():
+            folder = self._key_folder(part.key) / "parts" / name
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / f"{part.version}.json", part.to_json())
             for old in sorted(folder.glob("*.json"), key=lambda path: int(path.stem))[: -self.keep]:
                 old.unlink()
-            self.segments.reclaim(self._referenced())
+            self.segments.reclaim(self._referenced_segments())
 
     def part(self, key: str, version: int, name: str) -> Manifest | None:
         """Return the manifest of `keep_part`, if it is still kept."""
-        path = self._folder(key) / "parts" / name / f"{version}.json"
+        path = self._key_folder(key) / "parts" / name / f"{version}.json"
         try:
             return Manifest.from_json(path.read_text(errors="replace"))
         except FileNotFoundError:
@@ -206,7 +206,7 @@ class WeightCache(ForgeActor):
             MissingVersion: no host has it any more. TimeoutError: it did not arrive in time.
         """
         if (key, version) not in self._fetching:
-            task = asyncio.get_running_loop().create_task(self._fetch(key, version, time.monotonic() + timeout))
+            task = asyncio.get_running_loop().create_task(self._fetch_version(key, version, time.monotonic() + timeout))
             self._fetching[key, version] = task
             task.add_done_callback(lambda _: self._fetching.pop((key, version)))
         # One caller that stops waiting must not end the transfer of all.
@@ -226,7 +226,7 @@ class WeightCache(ForgeActor):
         while name not in self._sources:
             if host_of(name) == self.host:
                 resources = ExitStack()
-                memory = await asyncio.to_thread(self._open, name, resources)
+                memory = await asyncio.to_thread(self._open_segment, name, resources)
                 opened = Source(memory, -(-len(memory) // CHUNK), resources)
                 if self._sources.setdefault(name, opened) is not opened:  # another request was quicker
                     resources.close()
@@ -245,7 +245,7 @@ class WeightCache(ForgeActor):
             source.windows[index] = Window(source.memory[index * CHUNK : index * CHUNK + size])
         return source.windows[index]
 
-    async def _fetch(self, key: str, version: int, deadline: float) -> str:
+    async def _fetch_version(self, key: str, version: int, deadline: float) -> str:
         avoid: list[str] = []
         while True:
             text, parent = await self.home.locate.route(key, version, self.host, avoid)
@@ -256,7 +256,7 @@ class WeightCache(ForgeActor):
             try:
                 with ExitStack() as writing:
                     for segment in foreign:
-                        names[segment] = await self._copy(manifest.within(segment), parent, writing)
+                        names[segment] = await self._copy_segment(manifest.within(segment), parent, writing)
                     copied = manifest.renamed(names)
                     await asyncio.to_thread(self.store.keep_part, copied, COPY)
                 for segment in foreign:  # their memory is not reused while others read it
@@ -268,7 +268,7 @@ class WeightCache(ForgeActor):
                 # Versions that the store no longer keeps: a run that updates often would keep a minute of them.
                 for name, source in [*self._sources.items()]:
                     if source.version is not None and source.version[0] == key and source.version[1] < version - 1:
-                        await self._release(name, source)
+                        await self._release_source(name, source)
                 if foreign:
                     record_metric("weight_sync/bytes", sum(map(manifest.extent, foreign)), Reduce.SUM)
                     record_metric("weight_sync/seconds", time.monotonic() - began, Reduce.MEAN)
@@ -278,7 +278,7 @@ class WeightCache(ForgeActor):
                 for segment in foreign:
                     name = whole_name(manifest.within(segment))
                     if name in self._sources:
-                        await self._release(name, self._sources[name])
+                        await self._release_source(name, self._sources[name])
                 writers = ", ".join(sorted({host_of(segment) for segment in foreign}))
                 if parent is None and time.monotonic() > deadline - RETRY_DELAY:
                     raise MissingVersion(
@@ -290,7 +290,7 @@ class WeightCache(ForgeActor):
                 else:  # its trainer is replaced, and publishes it again
                     await asyncio.sleep(RETRY_DELAY)
 
-    async def _copy(self, wanted: Manifest, parent: str | None, writing: ExitStack) -> str:
+    async def _copy_segment(self, wanted: Manifest, parent: str | None, writing: ExitStack) -> str:
         """Copy a segment from another host into this host's store; returns its name here."""
         (segment,) = wanted.segments
         whole = whole_name(wanted)
@@ -301,26 +301,26 @@ class WeightCache(ForgeActor):
         source = Source(memory, 0, ExitStack(), version=(wanted.key, wanted.version))
         self._sources[whole] = source
         try:
-            await self._receive(whole, source, cache)
+            await self._receive_chunks(whole, source, cache)
         except BaseException as error:
-            self._fail(whole, source, error)
+            self._fail_source(whole, source, error)
             raise
         self._restart_idle_timer(whole, source)
         return name
 
-    async def _receive(self, name: str, source: Source, cache: RemoteService) -> None:
+    async def _receive_chunks(self, name: str, source: Source, cache: RemoteService) -> None:
         """Read a segment from another cache, chunk by chunk."""
         chunk = cache.chunk.options(timeout=CHUNK_TIMEOUT)
         parts = source.memory.split(CHUNK)
 
-        async def read(number: int) -> None:
+        async def read_chunk(number: int) -> None:
             window: Window = await chunk.route(name, number, len(parts[number]))
             await window.read_into(parts[number], CHUNK_TIMEOUT)
 
         reads: deque[asyncio.Task[None]] = deque()
         try:
             for number in range(len(parts)):
-                reads.append(asyncio.create_task(read(number)))
+                reads.append(asyncio.create_task(read_chunk(number)))
                 if len(reads) == READS:
                     await reads[0]
                     reads.popleft()
@@ -333,14 +333,14 @@ class WeightCache(ForgeActor):
             # The memory is given back after this: nothing may write into it any more.
             await asyncio.gather(*reads, return_exceptions=True)
 
-    def _fail(self, name: str, source: Source, error: BaseException) -> None:
+    def _fail_source(self, name: str, source: Source, error: BaseException) -> None:
         """Let those who read from here not wait for chunks that never come."""
         source.error = f"{name} did not arrive on {self.host}: {error}"
         source.grown.set()
         if self._sources.get(name) is source:
             del self._sources[name]
 
-    def _open(self, segment: str, resources: ExitStack) -> Tensor:
+    def _open_segment(self, segment: str, resources: ExitStack) -> Tensor:
         """The memory of a segment that was written on this host."""
         name = local_name(segment)
         try:
@@ -352,9 +352,9 @@ class WeightCache(ForgeActor):
         if source.idle_timer is not None:
             source.idle_timer.cancel()
         loop = asyncio.get_running_loop()
-        source.idle_timer = loop.call_later(IDLE, lambda: loop.create_task(self._release(segment, source)))
+        source.idle_timer = loop.call_later(IDLE, lambda: loop.create_task(self._release_source(segment, source)))
 
-    async def _release(self, segment: str, source: Source) -> None:
+    async def _release_source(self, segment: str, source: Source) -> None:
         if self._sources.get(segment) is source:
             del self._sources[segment]
         if source.idle_timer is not None:

@@ -27,13 +27,13 @@ class HostError(RuntimeError):
     """The error that a host reported for a request."""
 
 
-async def connect(address: str, credentials: Credentials) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the daemon at HOST:PORT.
 
     Raises:
         OSError: it cannot be reached or does not accept this peer; the message has the remedy.
     """
-    host, port = split(address)
+    host, port = split_address(address)
     context = credentials.context(server=False)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -59,7 +59,7 @@ def with_remedy(error: OSError, address: str) -> OSError:
     return ConnectionError(f"host {address}: {error}")
 
 
-def split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     """Split HOST:PORT, HOST, or [IPv6]:PORT into a pair.
 
     Raises:
@@ -79,7 +79,7 @@ def split(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def receive(reader: asyncio.StreamReader, timeout: float | None = LEASE) -> Message | None:
+async def receive_message(reader: asyncio.StreamReader, timeout: float | None = LEASE) -> Message | None:
     """Read the next message; None when the other end has closed the connection.
 
     Raises:
@@ -95,7 +95,7 @@ async def receive(reader: asyncio.StreamReader, timeout: float | None = LEASE) -
     return message
 
 
-def send(writer: asyncio.StreamWriter, message: Message) -> None:
+def send_message(writer: asyncio.StreamWriter, message: Message) -> None:
     """Send a message. It is buffered, and lost with the connection."""
     if not writer.is_closing():  # asyncio's TLS transport raises AttributeError otherwise
         writer.write(json.dumps(message).encode() + b"\n")

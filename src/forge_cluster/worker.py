@@ -18,7 +18,7 @@ from forge.runtime.process import end_with_parent
 from .wire import LEASE
 
 
-def serve(parent: int) -> None:
+def serve_worker(parent: int) -> None:
     """Run a worker until the process `parent` ends or is silent for longer than the lease."""
     end_with_parent(parent)
     # The daemon handles the signals of terminals and schedulers. The run's processes inherit this.
@@ -40,4 +40,4 @@ def _end_without_signs_of_life() -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve_worker(int(sys.argv[1]))

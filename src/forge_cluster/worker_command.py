@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> None:
     from .credentials import SECRET, NoSecret, read_secret
     from .host import Daemon, routable_address
     from .inventory import count_gpus
-    from .wire import PORT, split
+    from .wire import PORT, split_address
 
     try:
         # By standard input the secret is in no command line and no environment that other users see.
         if args.stdin:
             os.environ[SECRET] = sys.stdin.readline().strip()
-        address, port = split(args.listen) if args.listen else ("", PORT)
+        address, port = split_address(args.listen) if args.listen else ("", PORT)
         address = address or routable_address()
         if address in ("0.0.0.0", "::"):
             raise ValueError(f"--listen {address} is every address: give one, or omit the option")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     log = logging.getLogger("forge.worker")
     file = folder / socket.gethostname() if folder is not None else None
 
-    def ready(port: int) -> None:
+    def report_ready(port: int) -> None:
         location = join_address(address, port)
         log.info("listening at %s, %d GPUs", location, len(gpus))
         if args.stdin:
@@ -90,20 +90,20 @@ def run(args: argparse.Namespace) -> None:
         if file is not None:
             write_atomic(file, f"{location}\n")
 
-    async def serve() -> None:
+    async def serve_daemon() -> None:
         daemon = Daemon(gpus, secret, address, port, args.once)
-        task = asyncio.ensure_future(daemon.serve(ready))
+        task = asyncio.ensure_future(daemon.serve(report_ready))
         loop = asyncio.get_running_loop()
 
         # A machine that will be taken away serves on until its run has saved its state.
-        async def leave() -> None:
+        async def leave_gracefully() -> None:
             if args.grace and daemon.leave():
                 log.warning("SIGTERM: the run was notified, and has %g s", args.grace)
                 await asyncio.wait([asyncio.ensure_future(daemon.released())], timeout=args.grace)
             task.cancel()
 
         leaving: list[asyncio.Task] = []  # a reference keeps it alive
-        loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave())))
+        loop.add_signal_handler(signal.SIGTERM, lambda: leaving.append(loop.create_task(leave_gracefully())))
         # A worker ends with the terminal or the connection that started it.
         for number in (signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, task.cancel)
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
                 file.unlink(missing_ok=True)
 
     try:
-        asyncio.run(serve())
+        asyncio.run(serve_daemon())
     except OSError as error:
         raise SystemExit(
             f"error: {listening_error(address, port, error, f'--listen {join_address(address, 0)}')}"

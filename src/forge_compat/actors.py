@@ -11,7 +11,7 @@ import torch
 from forge.actors.reference import ReferenceModel as Reference
 from forge.actors.replay_buffer import ReplayBuffer as Buffer
 from forge.actors.trainer import Trainer
-from forge.config.arguments import whole
+from forge.config.arguments import check_whole
 from forge.data.packing import pack
 from forge.runtime.controller import endpoint
 from forge.types import Episode
@@ -45,8 +45,8 @@ class ReplayBuffer(Buffer):
             super().__init__(capacity, **settings)
         except TypeError as error:
             raise TypeError(f"{error}{''.join(map(hint, settings))}") from None
-        self.part_size = whole(batch_size, "batch_size")
-        self.parts = whole(dp_size, "dp_size")
+        self.part_size = check_whole(batch_size, "batch_size")
+        self.parts = check_whole(dp_size, "dp_size")
         self.collate = collate
 
     @endpoint

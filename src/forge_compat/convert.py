@@ -26,10 +26,10 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the YAML, with a comment for each key that has no equivalent; bad files end it with one line."""
     # Here: other commands do without it.
-    from .torchforge_files import convert, read_upstream
+    from .torchforge_files import convert_config, read_upstream
 
     try:
-        converted = convert(read_upstream(args.file), args.file.stem)
+        converted = convert_config(read_upstream(args.file), args.file.stem)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     print(converted.text(args.file.name), end="")

@@ -32,14 +32,14 @@ def adapted(function: Any) -> Callable[..., Any] | None:
 
 
 def _of_verl(function: Any, signature: Signature) -> Callable[..., Any]:
-    def scored(response: str, **columns: Any) -> Any:
+    def score_verl(response: str, **columns: Any) -> Any:
         return function(solution_str=response, **columns)
 
     parameters = [
         (p.replace(name="response") if p.name == "solution_str" else p).replace(kind=_by_name(p))
         for p in signature.parameters.values()
     ]
-    return _named(scored, function, sorted(parameters, key=lambda p: p.kind))
+    return _copy_name(score_verl, function, sorted(parameters, key=lambda p: p.kind))
 
 
 def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
     always = {"prompts", "completions", "completion_ids"} if takes_all else set()
 
-    def scored(
+    def score_trl(
         responses: Sequence[str],
         completions: Sequence[Completion],
         messages: Sequence[Sequence[Any]],
@@ -77,7 +77,7 @@ def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
     parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in GROUP]
     columns = [p for p in names.values() if p.name not in OWN and p.kind is not p.VAR_POSITIONAL]
     parameters += sorted((p.replace(kind=_by_name(p)) for p in columns), key=lambda p: p.kind)
-    wrapped = _named(scored, function, parameters)
+    wrapped = _copy_name(score_trl, function, parameters)
     wrapped.may_abstain = True  # type: ignore[attr-defined]
     return wrapped
 
@@ -86,15 +86,15 @@ def _by_name(parameter: Parameter) -> Any:
     return parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
 
 
-def _named(scored: Callable[..., Any], function: Any, parameters: Sequence[Parameter]) -> Callable[..., Any]:
+def _copy_name(scored: Callable[..., Any], function: Any, parameters: Sequence[Parameter]) -> Callable[..., Any]:
     """`scored` with the name and the columns of a function, async where that is."""
     wrapped: Any = scored
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
-        async def later(**arguments: Any) -> Any:
+        async def score_later(**arguments: Any) -> Any:
             return await scored(**arguments)
 
-        wrapped = later
+        wrapped = score_later
     wrapped.__name__ = getattr(function, "__name__", type(function).__name__)
     wrapped.__signature__ = Signature(parameters)
     return wrapped

@@ -60,7 +60,7 @@ def encode(value: object) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
 
     # Sharded tensors stay tensors, which each rank writes its part of; only what surrounds them is pickled.
-    def visit(path: str, part: Any) -> Any:
+    def visit_part(path: str, part: Any) -> Any:
         if isinstance(part, Tensor):
             name = path or "value"
             if name in tensors or name == STRUCTURE:
@@ -68,14 +68,14 @@ def encode(value: object) -> dict[str, Tensor]:
             tensors[name] = part
             return Leaf(name)
         if isinstance(part, Mapping):
-            return {name: visit(f"{path}.{name}" if path else str(name), child) for name, child in part.items()}
+            return {name: visit_part(f"{path}.{name}" if path else str(name), child) for name, child in part.items()}
         if type(part) in (list, tuple):
             children = enumerate(part)
-            return type(part)(visit(f"{path}.{index}" if path else str(index), child) for index, child in children)
+            return type(part)(visit_part(f"{path}.{index}" if path else str(index), child) for index, child in children)
         return part
 
     # By value where a class is a program's own or a function's: readers may not be able to import it.
-    encoded = cloudpickle.dumps(visit("", value))
+    encoded = cloudpickle.dumps(visit_part("", value))
     return tensors | {STRUCTURE: torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())}
 
 
@@ -84,17 +84,17 @@ def decode(tensors: Mapping[str, Tensor]) -> Any:
     if STRUCTURE not in tensors:
         return dict(tensors)
 
-    def filled(structure: Any) -> Any:
+    def fill_structure(structure: Any) -> Any:
         if isinstance(structure, Leaf):
             return tensors[structure.name]
         if isinstance(structure, dict):
-            return {name: filled(child) for name, child in structure.items()}
+            return {name: fill_structure(child) for name, child in structure.items()}
         if type(structure) in (list, tuple):
-            return type(structure)(map(filled, structure))
+            return type(structure)(map(fill_structure, structure))
         return structure
 
     # Of a process of this run: the store's folder is its user's alone.
-    return filled(pickle.loads(tensors[STRUCTURE].numpy().tobytes()))
+    return fill_structure(pickle.loads(tensors[STRUCTURE].numpy().tobytes()))
 
 
 MARK = "default"  # a file in the folder of the store that child processes share
@@ -265,10 +265,10 @@ async def get_state_dict(
         KeyError: the key does not exist.
         ValueError: names or shapes differ.
     """
-    return await asyncio.to_thread(_read, key, user_state_dict, strict)
+    return await asyncio.to_thread(_read_version, key, user_state_dict, strict)
 
 
-def _read(key: str, target: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
+def _read_version(key: str, target: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
     with default_store().open(key) as snapshot:
         names = {*snapshot.manifest.by_name} - {STRUCTURE}
         tensors = {} if target is None else encode(target)

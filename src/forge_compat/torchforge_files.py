@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from forge.config.arguments import whole
+from forge.config.arguments import check_whole
 from forge.config.yaml_files import read_yaml
 
 from .torchforge_keys import ALPACA, ENGINE, ENGINE_KEYS, KEYS, MESH, NOTES, PROGRAM, RECOMPUTED
@@ -33,17 +33,17 @@ def resolve_all(values: dict[str, Json]) -> dict[str, Json]:
     """
 
     # Every value against the values as they were written: a name may come after its use.
-    def resolved(value: Json) -> Json:
+    def resolve_value(value: Json) -> Json:
         if isinstance(value, dict):
-            return {name: resolved(part) for name, part in value.items()}
+            return {name: resolve_value(part) for name, part in value.items()}
         if isinstance(value, list):
-            return [resolved(part) for part in value]
-        return _resolve(value, values) if isinstance(value, str) else value
+            return [resolve_value(part) for part in value]
+        return _resolve_text(value, values) if isinstance(value, str) else value
 
-    return {name: resolved(part) for name, part in values.items()}
+    return {name: resolve_value(part) for name, part in values.items()}
 
 
-def _resolve(text: str, values: Mapping[str, Json]) -> Json:
+def _resolve_text(text: str, values: Mapping[str, Json]) -> Json:
     """A text with its interpolations, the innermost first; one that is nothing else keeps the type of its value."""
     for _ in range(MAX_ROUNDS):
         match = INTERPOLATION.search(text)
@@ -118,7 +118,7 @@ class Converted:
         lines += ["", yaml.safe_dump(self.values, sort_keys=False, width=110).rstrip()]
         if self.notes:
             lines += ["", "# Keys without an equivalent:"]
-            lines += [f"#   {name}: {_flow(value)}  # {note}" for name, value, note in self.notes]
+            lines += [f"#   {name}: {_as_flow(value)}  # {note}" for name, value, note in self.notes]
         return "\n".join(lines) + "\n"
 
 
@@ -137,11 +137,11 @@ def read_upstream(path: Path, overrides: Sequence[str] = ()) -> dict[str, Json]:
         raise ValueError(f"{path} must be a mapping of keys to values, got {type(values).__name__}")
     # First, as other keys may refer to them.
     for override in overrides:
-        _override(values, override)
+        _override_key(values, override)
     return resolve_all(values)
 
 
-def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
+def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
     """Write a configuration of torchforge's with the keys of this library.
 
     Args:
@@ -153,18 +153,18 @@ def convert(values: Mapping[str, Json], name: str = "run") -> Converted:
             key; names the key.
     """
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
-    for key, value in _leaves("", values):
+    for key, value in _leaf_values("", values):
         if value == "???":
             raise ValueError(f"{key} is open (???): write its value")
-        target = _engine_argument(key, value, values) or _place(converted.recipe, key, value)
+        target = _engine_argument(key, value, values) or _place_key(converted.recipe, key, value)
         if target is None:
             if not _is_said(key, value, values):
-                converted.notes.append((key, value, _note(key)))
+                converted.notes.append((key, value, _note_key(key)))
             continue
 
         converted.put(*target)
     for key in ("checkpoint.enable", "trainer.checkpoint.enable"):
-        is_enabled = _at(values, key)
+        is_enabled = _value_at(values, key)
         if is_enabled not in (None, True, False):
             raise ValueError(f"{key} must be true or false, got {is_enabled!r:.80}")
         if is_enabled is False:
@@ -199,12 +199,12 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if not model.get("hf_assets_path"):
             raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
         arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
-    for key, value in _leaves("", torchforge):
+    for key, value in _leaf_values("", torchforge):
         if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
             raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
         if key.startswith(("checkpoint.", "comm.")):
             continue
-        target = _place("train", key, value)
+        target = _place_key("train", key, value)
         if target is not None:
             name = target[0].rpartition(".")[2]
             is_pass = name in ("seq_len", "dtype", "compile", "gradient_checkpointing")
@@ -214,7 +214,7 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
                 f"optimizer.name must be AdamW, got {value!r:.80}: others are optimizer={{'optimizer': 'module:Class'}}"
             )
         # Others have no effect here, but for those of the schedule.
-        elif value is not None and _note(key) in (NOTES[""], NOTES["lr_scheduler."]):
+        elif value is not None and _note_key(key) in (NOTES[""], NOTES["lr_scheduler."]):
             raise TypeError(f"TitanTrainer has no setting for {key} = {value!r} (docs/howto/from_torchforge.md)")
     if isinstance(arguments.get("parallelism"), Mapping):
         degrees = arguments["parallelism"].items()
@@ -222,7 +222,7 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return arguments | {"optimizer": optimizer}
 
 
-def _override(values: dict[str, Json], override: str) -> None:
+def _override_key(values: dict[str, Json], override: str) -> None:
     """Set or remove one key of nested values."""
     path, is_set, text = override.partition("=")
     *sections, name = path.removeprefix("~").split(".")
@@ -237,15 +237,15 @@ def _override(values: dict[str, Json], override: str) -> None:
         raise ValueError(f"{override}: the file has no key {path.removeprefix('~')!r}")
 
 
-def _leaves(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+def _leaf_values(prefix: str, values: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(f"{prefix}{name}.", value)
+            yield from _leaf_values(f"{prefix}{name}.", value)
         else:
             yield f"{prefix}{name}", value
 
 
-def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
+def _place_key(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
     """The key here and its value; None if there is none, or it says what is the default."""
     # Keys whose values have another form.
     titan = key.removeprefix("trainer.")
@@ -274,10 +274,10 @@ def _place(recipe: str, key: str, value: Json) -> tuple[str, Json] | None:
 def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple[str, Json] | None:
     """The key of one of vLLM's arguments and its value; None if it is none, or another key says it."""
     engine = ENGINE.fullmatch(key)
-    procs = _at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
+    procs = _value_at(values, "services.policy.procs")  # one process of the service is one rank of vLLM
     # "auto" is the dtype of the model's config.json, which is the default.
     said = {
-        "model": _model(values),
+        "model": _read_model(values),
         "tensor_parallel_size": procs or 1,
         "pipeline_parallel_size": 1,
         "dtype": "auto",
@@ -287,7 +287,7 @@ def _engine_argument(key: str, value: Json, values: Mapping[str, Json]) -> tuple
     return f"generator.{ENGINE_KEYS.get(engine[1], f'vllm.{engine[1]}')}", value
 
 
-def _model(values: Mapping[str, Json]) -> str | None:
+def _read_model(values: Mapping[str, Json]) -> str | None:
     """The file's model; in one of SFT `model` is a section."""
     return next((values[name] for name in ("model", "model_name") if isinstance(values.get(name), str)), None)
 
@@ -300,12 +300,13 @@ def _is_said(key: str, value: Json, values: Mapping[str, Json]) -> bool:
         or (titan == "checkpoint.enable" and value is False)
         or (titan.startswith("parallelism.") and titan.endswith("_degree") and value == 1)
         or (
-            key in ("dataset.model", "checkpoint.initial_load_path", "model.hf_assets_path") and value == _model(values)
+            key in ("dataset.model", "checkpoint.initial_load_path", "model.hf_assets_path")
+            and value == _read_model(values)
         )
     )
 
 
-def _note(key: str) -> str:
+def _note_key(key: str) -> str:
     if key.endswith(".mesh_name"):
         return MESH
     titan = key.removeprefix("trainer.")
@@ -313,7 +314,7 @@ def _note(key: str) -> str:
     return NOTES[max(fits, key=len)]
 
 
-def _at(values: Mapping[str, Json], path: str) -> Json:
+def _value_at(values: Mapping[str, Json], path: str) -> Json:
     """The value at a dotted path; None if there is none."""
     value: Json = values
     for name in path.split("."):
@@ -325,53 +326,57 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
     """The batch in prompts, the engine, and what torchforge's program has in its code."""
     # By the names of its newer files, its older ones, and its buffer.
     sizes = ("local_batch_size", "batch_size", "replay_buffer.batch_size")
-    key = next((name for name in sizes if _at(values, name) is not None), None)
+    key = next((name for name in sizes if _value_at(values, name) is not None), None)
     group = values.get("group_size")
     if group is not None or (key and "group_size" in values):
-        group = whole(group, "group_size")
+        group = check_whole(group, "group_size")
     for section in ("sampling_params", "sampling_config"):
-        samples = _at(values, f"policy.{section}.n")
+        samples = _value_at(values, f"policy.{section}.n")
         if None not in (group, samples) and group != samples:
             raise ValueError(f"policy.{section}.n = {samples} is not group_size = {group}: set both to one number")
         group = group or samples
     if key:
         # A batch there counts answers on each rank, here prompts in all.
-        episodes = whole(_at(values, key), key)
+        episodes = check_whole(_value_at(values, key), key)
         # The ranks for which its buffer has a batch each; -1: those that other degrees leave.
-        parts = _at(values, "replay_buffer.dp_size")
+        parts = _value_at(values, "replay_buffer.dp_size")
         if parts == -1:
             others = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
-            episodes *= _ranks(
+            episodes *= _remaining_ranks(
                 values, "replay_buffer.dp_size = -1", "actors.trainer.procs", "trainer.parallelism", others
             )
         elif parts is not None:
-            episodes *= whole(parts, "replay_buffer.dp_size")
+            episodes *= check_whole(parts, "replay_buffer.dp_size")
         converted.put("training.batch_size", max(1, -(-episodes // (group or 1))))
     # Its engine is always vLLM.
-    if _at(values, "policy.engine_args") or _at(values, "policy.engine_config"):
+    if _value_at(values, "policy.engine_args") or _value_at(values, "policy.engine_config"):
         converted.put("generator.engine", "vllm")
     # Prompt and answer have the room in the engine that they have in the trainer.
-    length = _at(converted.values, "training.seq_len")
-    if length and _at(converted.values, "generator.max_seq_len") is None:
+    length = _value_at(converted.values, "training.seq_len")
+    if length and _value_at(converted.values, "generator.max_seq_len") is None:
         converted.put("generator.max_seq_len", length)
     # vLLM takes the dtype of a model's config.json, which is bfloat16 for those that torchforge names.
-    if _at(converted.values, "training.dtype") and _at(converted.values, "generator.dtype") is None:
-        converted.put("generator.dtype", _at(converted.values, "training.dtype"))
+    if _value_at(converted.values, "training.dtype") and _value_at(converted.values, "generator.dtype") is None:
+        converted.put("generator.dtype", _value_at(converted.values, "training.dtype"))
     for path, value in PROGRAM.items():
-        is_absent = _at(converted.values, path) is None
-        if path.startswith("dataset.") and _at(values, "dataset.path") != "openai/gsm8k":
+        is_absent = _value_at(converted.values, path) is None
+        if path.startswith("dataset.") and _value_at(values, "dataset.path") != "openai/gsm8k":
             continue
-        if is_absent and (path != "grpo.beta" or _at(values, "ref_model")):
+        if is_absent and (path != "grpo.beta" or _value_at(values, "ref_model")):
             converted.put(path, value)
             converted.added.append(path)
 
 
-def _ranks(values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]) -> int:
+def _remaining_ranks(
+    values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]
+) -> int:
     """The ranks that some degrees of parallelism leave for others. ValueError: they do not divide all ranks."""
     degrees = [f"{section}.{kind}_degree" for kind in kinds]
-    product = math.prod(whole(_at(values, name), name) for name in degrees if _at(values, name) is not None)
-    procs = _at(values, procs_key)
-    ranks = product if procs is None else whole(procs, procs_key)
+    product = math.prod(
+        check_whole(_value_at(values, name), name) for name in degrees if _value_at(values, name) is not None
+    )
+    procs = _value_at(values, procs_key)
+    ranks = product if procs is None else check_whole(procs, procs_key)
     if ranks % product:
         raise ValueError(
             f"{subject}: the other degrees of {section} make {product}, which does not divide {procs_key} = {ranks}"
@@ -381,19 +386,19 @@ def _ranks(values: Mapping[str, Json], subject: str, procs_key: str, section: st
 
 def _finish_sft(converted: Converted, values: Mapping[str, Json]) -> None:
     """The batch in rows over all ranks, and the rows that torchforge's program names."""
-    local = _at(values, "training.local_batch_size")
+    local = _value_at(values, "training.local_batch_size")
     if local is not None:
         # Ranks of tensor and context parallelism share their rows.
         shared = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-        copies = _ranks(values, "training.local_batch_size", "processes.procs", "parallelism", shared)
-        converted.put("training.batch_size", whole(local, "training.local_batch_size") * copies)
-    if _at(converted.values, "dataset.path") is None:
+        copies = _remaining_ranks(values, "training.local_batch_size", "processes.procs", "parallelism", shared)
+        converted.put("training.batch_size", check_whole(local, "training.local_batch_size") * copies)
+    if _value_at(converted.values, "dataset.path") is None:
         converted.put("dataset.path", ALPACA)
         converted.put("dataset.prompt_field", "instruction")
         converted.put("dataset.target_field", "output")
         converted.added.append("dataset")
 
 
-def _flow(value: Json) -> str:
+def _as_flow(value: Json) -> str:
     # In one line, also a text of several.
     return " ".join(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").split())

@@ -51,18 +51,18 @@ def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, trun
     """
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
     if syntax == "harmony":
-        content, calls, errors = _read(text, syntax, schemas)  # its thoughts have another form
+        content, calls, errors = _read_by_syntax(text, syntax, schemas)  # its thoughts have another form
         calls, errors = (calls, errors) if tools else ([], [])
     elif not tools:
         return Action(text, text.strip(), truncated=truncated)
     else:
-        content, calls, errors = _read(text, syntax, schemas)
+        content, calls, errors = _read_by_syntax(text, syntax, schemas)
         thought, closing, answer = text.partition("</think>")
         # The tag may be within an argument; else the calls before it are thoughts.
         in_arguments = not errors and closing not in content
         in_arguments = in_arguments and any(closing in str(call.arguments) for call in calls)
         if closing and not in_arguments:
-            content, calls, errors = _read(answer, syntax, schemas)
+            content, calls, errors = _read_by_syntax(answer, syntax, schemas)
             content = thought + closing + content
     if len(calls) > MAX_CALLS:
         errors.append(f"more than {MAX_CALLS} calls in one turn: the rest was left out")
@@ -75,7 +75,7 @@ def syntax_of(template: str) -> Syntax:
     return next((name for sign, name in _SIGNS.items() if sign in template), "plain")
 
 
-def _read(text: str, syntax: str, tools: Mapping[str, Schema]) -> tuple[str, list[ToolCall], list[str]]:
+def _read_by_syntax(text: str, syntax: str, tools: Mapping[str, Schema]) -> tuple[str, list[ToolCall], list[str]]:
     content, found, errors = _READERS[syntax](text, tools)
     calls: list[ToolCall] = []
     for call in found[: MAX_CALLS + 1]:
@@ -86,7 +86,7 @@ def _read(text: str, syntax: str, tools: Mapping[str, Schema]) -> tuple[str, lis
     return content, calls, errors
 
 
-def _llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
+def _read_llama3(text: str, tools: Mapping[str, Schema]) -> markup.Found:
     body = text.strip()
     tagged = body.startswith(_PYTHON_TAG)
     body = body.removeprefix(_PYTHON_TAG).strip()
@@ -110,7 +110,7 @@ _BRACKET = re.compile(r"[()]")
 _QUOTED = re.compile("|".join(["[()]", *(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+(?:{q}|\\?\Z)" for q in "'\"")]), re.DOTALL)
 
 
-def _plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
+def _read_plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
     calls: list[markup.Call] = []
     errors: list[str] = []
     outside, position = [], 0
@@ -121,20 +121,22 @@ def _plain(text: str, tools: Mapping[str, Schema]) -> markup.Found:
             continue  # within the arguments of another
         name, start = match[1], match.end()
         outside.append(text[position : match.start()])
-        end = _closing(text, start, _QUOTED) or _closing(text, start, _BRACKET)  # there may be an unpaired apostrophe
+        end = _find_closing(text, start, _QUOTED) or _find_closing(
+            text, start, _BRACKET
+        )  # there may be an unpaired apostrophe
         if not end:
             errors.append(f"the call of {name} is not closed by )")
             position = len(text)
             break
         position = end
         try:
-            calls.append((name, _arguments(text[start : end - 1], tools[name])))
+            calls.append((name, _read_arguments(text[start : end - 1], tools[name])))
         except ValueError as error:
             errors.append(f"the call of {name} cannot be read: {error}")
     return "".join([*outside, text[position:]]), calls, errors
 
 
-def _closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
+def _find_closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
     """The index after the bracket that closes one before `start`, within MAX_CHARACTERS; 0 if none does."""
     depth = 1
     for token in tokens.finditer(text, start, start + MAX_CHARACTERS):
@@ -144,7 +146,7 @@ def _closing(text: str, start: int, tokens: re.Pattern[str]) -> int:
     return 0
 
 
-def _arguments(text: str, function: Schema) -> dict[str, Any]:
+def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
     """Python keyword or positional arguments; of a function with one parameter also its bare text."""
     parameters = parameters_of(function)
     names = list(parameters.properties)
@@ -186,6 +188,11 @@ def _tool_call(call: markup.Call) -> ToolCall:
 
 
 _READERS: dict[str, Callable[[str, Mapping[str, Schema]], markup.Found]] = {
-    **{"hermes": markup.hermes, "llama3": _llama3, "plain": _plain, "mistral": markup.mistral},
-    **{"deepseek": markup.deepseek, "harmony": markup.harmony, "glm": markup.glm, "qwen_xml": markup.qwen_xml},
+    **{"hermes": markup.read_hermes, "llama3": _read_llama3, "plain": _read_plain, "mistral": markup.read_mistral},
+    **{
+        "deepseek": markup.read_deepseek,
+        "harmony": markup.read_harmony,
+        "glm": markup.read_glm,
+        "qwen_xml": markup.qwen_xml,
+    },
 }

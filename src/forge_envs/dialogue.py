@@ -80,7 +80,7 @@ class Dialogue:
         ends = [turns.closer, turns.closer_of_calls]
         self._closers = {int(tokenizer.convert_tokens_to_ids(end)) for end in ends if end}  # type: ignore[arg-type]
         if not self._rewriting:
-            self._closers.add(self._between([{"role": "user", "content": "more"}], ())[0])
+            self._closers.add(self._tokens_between([{"role": "user", "content": "more"}], ())[0])
 
     @property
     def writes_calls(self) -> bool:
@@ -94,12 +94,12 @@ class Dialogue:
         # A template without a place for the results of tools fails here, not in the middle of an episode.
         if tools:
             try:
-                self._between([{"role": "tool", "name": "tool", "content": "more"}], ())
+                self._tokens_between([{"role": "tool", "name": "tool", "content": "more"}], ())
             except ValueError as error:
                 raise ValueError(
                     f"the chat template does not support tool messages: use chatml or another ({error})"
                 ) from None
-        return self._encode(self._render(list(map(self._plain, messages)), tools))
+        return self._encode_text(self._render(list(map(self._plain_message, messages)), tools))
 
     def extend(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """The tokens between the turn that `tokens` ends with and the next one: the end of that turn if it was
@@ -111,7 +111,7 @@ class Dialogue:
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("an episode continues with at least one message, of the user or of tools")
         # The policy has written the token that ends its turn, unless the turn was truncated.
-        between = self._between(list(map(self._plain, messages)), tools)
+        between = self._tokens_between(list(map(self._plain_message, messages)), tools)
         return between[1:] if tokens and tokens[-1] in self._closers else between
 
     def rewrites(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> bool:
@@ -123,7 +123,7 @@ class Dialogue:
         """
         if not self._rewriting:
             return False
-        text = self._render(list(map(self._plain, messages)), tools)
+        text = self._render(list(map(self._plain_message, messages)), tools)
         return not text.startswith(str(self.tokenizer.decode(list(tokens), skip_special_tokens=False)))
 
     def turn_message(self, action: Action) -> Message:
@@ -149,16 +149,16 @@ class Dialogue:
         chat = self._chat(json.dumps(list(tools)) if tools else "")
         return chat.render(messages, add_generation_prompt=True)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _plain(self, message: Message) -> Message:
+    def _plain_message(self, message: Message) -> Message:
         return dict(self._special.inert_values(message))
 
-    def _between(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+    def _tokens_between(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The tokens from the end of an assistant's turn to the next one's beginning."""
         try:
-            return self._encode(self._chat(json.dumps(list(tools)) if tools else "").turns.following(messages))
+            return self._encode_text(self._chat(json.dumps(list(tools)) if tools else "").turns.following(messages))
         except Rewritten as error:
             raise ValueError(
                 "the chat template rewrites earlier turns once later ones follow, so tokens could not stay as they "

@@ -58,13 +58,13 @@ class GymnasiumEnvironment(Environment):
     async def reset(self, task: Any, *, seed: int) -> Step:
         """Begin an episode."""
         if self._env is None:
-            env = await self._call(self._make, "make")
+            env = await self._call_environment(self._make, "make")
             if not isinstance(env.action_space, spaces.Discrete | spaces.Text):
                 raise ValueError(f"the action space must be Discrete or Text, not {env.action_space}")
             self._env = env
         env = self._env
         options = dict(task) if isinstance(task, Mapping) else None
-        observation, info = await self._call(lambda: env.reset(seed=seed, options=options), "reset")
+        observation, info = await self._call_environment(lambda: env.reset(seed=seed, options=options), "reset")
         text = self._to_text(observation)
         return Step((user_message(f"{self._prompt}\n{text}" if self._prompt else text),), info={"info": info})
 
@@ -79,7 +79,7 @@ class GymnasiumEnvironment(Environment):
             move = self._parse_move(env.action_space, action.answer)
         except ValueError as error:
             return Step((user_message(f"error: {error}"),))
-        observation, reward, terminated, truncated, info = await self._call(lambda: env.step(move), "step")
+        observation, reward, terminated, truncated, info = await self._call_environment(lambda: env.step(move), "step")
         return Step(
             (user_message(self._to_text(observation)),),
             reward=float(reward),
@@ -92,7 +92,7 @@ class GymnasiumEnvironment(Environment):
         """Close the environment; the next reset makes a new one."""
         env, self._env = self._env, None
         if env is not None:
-            await self._call(env.close, "close")
+            await self._call_environment(env.close, "close")
 
     def _parse_move(self, space: Any, text: str) -> str | int:
         """Parse an action. ValueError: invalid; describes the valid ones."""
@@ -111,7 +111,7 @@ class GymnasiumEnvironment(Environment):
             raise ValueError(f"an action is {valid}")
         return int(text)
 
-    async def _call(self, function: Callable[[], Any], call_name: str) -> Any:
+    async def _call_environment(self, function: Callable[[], Any], call_name: str) -> Any:
         try:
             return await in_own_thread(function, limit=self._timeout, name=f"{call_name} of a Gymnasium environment")
         # The thread may still use the environment: the next reset makes a new one.

@@ -61,35 +61,35 @@ GLM = Tags(
 )
 
 
-def hermes(text: str, tools: Mapping[str, Schema]) -> Found:
+def read_hermes(text: str, tools: Mapping[str, Schema]) -> Found:
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`"""
-    return between(text, _BEGIN, _END, _json_body)
+    return read_between(text, _BEGIN, _END, _json_body)
 
 
-def deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
+def read_deepseek(text: str, tools: Mapping[str, Schema]) -> Found:
     """`begin function sep name, JSON in a code block, end` of V3 and R1, or `begin name sep JSON end` of V3.1."""
 
-    def read(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
+    def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
         part, position = _json_body(text, start, begin, end)
         kind, _, body = part.partition("<｜tool▁sep｜>")
         name, fence, code = body.partition("\n```json\n")
         return ((name.strip(), code.rpartition("```")[0]) if fence else (kind.strip(), body)), position
 
-    content, calls, errors = between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
+    content, calls, errors = read_between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read_call)
     return _FRAME.sub("", content), calls, errors
 
 
-def glm(text: str, tools: Mapping[str, Schema]) -> Found:
+def read_glm(text: str, tools: Mapping[str, Schema]) -> Found:
     """`<tool_call>name <arg_key>a</arg_key> <arg_value>1</arg_value> ... </tool_call>`"""
-    return _xml(text, tools, GLM)
+    return _read_xml(text, tools, GLM)
 
 
 def qwen_xml(text: str, tools: Mapping[str, Schema]) -> Found:
     """`<tool_call><function=name><parameter=a>1</parameter> ... </function></tool_call>`"""
-    return _xml(text, tools, QWEN)
+    return _read_xml(text, tools, QWEN)
 
 
-def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
+def read_mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     """`[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]name[ARGS]{...}` for each."""
     # A list of calls after one mark, or a mark before each call.
     content, _, _ = text.partition(_MISTRAL)
@@ -109,7 +109,7 @@ def mistral(text: str, tools: Mapping[str, Schema]) -> Found:
     return content, calls, errors
 
 
-def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
+def read_harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     """Messages of gpt-oss: `<|channel|>analysis<|message|>` holds thoughts, which are returned between tags as other
     models write them, `to=functions.name` calls."""
     thoughts, messages = [], []
@@ -134,14 +134,14 @@ def harmony(text: str, tools: Mapping[str, Schema]) -> Found:
     return thought + "".join(messages), calls, errors
 
 
-def between(text: str, begin: str, end: str, read: Callable[[str, int, str, str], tuple[Call, int]]) -> Found:
+def read_between(text: str, begin: str, end: str, read: Callable[[str, int, str, str], tuple[Call, int]]) -> Found:
     """The text without calls, what `read` makes of each call between two tags, with the position behind it, and errors.
     A malformed call ends where its end or the next one's beginning is."""
     outside: list[str] = []
     calls: list[Call] = []
     errors: list[str] = []
     position = 0
-    while (start := _find(text, begin, position)) < len(text) and len(calls) + len(errors) <= MAX_CALLS:
+    while (start := _find_mark(text, begin, position)) < len(text) and len(calls) + len(errors) <= MAX_CALLS:
         outside.append(text[position:start])
         start += len(begin)
         try:
@@ -149,34 +149,34 @@ def between(text: str, begin: str, end: str, read: Callable[[str, int, str, str]
             calls.append(call)
         except ValueError as error:
             errors.append(f"a call cannot be read: {error}")
-            stop, following = _find(text, end, start), _find(text, begin, start)
+            stop, following = _find_mark(text, end, start), _find_mark(text, begin, start)
             position = following if following < stop else min(stop + len(end), len(text))
     return "".join([*outside, text[position:start]]), calls, errors
 
 
 def _json_body(text: str, start: int, begin: str, end: str) -> tuple[str, int]:
     """The text of a call whose arguments are JSON, and the position behind its end. ValueError: it is not closed."""
-    stop, following = _find(text, end, start), _find(text, begin, start)
+    stop, following = _find_mark(text, end, start), _find_mark(text, begin, start)
     # Marks within JSON arguments do not end the call.
     bracket = text.find("{", start, min(stop, following))
     if bracket >= 0:
         past = _json_end(text, bracket)
-        stop, following = _find(text, end, past), _find(text, begin, past)
+        stop, following = _find_mark(text, end, past), _find_mark(text, begin, past)
     if following < stop or stop == len(text):
         raise ValueError(f"it is not closed by {end}")
     return text[start:stop], stop + len(end)
 
 
-def _xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
-    def read(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
-        name, pairs, position = _call(text, start, tags)
+def _read_xml(text: str, tools: Mapping[str, Schema], tags: Tags) -> Found:
+    def read_call(text: str, start: int, begin: str, end: str) -> tuple[Call, int]:
+        name, pairs, position = _read_call(text, start, tags)
         parameters = parameters_of(tools.get(name, {}))
         return (name, {key: parameters.value(key, value, python=tags.python) for key, value in pairs}), position
 
-    return between(text, _BEGIN, _END, read)
+    return read_between(text, _BEGIN, _END, read_call)
 
 
-def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
+def _read_call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]], int]:
     """The name and arguments of the call whose text begins at `start`, and where it ends. ValueError: it has no name,
     or something is not closed."""
     if (name := tags.name.match(text, start)) is None:
@@ -185,7 +185,7 @@ def _call(text: str, start: int, tags: Tags) -> tuple[str, list[tuple[str, str]]
     position = name.end()
     while True:
         # Arguments up to the end of this call, or the beginning of the next one.
-        end, following = _find(text, _END, position), _find(text, _BEGIN, position)
+        end, following = _find_mark(text, _END, position), _find_mark(text, _BEGIN, position)
         key = tags.key.search(text, position, min(end, following))
         if key is None:
             break
@@ -217,7 +217,7 @@ def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
         first = tag.start() if first < 0 and after is not None else first
         if open_tags:
             open_tags -= 1
-        elif after is not None and not _quoted(text[start : tag.start()], text[after.end() : limit]):
+        elif after is not None and not _is_quoted(text[start : tag.start()], text[after.end() : limit]):
             return tag.start()
         scanned += first >= 0
         if scanned > _SCANNED:
@@ -227,7 +227,7 @@ def _value_end(text: str, start: int, limit: int, tags: Tags) -> int:
     return first
 
 
-def _quoted(before: str, following: str) -> bool:
+def _is_quoted(before: str, following: str) -> bool:
     """Whether quotes that are open before a tag close after it: on its line, or anywhere if there are three of them."""
     if any(before.count(quotes) % 2 and quotes in following for quotes in ('"""', "'''", "```")):
         return True
@@ -236,7 +236,7 @@ def _quoted(before: str, following: str) -> bool:
     return any(line.count(quote) % 2 and quote in following for quote in "\"'`")
 
 
-def _find(text: str, mark: str, start: int) -> int:
+def _find_mark(text: str, mark: str, start: int) -> int:
     """The position of a mark; the end of the text if there is none."""
     position = text.find(mark, start)
     return len(text) if position < 0 else position

@@ -81,7 +81,7 @@ class MCPTools(ABC):
             await self.close()
             self._stop = asyncio.Event()
             ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._run(ready, self._stop))
+            self._task = asyncio.create_task(self._hold_connection(ready, self._stop))
             try:
                 await asyncio.shield(ready)
             except BaseException:
@@ -142,11 +142,11 @@ class MCPTools(ABC):
             await asyncio.wait([task], timeout=CLOSE_TIMEOUT)
             task.cancel()
 
-    async def _run(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
+    async def _hold_connection(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         """Hold the connection: the SDK's contexts must be exited by the task that entered them."""
         reason = "it was closed"
         try:
-            async with self._connect() as (read, write), ClientSession(read, write) as session:
+            async with self._open_connection() as (read, write), ClientSession(read, write) as session:
                 async with asyncio.timeout(self._start_timeout):
                     await session.initialize()
                     self._schemas = await _list_tools(session)
@@ -167,7 +167,7 @@ class MCPTools(ABC):
                 self._session = None
 
     @abstractmethod
-    def _connect(self) -> AbstractAsyncContextManager[Streams]:
+    def _open_connection(self) -> AbstractAsyncContextManager[Streams]:
         """Return an async context manager of a read stream and a write stream."""
 
     async def __aenter__(self) -> Self:
@@ -212,7 +212,7 @@ class StdioTools(MCPTools):
         )
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncIterator[Streams]:
+    async def _open_connection(self) -> AsyncIterator[Streams]:
         with tempfile.TemporaryFile("w+") as log:
             try:
                 async with stdio_client(self._parameters, errlog=log) as streams:
@@ -245,7 +245,7 @@ class HTTPTools(MCPTools):
         self._headers = headers
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncIterator[Streams]:
+    async def _open_connection(self) -> AsyncIterator[Streams]:
         limits = httpx2.Timeout(self._start_timeout, read=None)
         transport = bounded_transport(httpx2)()
         async with (

@@ -103,13 +103,13 @@ class ReasoningGymEnvironment(Environment):
         answer = self._answer(action.answer)
         try:
             reward = await in_own_thread(
-                lambda: self._score(answer, entry), limit=_SCORE_LIMIT, name=f"score of {self._family}"
+                lambda: self._score_answer(answer, entry), limit=_SCORE_LIMIT, name=f"score of {self._family}"
             )
         except Unscored as unscored:
             return Step(reward=None, terminated=True, info={"unscored": str(unscored), "entry": entry})
         return Step(reward=reward, terminated=True, info={"entry": entry})
 
-    def _score(self, answer: str, entry: Entry) -> float:
+    def _score_answer(self, answer: str, entry: Entry) -> float:
         expected = entry.get("answer")
         is_long = len(answer) > 10 * len(str(expected)) + _MAX_SURPLUS
         if is_long or (_NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(expected))):
@@ -117,17 +117,17 @@ class ReasoningGymEnvironment(Environment):
         try:
             score = float(self._dataset.score_answer(answer, entry))
         except Exception as error:
-            if expected is None or not self._accepts(expected, entry):
+            if expected is None or not self._accepts_answer(expected, entry):
                 raise Unscored(f"the scorer of {self._family} raised {type(error).__name__}: {error}") from error
             return 0.0
         if not math.isfinite(score) or not 0 <= score <= 1:
             raise Unscored(f"the scorer of {self._family} gave {score}")
         # A scorer that accepts nonsense says nothing about this answer.
-        if answer != expected and score > 0.5 and self._accepts(_NONSENSE, entry):
+        if answer != expected and score > 0.5 and self._accepts_answer(_NONSENSE, entry):
             raise Unscored(f"the scorer of {self._family} gives nonsense more than half a point on this question")
         return score
 
-    def _accepts(self, answer: object, entry: Entry) -> bool:
+    def _accepts_answer(self, answer: object, entry: Entry) -> bool:
         """Whether the scorer gives this answer more than half a point."""
         try:
             return float(self._dataset.score_answer(answer, entry)) > 0.5

@@ -163,7 +163,7 @@ class _Played:
         """
         # The first context comes from the environment.
         name = type(env).__name__
-        step = await self._answer(env.reset(task, seed=seed), f"{name}.reset")
+        step = await self._await_answer(env.reset(task, seed=seed), f"{name}.reset")
         if step.done:
             raise ValueError(f"{name}.reset gave an episode that has already ended")
         tools = step.tools
@@ -189,7 +189,7 @@ class _Played:
             self.messages.append({"role": "assistant", "content": action.text})
             self.context.append(self.dialogue.turn_message(action))
             # The environment's answer: a reward of the turn, and messages.
-            step = await self._answer(env.step(action), f"{name}.step")
+            step = await self._await_answer(env.step(action), f"{name}.step")
             self.info = step.info
             if step.reward is None:
                 self.scored = False
@@ -210,7 +210,7 @@ class _Played:
                 branch.observe(self.dialogue.extend(branch.tokens, step.messages, tools))
         return "max_turns"
 
-    async def _answer(self, call: Awaitable[Step], method: str) -> Step:
+    async def _await_answer(self, call: Awaitable[Step], method: str) -> Step:
         """The environment's answer. InfrastructureError: there was none in time."""
         try:
             async with asyncio.timeout(self.step_timeout) as limit:

@@ -41,7 +41,7 @@ class Curriculum(Sampler):
         # Groups of the stage before may still come in.
         if not rewards or self.rows[row][self.level] != self.levels[self.stage]:
             return
-        self.shares = [*self.shares, _solved(rewards)][-self.window :]
+        self.shares = [*self.shares, _solved_share(rewards)][-self.window :]
         # A few lucky groups at its beginning must not end a level.
         is_full = len(self.shares) == self.window
         if is_full and sum(self.shares) / self.window >= self.advance_at and self.stage + 1 < len(self.levels):
@@ -76,7 +76,7 @@ class Frontier(Sampler):
         """Move a row's success rate."""
         if rewards:
             before = self.rates.get(str(row), 0.5)
-            self.rates[str(row)] = before + self.memory * (_solved(rewards) - before)
+            self.rates[str(row)] = before + self.memory * (_solved_share(rewards) - before)
 
 
 class Retire(Sampler):
@@ -115,6 +115,6 @@ class Retire(Sampler):
         return self.streaks.get(str(row), 0) >= self.times
 
 
-def _solved(rewards: Sequence[float]) -> float:
+def _solved_share(rewards: Sequence[float]) -> float:
     """The share of right answers."""
     return sum(reward >= SOLVED for reward in rewards) / len(rewards)

@@ -54,10 +54,12 @@ class Parameters:
             # With an empty registry, for the default one requests the addresses in a server's schema.
             self._validator = kind(self._schema, registry=Registry())
             self._resolver = Registry().resolver_with_root(DRAFT202012.create_resource(self._schema))
-            parts = list(self._parts(self._schema, set()))
+            parts = list(self._schema_parts(self._schema, set()))
             properties_of_parts = [dict(part.get("properties", {})) for part in parts]
         except Exception as error:  # of whatever a server sends as a schema: there is no common class
-            raise ValueError(f"the parameters of {function.get('name')} are no JSON Schema: {_cut(error)}") from None
+            raise ValueError(
+                f"the parameters of {function.get('name')} are no JSON Schema: {_cut_error(error)}"
+            ) from None
         self.properties: dict[str, Any] = {}
         for properties in properties_of_parts:
             self.properties = {**properties, **self.properties}
@@ -82,8 +84,8 @@ class Parameters:
         except Unresolvable:  # a document elsewhere: the tool itself decides
             return ""
         except Exception as failure:  # of whatever a model writes as values
-            return f"its arguments cannot be checked: {type(failure).__name__}: {_cut(failure)}"
-        return "" if error is None or with_nulls is None else _line(error)
+            return f"its arguments cannot be checked: {type(failure).__name__}: {_cut_error(failure)}"
+        return "" if error is None or with_nulls is None else _error_line(error)
 
     def value(self, name: str, text: str, *, python: bool = False) -> Any:
         """The value of a parameter that is written as text: JSON where the schema takes that, else the text itself.
@@ -94,10 +96,10 @@ class Parameters:
         schema = self.properties.get(name, True)
         try:
             # Text that is not JSON is the value itself.
-            value = _read(text, python)
+            value = _parse_value(text, python)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text
-        error, as_text = self._error(schema, value), self._error(schema, text)
+        error, as_text = self._find_error(schema, value), self._find_error(schema, text)
         if as_text is None:
             return value if error is None and not isinstance(value, str) else text  # quotes are a part of a text
         if error is None:
@@ -107,17 +109,17 @@ class Parameters:
 
     def takes(self, name: str, value: object) -> bool:
         """Whether a parameter may have this value."""
-        return self._error(self.properties.get(name, True), value) is None
+        return self._find_error(self.properties.get(name, True), value) is None
 
-    def _error(self, schema: object, value: object) -> ValidationError | None:
+    def _find_error(self, schema: object, value: object) -> ValidationError | None:
         try:
             return best_match(self._validator.evolve(schema=schema).iter_errors(value))
         except Unresolvable:
             return None
         except Exception as failure:  # as in mismatch
-            return ValidationError(_cut(failure))
+            return ValidationError(_cut_error(failure))
 
-    def _parts(self, schema: object, followed: set[str]) -> Iterator[Schema]:
+    def _schema_parts(self, schema: object, followed: set[str]) -> Iterator[Schema]:
         """A schema, and those that its references and alternatives name."""
         if not isinstance(schema, Mapping):
             return
@@ -126,13 +128,13 @@ class Parameters:
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
             with suppress(Unresolvable):  # an error of each call
-                yield from self._parts(self._resolver.lookup(reference).contents, followed)
+                yield from self._schema_parts(self._resolver.lookup(reference).contents, followed)
         # Parameters may be named in any alternative.
         alternatives = [schema.get(word) for word in ("if", "then", "else")]
         for word in ("allOf", "anyOf", "oneOf"):
             alternatives += schema.get(word, [])
         for alternative in alternatives:
-            yield from self._parts(alternative, followed)
+            yield from self._schema_parts(alternative, followed)
 
 
 def parameters_of(function: Schema) -> Parameters:
@@ -149,7 +151,7 @@ def _without_versions(schema: Any) -> Any:
     return [_without_versions(part) for part in schema] if isinstance(schema, list) else schema
 
 
-def _read(text: str, python: bool) -> Any:
+def _parse_value(text: str, python: bool) -> Any:
     """Parse JSON, or Python's literals. ValueError and others: the text is neither."""
     try:
         return json.loads(text)
@@ -160,11 +162,11 @@ def _read(text: str, python: bool) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _line(error: ValidationError) -> str:
+def _error_line(error: ValidationError) -> str:
     """An error for the policy, with its place."""
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path).lstrip(".")
-    return f"{path}: {_cut(error)}" if path else _cut(error)
+    return f"{path}: {_cut_error(error)}" if path else _cut_error(error)
 
 
-def _cut(error: Exception) -> str:
+def _cut_error(error: Exception) -> str:
     return f"{error.message if isinstance(error, ValidationError | SchemaError) else error}"[:200]

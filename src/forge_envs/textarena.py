@@ -65,13 +65,13 @@ class TextArenaEnvironment(Environment):
         """Begin a game, determined by the seed; the task is ignored."""
         self._unread = {seat: [] for seat in range(self._players)}
 
-        def begin() -> Game:
+        def begin_game() -> Game:
             random.seed(seed)
             game = textarena.make(self._raw, **self._settings)
             game.reset(num_players=self._players, seed=seed)
             return game
 
-        self._game = self._with_own_random(begin)
+        self._game = self._with_own_random(begin_game)
         return self._until_turn(False)
 
     async def step(self, action: Action) -> Step:
@@ -79,7 +79,7 @@ class TextArenaEnvironment(Environment):
         # The game is as it was, and waits for another turn.
         if action.truncated:
             return Step((user_message(CUT),))
-        return self._until_turn(self._play(action.answer))
+        return self._until_turn(self._play_action(action.answer))
 
     async def close(self) -> None:
         """Discard the game."""
@@ -97,7 +97,7 @@ class TextArenaEnvironment(Environment):
                 self._unread[seat] = []
                 return Step((user_message(observation),))
             assert self._opponent is not None
-            over = self._play(self._opponent("\n".join(self._unread[seat])))
+            over = self._play_action(self._opponent("\n".join(self._unread[seat])))
         # The game is over for all seats: its rewards are by seat.
         rewards, infos = self._with_own_random(game.close)
         self._game = None
@@ -107,7 +107,7 @@ class TextArenaEnvironment(Environment):
             return Step(reward=None, terminated=True, info={**info, "unscored": f"the game's reward is {reward!r}"})
         return Step(reward=float(reward), terminated=True, info=info)
 
-    def _play(self, text: str) -> bool:
+    def _play_action(self, text: str) -> bool:
         """Take an action; True if it ended the game. Brackets are added to an action without them."""
         game: Game = self._game
         # The games look for actions in brackets.

@@ -15,7 +15,7 @@ from forge.data.prompts import QUESTION_FIELDS
 from forge.rewards.arguments import Answers, RewardCall
 from forge.rewards.verifier import Unscored
 from forge.types import Prompt, Sample
-from forge_verifiers.threads import in_own_thread, within
+from forge_verifiers.threads import await_within, in_own_thread
 
 from .environment import Action, Environment, InfrastructureError, Message, Step, ToolCall
 from .schemas import Arguments, Parameters
@@ -94,7 +94,7 @@ class Toolbox:
     async def answer(self, action: Action) -> list[Message]:
         """A message for each call of the turn, in order, and one for each malformed call."""
         # Every call has an answer, also those beyond the limit and malformed ones.
-        texts = await asyncio.gather(*map(self._run, action.calls[: self._max_calls]))
+        texts = await asyncio.gather(*map(self._run_call, action.calls[: self._max_calls]))
         texts += [f"error: not run: a turn may make {self._max_calls} calls"] * (len(action.calls) - len(texts))
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
@@ -102,7 +102,7 @@ class Toolbox:
         ]
         return [*answers, *({"role": "tool", "name": "error", "content": f"error: {e}"} for e in action.errors)]
 
-    def _integers(self, call: ToolCall) -> dict[str, Any]:
+    def _round_integers(self, call: ToolCall) -> dict[str, Any]:
         """The arguments of a function, of which JSON Schema takes 2.0 for an integer, and Python does not."""
         schemas = self._parameters[call.name].properties
         return {
@@ -110,7 +110,7 @@ class Toolbox:
             for name, value in call.arguments.items()
         }
 
-    async def _run(self, call: ToolCall) -> str:
+    async def _run_call(self, call: ToolCall) -> str:
         if call.name not in self._schemas:
             return f"error: there is no tool {call.name!r}: there is {', '.join(self._schemas)}"
         try:
@@ -119,13 +119,13 @@ class Toolbox:
             # A server's tool, or a function: async, or plain in a thread.
             function = self._functions.get(call.name)
             if function is None:
-                result = await within(
+                result = await await_within(
                     self._timeout, self._servers[call.name].call(call.name, call.arguments), call.name
                 )
             elif inspect.iscoroutinefunction(function):
-                result = await within(self._timeout, function(**self._integers(call)), call.name)
+                result = await await_within(self._timeout, function(**self._round_integers(call)), call.name)
             else:
-                work = functools.partial(function, **self._integers(call))
+                work = functools.partial(function, **self._round_integers(call))
                 result = await in_own_thread(work, limit=self._timeout, name=call.name)
             try:
                 text = result if isinstance(result, str) else json.dumps(result)
@@ -157,7 +157,7 @@ def schema_of(function: Tool) -> Schema:
         if name not in hints:
             raise ValueError(f"tool {function.__name__}: parameter {name} needs an annotation, such as {name}: str")
         try:
-            properties[name] = _type(hints[name], optional=parameter.default is not parameter.empty)
+            properties[name] = _type_schema(hints[name], optional=parameter.default is not parameter.empty)
         except ValueError as error:
             raise ValueError(f"tool {function.__name__}: parameter {name}: {error}") from None
         if parameter.default is parameter.empty:
@@ -167,7 +167,7 @@ def schema_of(function: Tool) -> Schema:
     return {"type": "function", "function": {"name": function.__name__, "description": about, "parameters": parameters}}
 
 
-def _type(hint: Any, *, optional: bool = False) -> Schema:
+def _type_schema(hint: Any, *, optional: bool = False) -> Schema:
     """The schema of a type. `optional`: without None, which a call says by leaving the parameter out."""
     # Plain types, then generic ones by their origin.
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -176,11 +176,11 @@ def _type(hint: Any, *, optional: bool = False) -> Schema:
     if origin is Literal:
         return {"enum": list(arguments)}
     if hint is list or origin is list:
-        return {"type": "array", **({"items": _type(arguments[0])} if arguments else {})}
+        return {"type": "array", **({"items": _type_schema(arguments[0])} if arguments else {})}
     if origin is dict:
         return {"type": "object"}
     if origin in (Union, types.UnionType):
-        kinds = [_type(argument) for argument in arguments if not (optional and argument is type(None))]
+        kinds = [_type_schema(argument) for argument in arguments if not (optional and argument is type(None))]
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     raise ValueError(f"{hint} has no JSON form: use str, int, float, bool, list, dict, Literal or a union of them")
 
@@ -227,7 +227,7 @@ class ToolEnvironment(Environment):
         Raises:
             ValueError: it has no question.
         """
-        self.task = task if isinstance(task, Sample) else _sample(task)
+        self.task = task if isinstance(task, Sample) else _sample_of_task(task)
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         self.messages = [*system, {"role": "user", "content": self.task.prompt.text}]
         return Step(tuple(self.messages), tools=self.tools.schemas)
@@ -247,7 +247,7 @@ class ToolEnvironment(Environment):
         return Step(reward=await reward if inspect.isawaitable(reward) else reward, terminated=True)
 
 
-def _sample(task: Mapping[str, Any] | str) -> Sample:
+def _sample_of_task(task: Mapping[str, Any] | str) -> Sample:
     # A client of a server sends plain JSON; the tokens of the prompt are the policy's.
     row = task if isinstance(task, Mapping) else {"question": task}
     question = next((row[name] for name in QUESTION_FIELDS if name in row), None)

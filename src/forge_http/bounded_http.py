@@ -40,7 +40,7 @@ def bounded_transport(httpx: ModuleType) -> Transport:
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             try:
-                async for chunk in bounded(self._stream, self._events):
+                async for chunk in bound_stream(self._stream, self._events):
                     yield chunk
             except OverflowError as error:
                 raise httpx.ReadError(str(error), request=self._request) from None
@@ -51,7 +51,7 @@ def bounded_transport(httpx: ModuleType) -> Transport:
     return BoundedTransport
 
 
-async def bounded(stream: AsyncIterable[bytes], events: bool) -> AsyncIterator[bytes]:
+async def bound_stream(stream: AsyncIterable[bytes], events: bool) -> AsyncIterator[bytes]:
     """Yield the chunks of a stream. OverflowError: it, or with `events` one event of it, is longer than MAX_BYTES."""
     size = 0
     tail = b""  # a blank line may be split between two chunks

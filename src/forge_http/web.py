@@ -60,7 +60,7 @@ def required_key(host: str, key: str | None = None) -> str | None:
     return key
 
 
-def bind(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
+def bind_socket(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
     """Open a listening socket; port 0 takes a free port.
 
     Args:
@@ -75,13 +75,13 @@ def bind(host: str, port: int, any_port: str = "--port 0") -> socket.socket:
         raise listening_error(host, port, error, any_port) from None
 
 
-def bearer(request: web.Request) -> str:
+def bearer_key(request: web.Request) -> str:
     """The API key that a request's Authorization has; "" for none."""
     return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
-def guard(
-    host: str, key: str | None, second_key: str | None = None, key_of: Callable[[web.Request], str] = bearer
+def guard_requests(
+    host: str, key: str | None, second_key: str | None = None, key_of: Callable[[web.Request], str] = bearer_key
 ) -> Middleware:
     """Return middleware that accepts the requests that this module's docstring allows.
 
@@ -95,7 +95,7 @@ def guard(
     names = {*LOOPBACK, host} if is_loopback(host) else {host}
 
     @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def check_request(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None:
             sent = key_of(request).encode(errors="surrogateescape")
             keys = [accepted.encode(errors="surrogateescape") for accepted in (key, second_key) if accepted]
@@ -104,11 +104,11 @@ def guard(
                 raise web.HTTPUnauthorized(reason="the API key is missing or wrong")
         else:
             origin = request.headers.get("Origin")
-            if _name(f"//{request.headers.get('Host', '')}") not in names:
+            if _host_name(f"//{request.headers.get('Host', '')}") not in names:
                 raise web.HTTPForbidden(reason="the Host header is not the address of this server")
             # Images and the like of a page come without an Origin.
             foreign = request.headers.get("Sec-Fetch-Site") == "cross-site"
-            if foreign or (origin is not None and _name(origin) not in names):
+            if foreign or (origin is not None and _host_name(origin) not in names):
                 raise web.HTTPForbidden(reason="requests from pages of other origins are not allowed")
         if request.can_read_body:
             if request.content_type != "application/json":
@@ -122,11 +122,11 @@ def guard(
                 raise web.HTTPRequestTimeout(reason=f"the body took more than {BODY_TIME:g} s") from None
         return await handler(request)
 
-    return check
+    return check_request
 
 
 @asynccontextmanager
-async def listen(
+async def serve_application(
     app: web.Application, listener: socket.socket, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[str]:
     """Serve an application on a socket of `bind` within the block, by TLS with a context; yields its URL."""
@@ -164,7 +164,7 @@ _log = logging.getLogger(f"{__name__}.requests")
 _log.addFilter(_is_ours)
 
 
-def _name(url: str) -> str | None:
+def _host_name(url: str) -> str | None:
     """Return the host of a URL, in lower case and without brackets."""
     try:
         return urlsplit(url).hostname

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from forge.observability.console import log
-from forge_inspect.runs import rows
+from forge_inspect.runs import read_metric_rows
 
 PREFIX = "certificate/"
 USES = ("batch", "idle")  # what became of the trainable tokens: in a step, or in a group without an advantage
@@ -48,5 +48,5 @@ def account_text(account: Mapping[str, int]) -> str:
 
 def account_ended_run(folder: Path, state: str) -> None:
     """Log the account of a run that ends."""
-    if account := token_account(rows(folder)):
+    if account := token_account(read_metric_rows(folder)):
         log.info("tokens of agents: %s", account_text(account))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from forge.observability.console import log
 from forge.observability.lines import parse_line
 
-from .runs import rows, settings
+from .runs import read_metric_rows, read_settings
 
 WINDOW = 20  # steps that a judgement is based on: fewer vary too much
 SCARCE = 2.0  # GB: less than a checkpoint of a small model
@@ -31,22 +31,27 @@ class Alert(NamedTuple):
         return f"{self.finding}. {self.advice}"
 
 
-def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
+def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     """Return alerts, the most important first; none for a run of fewer than `WINDOW` steps.
 
     Args:
         rows: of metrics.jsonl, in the order of steps.
-        settings: the configuration by dotted keys, see `forge_inspect.runs.settings`.
+        settings: the configuration by dotted keys, see `forge_inspect.runs.read_settings`.
     """
     rows = [row for row in rows if row.get("step", 0) > 0]
     if len(rows) < WINDOW:
         return []
     window = rows[-WINDOW:]
-    reward, spread, entropy = (mean(window, name) for name in ("reward", "reward/std", "train/entropy"))
-    cut, no_signal = mean(window, "generation/truncated"), mean(window, "groups_without_signal")
-    difference, clipped = mean(window, "train/engine_difference"), mean(window, "train/clip_fraction")
-    special = mean(window, "generation/special_tokens")  # base models may sample them; they are invisible in texts
-    is_solved = mean(window, "accuracy") > 0.8
+    reward, spread, entropy = (mean_of_metric(window, name) for name in ("reward", "reward/std", "train/entropy"))
+    cut, no_signal = mean_of_metric(window, "generation/truncated"), mean_of_metric(window, "groups_without_signal")
+    difference, clipped = (
+        mean_of_metric(window, "train/engine_difference"),
+        mean_of_metric(window, "train/clip_fraction"),
+    )
+    special = mean_of_metric(
+        window, "generation/special_tokens"
+    )  # base models may sample them; they are invisible in texts
+    is_solved = mean_of_metric(window, "accuracy") > 0.8
     harder = "The prompts are solved: take harder ones, or stop"
     # Groups whose rewards are equal have no gradient. Right answers and wrong formats look the same in the spread.
     if cut > 0.5:
@@ -61,16 +66,16 @@ def alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
     held_out = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row] or [(nan, nan)]
     best, last = max(held_out), held_out[-1][0]
     # Entropy that collapses while the reward stands still: the policy repeats itself and explores no more.
-    before = mean(rows[:WINDOW], "train/entropy")
-    rises = reward > mean(rows[-2 * WINDOW : -WINDOW], "reward") + 0.1 * spread
+    before = mean_of_metric(rows[:WINDOW], "train/entropy")
+    rises = reward > mean_of_metric(rows[-2 * WINDOW : -WINDOW], "reward") + 0.1 * spread
     collapsed = entropy < 0.1 * before and spread > 0 and not rises and not is_solved
     bound = settings.get("async.max_policy_age")
-    old = total(window, "dropped/too_old")
+    old = total_of_metric(window, "dropped/too_old")
     trained = len(window) * (settings.get("training.batch_size") or 1)
-    unscored = total(rows, "dropped/unscored") + total(rows, "dropped/unscored_episodes")
+    unscored = total_of_metric(rows, "dropped/unscored") + total_of_metric(rows, "dropped/unscored_episodes")
     disk, memory = (rows[-1].get(f"machine/{name}_free_gb", nan) for name in ("disk", "memory"))
     names = sorted({name for row in rows for name in row if name.startswith("restarts/")})
-    services = ", ".join(f"{name.removeprefix('restarts/')} {total(rows, name):.0f} times" for name in names)
+    services = ", ".join(f"{name.removeprefix('restarts/')} {total_of_metric(rows, name):.0f} times" for name in names)
 
     # Unknown numbers are NaN, for which nothing holds.
     rules: list[tuple[Any, str, str]] = [
@@ -163,18 +168,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     return (parse_line(path.read_bytes()) if path.is_file() else None) or {}
 
 
-def mean(rows: Rows, metric: str) -> float:
+def mean_of_metric(rows: Rows, metric: str) -> float:
     """Mean of a metric over the rows that have it; NaN if no row has."""
     values = [row[metric] for row in rows if metric in row]
     return sum(values) / len(values) if values else nan
 
 
-def total(rows: Rows, metric: str) -> float:
+def total_of_metric(rows: Rows, metric: str) -> float:
     """Sum of a metric over all steps."""
     return sum(row.get(metric, 0.0) for row in rows)
 
 
 def log_alerts(folder: Path, state: str) -> None:
     """Log the most important alerts of a run that ends."""
-    for alert in alerts(rows(folder), settings(folder))[:3]:
+    for alert in list_alerts(read_metric_rows(folder), read_settings(folder))[:3]:
         log.info("alert: %s", alert)

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.config.sections import flat
+from forge.config.sections import flatten_config
 from forge.config.yaml_files import parse_yaml
 from forge.observability.console import log
-from forge.observability.folder import CONFIG, LOGS, MARK, digest
+from forge.observability.folder import CONFIG, LOGS, MARK, hash_file
 from forge.observability.lines import Row
-from forge.observability.rollouts import ROLLOUTS, batches
+from forge.observability.rollouts import ROLLOUTS, read_batches
 from forge.observability.schedule import SCHEDULE
 from forge.system.files import write_atomic
 from forge_inspect.alerts import AUDIT
@@ -54,7 +54,7 @@ class Audit:
         return json.dumps(asdict(self) | {"is_sound": self.is_sound}, indent=1)
 
 
-def audit(folder: Path, by_schedule: bool = False) -> Audit:
+def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
     """Audit the run in a folder.
 
     Args:
@@ -65,13 +65,13 @@ def audit(folder: Path, by_schedule: bool = False) -> Audit:
     """
     if not (folder / MARK).is_file():
         raise FileNotFoundError(f"{folder} is not a run that has made a step")
-    settings = flat(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
+    settings = flatten_config(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     history = [json.loads(line) for line in (folder / MARK).read_text().splitlines()]
     by_schedule = by_schedule or settings.get("metrics.rollouts") != "all"
     if by_schedule:
         rows = scheduled_rows(folder / SCHEDULE)
     else:
-        rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
+        rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
         raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
     auditor = _Auditor(rows, history, settings, by_schedule)
@@ -85,7 +85,7 @@ def audit(folder: Path, by_schedule: bool = False) -> Audit:
     for line in path.read_text().splitlines() if path.exists() else ():
         if not line.startswith("#"):
             expected, size, name = line.split(" ", 2)
-            if digest(folder / name, int(size)).hexdigest() != expected:
+            if hash_file(folder / name, int(size)).hexdigest() != expected:
                 auditor.fault(f"{name} is not what the run wrote: its first {size} bytes have another checksum")
     return auditor.result
 
@@ -98,7 +98,7 @@ def audit_ended_run(folder: Path, state: str) -> None:
 
     # By the schedule, which is some kB a step: all rollouts of a run may be many GB.
     try:
-        result = audit(folder, by_schedule=True)
+        result = audit_run(folder, by_schedule=True)
     except ValueError:  # it trained no step, or its loop writes none
         return
 

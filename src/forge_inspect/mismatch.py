@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
-from forge.config.sections import flat
+from forge.config.sections import flatten_config
 from forge.config.yaml_files import parse_yaml
 from forge.data.packing import pack
-from forge.engines.cache import WIDTH, rounded
+from forge.engines.cache import WIDTH, round_up
 from forge.engines.decoder import Decoder
 from forge.engines.weights import Weights, load_config
 from forge.models.architecture import sparse_layers
 from forge.models.find import resolve_model
 from forge.models.tokenizer import model_config
-from forge.models.weight_layouts import adapters, merge_adapters
+from forge.models.weight_layouts import merge_adapters, read_adapters
 from forge.observability.folder import CONFIG, MARK
-from forge.observability.rollouts import IDLE, ROLLOUTS, batches
+from forge.observability.rollouts import IDLE, ROLLOUTS, read_batches
 from forge.system.checksums import check_files
-from forge.training.checkpoint import checkpoints, step_of
+from forge.training.checkpoint import list_checkpoints, step_of
 from forge.training.checkpoint_reader import Planner, Reader
 from forge.training.lora import add_adapters
 from forge.training.policy import Policy
@@ -96,21 +96,21 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     checkpoint sampled. FileNotFoundError, ValueError: there is nothing to compare; in one line."""
     if not (folder / MARK).is_file() or not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} is not a run that has made a step")
-    settings = flat(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
+    settings = flatten_config(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     if any(key.startswith("models.") for key in settings):
         raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")
     if settings.get("trainer.backend") == "titan":
         raise ValueError(f"{folder} was trained by TorchTitan, whose checkpoints are not read here: use backend fsdp")
     start = Path(resolve_model(str(settings.get("model") or folder.with_name(f"{folder.name}-initial"))))
-    saved = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
-    rows = [row for _, batch in batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
+    saved = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
+    rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
         raise ValueError(f"{folder} has no recorded rollouts: set metrics.rollouts to 1 or more")
     sampled: dict[tuple[int, int], list[SampledTokens]] = defaultdict(list)  # by version and step, the first one last
     for row in rows:
         if row["dropped"] in (None, IDLE) and step in (None, row["step"]):
             for version in {*row["versions"]} & {0, *saved}:
-                if (sequence := _sequence(row, version, settings)) is not None:
+                if (sequence := _read_sequence(row, version, settings)) is not None:
                     sampled[version, -row["step"]].append(sequence)
     if not sampled:
         raise ValueError(
@@ -125,7 +125,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     return RecordedRun(settings, start, saved.get(version), version, -negative_step, chosen)
 
 
-def _sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> SampledTokens | None:
+def _read_sequence(row: Mapping[str, Any], version: int, settings: Mapping[str, Any]) -> SampledTokens | None:
     """The tokens of a row that a version sampled; None: there are none, or their context is of other weights."""
     sampled = np.array(row["mask"], dtype=bool)
     mask = sampled & (np.array(row["versions"]) == version)
@@ -176,7 +176,7 @@ def read_policy(run: RecordedRun) -> tuple[Policy, dict[str, Tensor]]:
     tensors = {name: parameter.detach() for name, parameter in policy.named_weights()}
     if lora is not None:
         # W + (alpha / rank) B A, as a trainer publishes layers with adapters.
-        factors = adapters(tensors.items())
+        factors = read_adapters(tensors.items())
         base = [(name, tensor) for name, tensor in tensors.items() if name not in factors]
         scales = {name: lora.alpha / lora.rank if name.endswith(".lora_B.weight") else 1.0 for name in factors}
         tensors = dict(merge_adapters(base, {name: factor * scales[name] for name, factor in factors.items()}))
@@ -259,7 +259,7 @@ class Mismatch:
         return json.dumps(asdict(self) | {"is_sound": self.is_sound, "sentence": self.sentence}, indent=1)
 
 
-def compare(folder: Path, *, step: int | None = None) -> Mismatch:
+def compare_batch(folder: Path, *, step: int | None = None) -> Mismatch:
     """Compare engine and trainer on a recorded batch of a run.
 
     Args:
@@ -287,14 +287,14 @@ def compare(folder: Path, *, step: int | None = None) -> Mismatch:
         outcome.notes.append("the trainer's recorded numbers are not compared: other weights than the sampled ones")
     sections = {RECORDED: "generator", TRAINED: "training"}
     in_half = [name for name, section in sections.items() if run.settings.get(f"{section}.dtype") == "bfloat16"]
-    noise = distance(run, plain_logprobs(run, model, torch.bfloat16), values[PLAIN]) if in_half else 0.0
+    noise = measure_distance(run, plain_logprobs(run, model, torch.bfloat16), values[PLAIN]) if in_half else 0.0
     tolerances = dict.fromkeys(in_half, max(FLOAT32, HALF_TIMES * noise))
 
     def link_sides(first: str, second: str, component: str) -> Link:
         # The mean is that of `train/engine_difference`.
         mean = float(np.nanmean(np.abs(values[first].astype(np.float64) - values[second])))
         tolerance = max(tolerances.get(first, FLOAT32), tolerances.get(second, FLOAT32))
-        return Link(first, second, component, mean, distance(run, values[first], values[second]), tolerance)
+        return Link(first, second, component, mean, measure_distance(run, values[first], values[second]), tolerance)
 
     outcome.links = [link_sides(first, second, COMPONENTS[second]) for first, second in pairwise(values)]
     if differing := [link for link in outcome.links if not link.agrees]:
@@ -309,7 +309,7 @@ def compare(folder: Path, *, step: int | None = None) -> Mismatch:
     return outcome
 
 
-def distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) -> float:
+def measure_distance(run: RecordedRun, first: np.ndarray, second: np.ndarray) -> float:
     """Mean absolute difference, in nats, of the sequence in which it is largest.
 
     Args:
@@ -332,7 +332,7 @@ def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarr
     weights = Weights(config, tensors.items(), torch.float32, CPU, run.version)
     sequences = run.sequences
     longest = max(len(sequence.tokens) for sequence in sequences)
-    rows = rounded(len(sequences), WIDTH)
+    rows = round_up(len(sequences), WIDTH)
     decoder = Decoder(config, weights, rows, longest, torch.float32, CPU)
     decoder.cache.reserve(longest, 0)
     # What is before the first sampled token is prefilled.
@@ -346,13 +346,13 @@ def engine_logprobs(run: RecordedRun, tensors: Mapping[str, Tensor]) -> np.ndarr
         # A sequence that has ended decodes its last token again, which changes nothing.
         places = [min(sequence.context - 1 + step, len(sequence.tokens) - 2) for sequence in sequences]
         inputs = [int(sequence.tokens[place]) for sequence, place in zip(sequences, places, strict=True)]
-        length = min(rounded(max(places) + 1, decoder.granule), decoder.cache.longest)
+        length = min(round_up(max(places) + 1, decoder.granule), decoder.cache.longest)
         decoder.cache.reserve(length, len(sequences))
         decoded = decoder.decode(torch.tensor(inputs + idle), torch.tensor(places + idle), length).float()
         for row, (sequence, place) in enumerate(zip(sequences, places, strict=True)):
             if place == sequence.context - 1 + step and sequence.mask[place + 1]:
                 logits[row].append(decoded[row])
-    return _logprobs(run, torch.stack([*chain.from_iterable(logits)]))
+    return _compute_logprobs(run, torch.stack([*chain.from_iterable(logits)]))
 
 
 def plain_model(run: RecordedRun, tensors: Mapping[str, Tensor]) -> Any:
@@ -383,7 +383,7 @@ def plain_logprobs(run: RecordedRun, model: Any, dtype: torch.dtype = torch.floa
         # Those that compared tokens are predicted from.
         rows = [row[np.flatnonzero(s.mask) - 1] for row, s in zip(hidden, sequences, strict=True)]
         logits = model.lm_head(torch.cat(rows).float()).float()
-    return _logprobs(run, logits)
+    return _compute_logprobs(run, logits)
 
 
 @torch.no_grad()
@@ -393,6 +393,6 @@ def trainer_logprobs(run: RecordedRun, policy: Policy) -> np.ndarray:
     return policy(batch, run.temperature).logprobs.float().numpy()
 
 
-def _logprobs(run: RecordedRun, logits: Tensor) -> np.ndarray:
+def _compute_logprobs(run: RecordedRun, logits: Tensor) -> np.ndarray:
     labels = torch.from_numpy(run.flat("tokens"))[:, None]
     return (logits / run.temperature).log_softmax(-1).gather(1, labels)[:, 0].numpy()

@@ -19,7 +19,7 @@ from forge.observability.folder import CONFIG
 from forge.observability.schedule import FORMAT, SCHEDULE, GroupEntry, SampleEntry, StepEntry, checksum_of
 from forge.recipes.components import POLICY, Job, RLComponents, start_rl
 from forge.recipes.hooks import Hooks
-from forge.recipes.launch import execute
+from forge.recipes.launch import run_recipe
 from forge.recipes.rl import Loop
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import sample_seed
@@ -61,13 +61,15 @@ def read_schedule(folder: Path) -> Schedule:
     published: dict[int, str] = {}
     # A replay draws all samples of a prompt in one request, those that were dropped included.
     samples: dict[int, dict[int, SampleEntry]] = defaultdict(dict)
-    for line in _lines(path):
+    for line in _read_lines(path):
         if "format" in line:
             head = line
         elif "published" in line:
             published[line["step"]] = line["published"]
         else:
-            entry = StepEntry(line["step"], _groups(line["groups"]), _groups(line["dropped"]), line["numbers"])
+            entry = StepEntry(
+                line["step"], _read_groups(line["groups"]), _read_groups(line["dropped"]), line["numbers"]
+            )
             steps[entry.step] = entry
             for group in (*entry.groups, *entry.dropped):
                 samples[group.index].update(group.samples)
@@ -80,14 +82,14 @@ def read_schedule(folder: Path) -> Schedule:
 def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
     """Return the first thing in which another entry of a step differs, in words; None if they are alike."""
     if [group.index for group in recorded.groups] != [group.index for group in entry.groups]:
-        return f"it trained on the prompts {_indices(recorded)}, and now on {_indices(entry)}"
+        return f"it trained on the prompts {_prompt_indices(recorded)}, and now on {_prompt_indices(entry)}"
     for group, second_group in zip(recorded.groups, entry.groups, strict=True):
         if group.samples.keys() != second_group.samples.keys():
             return f"prompt {group.index} had samples {[*group.samples]}, and now {[*second_group.samples]}"
         for number, sample in group.samples.items():
             second_sample = second_group.samples[number]
             if sample.digest != second_sample.digest or sample.spans != second_sample.spans:
-                versions = f"versions {_words(sample.spans)}, now {_words(second_sample.spans)}"
+                versions = f"versions {_describe_spans(sample.spans)}, now {_describe_spans(second_sample.spans)}"
                 return f"sample {number} of prompt {group.index} has other tokens or log-probabilities ({versions})"
             if sample.reward != second_sample.reward:
                 return (
@@ -100,7 +102,7 @@ def find_difference(recorded: StepEntry, entry: StepEntry) -> str | None:
     return None
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a schedule, each as the run wrote it."""
     for number, text in enumerate(path.read_text().splitlines(), 1):
         location = f"{path}, line {number}"
@@ -116,7 +118,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
+def _read_groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
     groups = []
     for index, reason, samples in lists:
         entries = {
@@ -127,18 +129,18 @@ def _groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
     return tuple(groups)
 
 
-def _indices(entry: StepEntry) -> str:
+def _prompt_indices(entry: StepEntry) -> str:
     return ", ".join(str(group.index) for group in entry.groups)
 
 
-def _words(spans: Spans) -> str:
+def _describe_spans(spans: Spans) -> str:
     return " ".join(f"{version}x{count}" for version, count in spans) or "none"
 
 
 POLL = 0.02  # seconds between two looks at what the generators hold
 
 
-def replay(
+def replay_run(
     folder: Path,
     *,
     until: int | None = None,
@@ -168,15 +170,15 @@ def replay(
     # Its config.yaml is the resolved one: defaults of another version of forge change nothing.
     cfg = read(RLConfig, folder / CONFIG, overrides)
     cfg.run.root = str(folder.resolve().parent)
-    check(cfg, schedule)
+    check_replayable(cfg, schedule)
     if cfg.from_scratch is not None:
         # The model of the run, which is beside it: its folder is named after the run.
         cfg.from_scratch, cfg.model = None, f"{folder.resolve()}-initial"
-    recipe = update_wrapper(partial(train, schedule=schedule, until=until or last), train)
-    return execute(recipe, cfg)
+    recipe = update_wrapper(partial(train_by_schedule, schedule=schedule, until=until or last), train_by_schedule)
+    return run_recipe(recipe, cfg)
 
 
-def check(cfg: RLConfig, schedule: Schedule) -> None:
+def check_replayable(cfg: RLConfig, schedule: Schedule) -> None:
     """Reject what a schedule does not determine.
 
     Raises:
@@ -224,7 +226,7 @@ class ScheduledBuffer(ReplayBuffer):
             self.items = [group for group in self.items if group.index not in indices]
         return [groups[index] for index in indices]
 
-    def _unfit(self, item: Any) -> str | None:
+    def _reason_to_drop(self, item: Any) -> str | None:
         reason = self.reasons.get(item.index)
         if reason is None and not any(episode.reward is not None for episode in item.episodes):
             raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
@@ -272,7 +274,7 @@ class ScheduledPolicy:
     async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
         """`Generator.generate` by the schedule: all samples of the group, or the next turn of one."""
         # A reward without an environment asks for all samples at once, an episode for its next turn.
-        numbers = [self._number(seed)] if n is None else [*range(n)]
+        numbers = [self._next_sample(seed)] if n is None else [*range(n)]
         self.seeds |= dict.fromkeys(numbers, seed)
         answers: Completion | list[Completion] = await self.policy.generate.route(
             prompt, n=n, seed=seed, schedule=tuple(map(self.left, numbers)), **sampling
@@ -283,7 +285,7 @@ class ScheduledPolicy:
             del self.seeds[number]
         return answers
 
-    def _number(self, seed: int) -> int:
+    def _next_sample(self, seed: int) -> int:
         """The sample whose next turn has this seed."""
         if seed not in self._numbers:
             raise ReplayDiffers(f"an episode of prompt {self.group.index} was begun once more, and not so in the run")
@@ -380,7 +382,7 @@ class Replay(Loop):
         log.info("steps %d to %d are those of the run, bit for bit", min(self.schedule.steps), self.until)
 
 
-async def train(cfg: RLConfig, job: Job, schedule: Schedule, until: int) -> None:
+async def train_by_schedule(cfg: RLConfig, job: Job, schedule: Schedule, until: int) -> None:
     """Train by a schedule."""
     job.record.begin_schedule(schedule.recipe, ())
     parts = await start_rl(cfg, job, cfg.load_algorithm())

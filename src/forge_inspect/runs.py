@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from forge.config.sections import flat
-from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK, ending, last_state
-from forge.observability.lines import Json, Row, last_rows, numbers, read_rows
+from forge.config.sections import flatten_config
+from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK, last_state, read_ending
+from forge.observability.lines import Json, Row, finite_numbers, last_rows, read_rows
 from forge.observability.rollouts import ROLLOUTS, count_rows
 from forge.system.masking import without_secrets
 
@@ -32,7 +32,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     return sorted(folders)
 
 
-def state(folder: Path) -> str:
+def read_state(folder: Path) -> str:
     """Return `running`, `finished`, `failed`, or `stopped`: it was killed, preempted or interrupted.
 
     A run on another machine counts as running if that machine's locks are seen here, as on NFS.
@@ -52,7 +52,7 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def settings(folder: Path) -> Row:
+def read_settings(folder: Path) -> Row:
     """Read a run's configuration, by dotted keys, without secrets.
 
     Raises:
@@ -63,34 +63,34 @@ def settings(folder: Path) -> Row:
         nested = yaml.load((folder / CONFIG).read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:
         raise ValueError(f"{folder / CONFIG} is damaged: {' '.join(str(error).split())}") from None
-    return flat(without_secrets(nested) if isinstance(nested, dict) else {})
+    return flatten_config(without_secrets(nested) if isinstance(nested, dict) else {})
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
+def read_metric_rows(folder: Path) -> list[dict[str, float]]:
     """Read the rows of metrics.jsonl in the order of steps."""
-    return [row for row in map(numbers, read_rows(folder / MARK)) if "step" in row]
+    return [row for row in map(finite_numbers, read_rows(folder / MARK)) if "step" in row]
 
 
-def last(rows: Iterable[dict[str, float]], metric: str) -> float | None:
+def last_value(rows: Iterable[dict[str, float]], metric: str) -> float | None:
     """Return the last value of a metric, which not every row has."""
     return next((row[metric] for row in reversed([*rows]) if metric in row), None)
 
 
-def summary(folder: Path) -> Row:
+def summarise_run(folder: Path) -> Row:
     """Return a run's state, last values and size.
 
     Raises:
         OSError, ValueError: a file is damaged.
     """
-    newest = [row for row in map(numbers, last_rows(folder / MARK)) if "step" in row]
+    newest = [row for row in map(finite_numbers, last_rows(folder / MARK)) if "step" in row]
     values = {name: next((row[name] for row in newest if name in row), None) for name in METRICS}
     try:
-        steps = numbers({"steps": settings(folder).get("training.steps")}).get("steps")
+        steps = finite_numbers({"steps": read_settings(folder).get("training.steps")}).get("steps")
     except (ValueError, OSError):
         steps = None
     return {
-        "state": state(folder),
-        "ending": ending(folder),
+        "state": read_state(folder),
+        "ending": read_ending(folder),
         "step": newest[0]["step"] if newest else 0,
         "steps": steps,
         "written": (folder / MARK).stat().st_mtime if (folder / MARK).exists() else 0.0,
@@ -99,17 +99,17 @@ def summary(folder: Path) -> Row:
     }
 
 
-def signature(folder: Path) -> list[tuple[int, int, int]]:
+def file_signature(folder: Path) -> list[tuple[int, int, int]]:
     """Return values that change when a file changes that the summary is made of."""
     files = [folder / name for name in (CONFIG, MARK, ROLLOUTS, FINISHED, ENDED)]
     stats = [file.stat() for file in files if file.is_file()]
     return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats]
 
 
-def differences(folders: list[Path]) -> dict[str, list[Json]]:
+def list_differences(folders: list[Path]) -> dict[str, list[Json]]:
     """Return the settings in which runs differ by key, one value for each run; `ABSENT` if a run lacks the key. The
     section `run`, their names and folders, is ignored."""
-    configurations = [settings(folder) for folder in folders]
+    configurations = [read_settings(folder) for folder in folders]
     keys = sorted({key for own_settings in configurations for key in own_settings if not key.startswith("run.")})
     values = {key: [own_settings.get(key, ABSENT) for own_settings in configurations] for key in keys}
     return {key: given for key, given in values.items() if any(value != given[0] for value in given)}

@@ -8,8 +8,8 @@ from pathlib import Path
 from forge.config.sections import ConfigError
 from forge.envs.group import GroupEnv, SingleTurnEnv
 from forge.models.find import check_family, resolve_model
-from forge.observability.rollouts import lines
-from forge.recipes.components import reward, start_generator
+from forge.observability.rollouts import held_out_lines
+from forge.recipes.components import start_generator, start_reward
 from forge.recipes.evaluation import load_sets, plan_evaluation
 from forge.recipes.prepare import check_data
 from forge.recipes.rl_config import RLConfig
@@ -25,7 +25,7 @@ class AnswerLines:
 
     def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
         """Add the answers of one set."""
-        self.lines += lines(0, samples, episodes, name)
+        self.lines += held_out_lines(0, samples, episodes, name)
 
 
 def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, float]:
@@ -54,7 +54,7 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
     sets = load_sets(data, cfg.eval, model, cfg.seed)
     keeper = AnswerLines()
 
-    async def work() -> dict[str, float]:
+    async def evaluate_sets() -> dict[str, float]:
         # As in a run: the settings of rollouts are the defaults of an evaluation.
         rollouts = cfg.grpo
         policy = await start_generator(
@@ -68,10 +68,10 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
         if cfg.multi_turn:
             env = cfg.multi_turn_env(model)
         else:
-            env = SingleTurnEnv(await reward(cfg), with_tokens=cfg.reward.reads_tokens)
+            env = SingleTurnEnv(await start_reward(cfg), with_tokens=cfg.reward.reads_tokens)
         return await plan_evaluation(cfg, first, sets, keeper, env).run(policy, 0)
 
-    metrics: dict[str, float] = run(work())
+    metrics: dict[str, float] = run(evaluate_sets())
     if answers is not None:
         answers.write_bytes(keeper.lines)
     return metrics

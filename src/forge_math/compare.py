@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from .expressions import Tree, arithmetic, has_names, is_numeric, literal
-from .notation import LONGEST, Token, same_text, spelling, tokens, words
-from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, ordered, read, same_spelling, value_of
-from .symbolic import equivalent
+from .expressions import Tree, compute_value, has_names, is_numeric, literal_value
+from .notation import LONGEST, Token, join_spelling, same_text, split_words, tokenize_answer
+from .structure import EQUALITIES, ORDER, Value, as_interval, is_name, order_sides, read_value, same_spelling, value_of
+from .symbolic import are_equivalent
 from .units import same_kind
 
 _MOST_ITEMS = 64  # of an unordered structure: each is compared with each
@@ -17,25 +17,27 @@ _APPROXIMATE = Fraction(1, 100)  # how far the sides of "≈" may lie apart
 _CALCULUS = frozenset([r"\sum", r"\prod", r"\int", r"\lim"])
 
 _SYMMETRIC = frozenset(["=", r"\neq", r"\perp", r"\parallel", r"\sim", r"\equiv", r"\approx"])
-_CONTINUED = words("and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect")
+_CONTINUED = split_words(
+    "and or nor not but is isn minus plus times divided squared cubed maybe perhaps wrong incorrect"
+)
 _PERCENT = (("percent", 1),)
 
 
-def number(text: str) -> tuple[Fraction, bool] | None:
+def parse_number(text: str) -> tuple[Fraction, bool] | None:
     """The value of a text that is one number, exactly, and whether it is written as a percentage; else None.
 
     Reads thousands separators, currency signs, units, fractions, mixed numbers, decimals, powers of ten and
     "million"; of an equation the right-hand side, if the others are names or the same number. Units are dropped, never
     converted.
     """
-    value = read(text)
+    value = read_value(text)
     if value.kind == "relation":
         last = value.items[-1]
-        return _number(last) if _equation_gives(value, last, 0.0) else None
-    return _number(value)
+        return _exact_number(last) if _equation_gives(value, last, 0.0) else None
+    return _exact_number(value)
 
 
-def equal(answer: str, target: str, tolerance: float) -> bool | None:
+def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     """Whether two answers agree; None where the target takes too long to compare.
 
     Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond; only 0
@@ -43,28 +45,30 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
     be that of the target, if both have one. Expressions without a decimal point must be equal exactly. No text makes it
     raise.
     """
-    if not tokens(answer) or not tokens(target):
+    if not tokenize_answer(answer) or not tokenize_answer(target):
         return False
     if same_text(answer, target):
         return True
     if max(len(answer), len(target)) > LONGEST:
         return False
     # Letters of choices decide, unless both have a text.
-    label, text = choice(answer)
-    target_label, _ = choice(target)
+    label, text = split_choice(answer)
+    target_label, _ = split_choice(target)
     if target_label and label:
-        both_have_text = text and choice(target)[1]
-        return label == target_label and (not both_have_text or spelling(text) == spelling(choice(target)[1]))
+        both_have_text = text and split_choice(target)[1]
+        return label == target_label and (
+            not both_have_text or join_spelling(text) == join_spelling(split_choice(target)[1])
+        )
     # As values; of a labelled answer also its text alone.
-    verdict = _same(read(answer), read(target), tolerance)
+    verdict = _same_values(read_value(answer), read_value(target), tolerance)
     if verdict is False and label and text:
-        return _same(value_of(text), read(target), tolerance)
+        return _same_values(value_of(text), read_value(target), tolerance)
     return verdict
 
 
-def choice(text: str) -> tuple[str, Sequence[Token]]:
+def split_choice(text: str) -> tuple[str, Sequence[Token]]:
     """The letter of a labelled choice and the text after it: B, (B), "B) 12", "B. 12", "option B"; "" for another."""
-    parts = tokens(text)
+    parts = tokenize_answer(text)
     if len(parts) > 1 and parts[0].text.lower() in ("option", "choice", "answer"):
         parts = parts[1:]
     # One letter, in brackets or followed by a mark.
@@ -86,14 +90,16 @@ def choice(text: str) -> tuple[str, Sequence[Token]]:
     return letter.text, following
 
 
-def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
+def _same_values(answer: Value, target: Value, tolerance: float) -> bool | None:
     """`equal` for two values."""
     if same_spelling(answer, target):
         return True
     if answer.kind == "where" or target.kind == "where":
         # Without a condition in one of them, only the values are compared.
         sides = (value.items if value.kind == "where" else (value,) for value in (answer, target))
-        return _all(_same(one_side, other_side, tolerance) for one_side, other_side in zip(*sides, strict=False))
+        return _all_true(
+            _same_values(one_side, other_side, tolerance) for one_side, other_side in zip(*sides, strict=False)
+        )
     if "relation" in (answer.kind, target.kind):
         return _same_relation(answer, target, tolerance)
     if target.kind in ("tuple", "union") and answer.kind in ("list", "such"):
@@ -103,9 +109,9 @@ def _same(answer: Value, target: Value, tolerance: float) -> bool | None:
     if answer.kind == target.kind == "expression":
         return _same_expression(answer, target, tolerance)
     # Sums, integrals and limits, which only the symbolic parser reads.
-    calculus = _calculus(answer), _calculus(target)
+    calculus = _calculus_tree(answer), _calculus_tree(target)
     if None not in calculus and "text" in (answer.kind, target.kind):
-        return _number(target) is None and equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]
+        return _exact_number(target) is None and are_equivalent("expression", *calculus, tolerance)  # type: ignore[arg-type]
     if _is_assignment(answer) is not _is_assignment(target):
         # In the order in which they are written: x = 1, y = 2 is (1, 2).
         members = [
@@ -129,7 +135,7 @@ def _is_assignment(value: Value) -> bool:
     """Whether it gives values to several names: x = 1, y = 2."""
     if value.kind != "list" or not all(item.kind == "relation" and item.ends == ("=",) for item in value.items):
         return False
-    names = [spelling(item.items[0].parts) for item in value.items]
+    names = [join_spelling(item.items[0].parts) for item in value.items]
     return len(set(names)) == len(names) > 1 and all(is_name(item.items[0]) for item in value.items)
 
 
@@ -137,7 +143,7 @@ def _has_inequality(value: Value) -> bool:
     return any(item.kind == "relation" and set(item.ends) & ORDER.keys() for item in value.items)
 
 
-def _all(verdicts: Iterable[bool | None]) -> bool | None:
+def _all_true(verdicts: Iterable[bool | None]) -> bool | None:
     """Whether all are true; None where that depends on one that is unknown."""
     unknown = False
     for verdict in verdicts:
@@ -150,7 +156,7 @@ def _all(verdicts: Iterable[bool | None]) -> bool | None:
 def _all_same(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
     if len(answers) != len(targets):
         return False
-    return _all(_same(answer, target, tolerance) for answer, target in zip(answers, targets, strict=True))
+    return _all_true(_same_values(answer, target, tolerance) for answer, target in zip(answers, targets, strict=True))
 
 
 def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance: float) -> bool | None:
@@ -159,7 +165,7 @@ def _same_members(answers: Sequence[Value], targets: Sequence[Value], tolerance:
         return False
     unmatched = list(targets)
     for answer in answers:
-        verdicts = [_same(answer, target, tolerance) for target in unmatched]
+        verdicts = [_same_values(answer, target, tolerance) for target in unmatched]
         if True not in verdicts:
             return None if None in verdicts else False
         del unmatched[verdicts.index(True)]
@@ -172,14 +178,14 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
     if target.kind != "relation":
         interval = as_interval(answer) if target.kind in ("tuple", "union", "set", "such") else None
         if interval is not None:
-            return _same(interval, (as_interval(target) if target.kind == "such" else None) or target, tolerance)
+            return _same_values(interval, (as_interval(target) if target.kind == "such" else None) or target, tolerance)
         return _equation_gives(answer, target, tolerance)
     gives_value = target.ends == ("=",) and is_name(target.items[0])
     if answer.kind != "relation":
         interval = as_interval(target) if answer.kind in ("tuple", "union", "such", "set") else None
         if interval is not None:
-            return _same(as_interval(answer) or answer, interval, tolerance)
-        return gives_value and _same(answer, target.items[1], tolerance)
+            return _same_values(as_interval(answer) or answer, interval, tolerance)
+        return gives_value and _same_values(answer, target.items[1], tolerance)
     # Two equations that give values: of one name, the values decide; of two, different numbers are different answers.
     if gives_value and is_name(answer.items[0]) and set(answer.ends) <= EQUALITIES:
         if _same_name(answer.items[0], target.items[0]):
@@ -189,11 +195,11 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
     # Inequalities in one direction; different signs may still be one interval.
     if set(answer.ends) | set(target.ends) <= ORDER.keys():
         answer, target = (
-            value._replace(items=sides, ends=ends) for value in (answer, target) for sides, ends in [ordered(value)]
+            value._replace(items=sides, ends=ends) for value in (answer, target) for sides, ends in [order_sides(value)]
         )
     if answer.ends != target.ends:
         intervals = as_interval(answer), as_interval(target)
-        return None not in intervals and _same(intervals[0], intervals[1], tolerance)  # type: ignore[arg-type]
+        return None not in intervals and _same_values(intervals[0], intervals[1], tolerance)  # type: ignore[arg-type]
     verdict = _all_same(answer.items, target.items, tolerance)
     if verdict is not False or len(target.items) != 2:
         return verdict
@@ -205,12 +211,12 @@ def _same_relation(answer: Value, target: Value, tolerance: float) -> bool | Non
     if kind is None or None in trees or (gives_value and is_numeric(target.items[1].tree or [])):
         return False
     differences = [["add", trees[side], ["negate", trees[side + 1]]] for side in (0, 2)]
-    return equivalent(kind, differences[0], differences[1], tolerance)
+    return are_equivalent(kind, differences[0], differences[1], tolerance)
 
 
 def _same_name(name: Value, target: Value) -> bool:
     """Whether two names are the same, or y and a function of one letter."""
-    names = [" ".join(spelling(value.parts)) for value in (name, target)]
+    names = [" ".join(join_spelling(value.parts)) for value in (name, target)]
     applied = [len(value.parts) == 4 and value.parts[1].text == "(" for value in (name, target)]
     return names[0] == names[1] or ("y" in names and any(applied))
 
@@ -221,34 +227,34 @@ def _equation_gives(equation: Value, target: Value, tolerance: float) -> bool | 
         return False
     sides = [side for side in equation.items if not is_name(side)] or [equation.items[-1]]
     if r"\approx" in equation.ends:
-        figures = [(_number(side) or (None, False))[0] for side in sides]
+        figures = [(_exact_number(side) or (None, False))[0] for side in sides]
         exact = [figure for figure in figures if figure is not None]
         if exact and max(exact) - min(exact) > _APPROXIMATE * max(map(abs, exact)):
             return False
-        verdicts = [_same(side, target, tolerance) for side in sides]
+        verdicts = [_same_values(side, target, tolerance) for side in sides]
         return True if True in verdicts else (None if None in verdicts else False)
     # The last side is the answer; calculations before it must agree with it.
-    verdicts = [_same(sides[-1], target, tolerance)]
+    verdicts = [_same_values(sides[-1], target, tolerance)]
     for side in sides[:-1]:
-        value = arithmetic(side.tree) if side.tree is not None and not side.unit else None
-        expected = _number(target)
+        value = compute_value(side.tree) if side.tree is not None and not side.unit else None
+        expected = _exact_number(target)
         if value is not None and expected is not None:
             verdicts.append(value in (expected[0], expected[0] / 100 if expected[1] else expected[0]))
         else:
-            verdicts.append(_same(side._replace(computed=False), target, tolerance))
-    return _all(verdicts)
+            verdicts.append(_same_values(side._replace(computed=False), target, tolerance))
+    return _all_true(verdicts)
 
 
-def _calculus(value: Value) -> Tree | None:
+def _calculus_tree(value: Value) -> Tree | None:
     """The tree of an expression, or LaTeX of sums, products, integrals and limits, which math-verify's parser reads."""
     if value.kind == "expression" or not any(token.text in _CALCULUS for token in value.parts):
         return value.tree
     return ["latex", " ".join(token.text for token in value.parts)]
 
 
-def _number(value: Value) -> tuple[Fraction, bool] | None:
+def _exact_number(value: Value) -> tuple[Fraction, bool] | None:
     """The value of an expression that is one number, and whether it is a percentage."""
-    exact = None if value.tree is None else literal(value.tree)
+    exact = None if value.tree is None else literal_value(value.tree)
     return None if exact is None else (exact, value.unit == _PERCENT)
 
 
@@ -257,14 +263,14 @@ def _same_expression(answer: Value, target: Value, tolerance: float) -> bool | N
         return False
     assert answer.tree is not None
     assert target.tree is not None
-    answer_number, target_number = _number(answer), _number(target)
+    answer_number, target_number = _exact_number(answer), _exact_number(target)
     # A calculation is not its result, and letters are variables.
     is_value = is_numeric(answer.tree) or (target.tree[0] == "decimal" and not has_names(answer.tree))
     if target_number is not None and (answer.computed or not is_value):
         return False
     if answer_number is not None and target_number is not None:
         return _same_number(*answer_number, *target_number, Fraction(str(tolerance)))
-    return answer.tree == target.tree or equivalent("expression", answer.tree, target.tree, tolerance)
+    return answer.tree == target.tree or are_equivalent("expression", answer.tree, target.tree, tolerance)
 
 
 def _same_number(value: Fraction, percent: bool, target: Fraction, target_percent: bool, tolerance: Fraction) -> bool:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from .notation import FUNCTIONS, GREEK, Token, closing
+from .notation import FUNCTIONS, GREEK, Token, find_closing
 
 Tree = list[Any]
 _CONSTANTS = {r"\pi": "pi", r"\infty": "oo", "e": "e", "i": "i"}
@@ -41,63 +41,63 @@ class Parser:
 
     def read(self) -> Tree:
         """The tree of all tokens. Unreadable: they are not one expression."""
-        tree = self._sum()
+        tree = self._parse_sum()
         if self._position < len(self._parts):
             raise Unreadable(f"{self._parts[self._position].text!r} ends no expression")
         return tree
 
-    def _peek(self, ahead: int = 0) -> str:
+    def _peek_token(self, ahead: int = 0) -> str:
         index = self._position + ahead
         return self._parts[index].text if index < len(self._parts) else ""
 
-    def _take(self, text: str = "") -> Token:
-        if self._position >= len(self._parts) or (text and self._peek() != text):
+    def _take_token(self, text: str = "") -> Token:
+        if self._position >= len(self._parts) or (text and self._peek_token() != text):
             raise Unreadable(f"{text or 'an expression'} is missing")
         self._position += 1
         return self._parts[self._position - 1]
 
-    def _skip(self, text: str) -> bool:
+    def _skip_token(self, text: str) -> bool:
         """Take the next token if it is this one."""
-        is_next = self._peek() == text
+        is_next = self._peek_token() == text
         self._position += is_next
         return is_next
 
-    def _sum(self) -> Tree:
+    def _parse_sum(self) -> Tree:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise Unreadable("brackets nest too deeply")
-        signs = self._signs()
-        terms = [self._signed(self._product(), signs)]
-        while self._peek() in ("+", "-"):
-            signs = self._signs()
-            if self._peek() == "-":  # 14 + -3
-                signs *= self._signs()
-            terms.append(self._signed(self._product(), signs))
+        signs = self._parse_sign()
+        terms = [self._apply_sign(self._parse_product(), signs)]
+        while self._peek_token() in ("+", "-"):
+            signs = self._parse_sign()
+            if self._peek_token() == "-":  # 14 + -3
+                signs *= self._parse_sign()
+            terms.append(self._apply_sign(self._parse_product(), signs))
             self.computed = self.computed or (is_numeric(terms[-1]) and is_numeric(terms[-2]))
         self._depth -= 1
         return terms[0] if len(terms) == 1 else ["add", *terms]
 
-    def _signs(self) -> int:
+    def _parse_sign(self) -> int:
         """The sign before a term, -1 or 1. Two signs are no expression."""
-        return 1 if self._skip("+") or not self._skip("-") else -1
+        return 1 if self._skip_token("+") or not self._skip_token("-") else -1
 
     @staticmethod
-    def _signed(tree: Tree, sign: int) -> Tree:
+    def _apply_sign(tree: Tree, sign: int) -> Tree:
         return tree if sign > 0 else ["negate", tree]
 
-    def _product(self) -> Tree:
-        factors = [self._power()]
+    def _parse_product(self) -> Tree:
+        factors = [self._parse_power()]
         numeric = is_numeric(factors[0])
         while True:
             # An operator, or a factor that follows without one.
-            operator = self._peek()
+            operator = self._peek_token()
             if operator in ("*", "/", r"\div"):
-                self._take()
-                factor = self._argument(self._power)
+                self._take_token()
+                factor = self._parse_argument(self._parse_power)
                 if operator != "/" and numeric and is_numeric(factor):
                     self.computed = self.computed or operator != "*" or not is_power_of_ten(factor)
             elif self._starts_factor():
-                mixed = self._mixed(factors[-1])
+                mixed = self._parse_mixed(factors[-1])
                 if mixed is not None:
                     factors[-1] = mixed
                     continue
@@ -105,17 +105,17 @@ class Parser:
                 exponent = self._parts[self._position - 2].text == "^"  # 2^n 3^n
                 if self._parts[self._position].kind == "number" and before in ("number", "letter") and not exponent:
                     raise Unreadable("two numbers, or a number after a name")
-                factor = self._power()
+                factor = self._parse_power()
                 self.computed = self.computed or (is_rational(factors[-1]) and is_rational(factor))
             else:
-                return _multiplied(factors)
+                return _multiply_factors(factors)
             numeric = numeric and is_numeric(factor)
             if operator in ("/", r"\div"):
-                factors = [["divide", _multiplied(factors), factor]]
+                factors = [["divide", _multiply_factors(factors), factor]]
             else:
                 factors.append(factor)
 
-    def _mixed(self, integer: Tree) -> Tree | None:
+    def _parse_mixed(self, integer: Tree) -> Tree | None:
         """A whole number with the proper fraction that comes next, 1\\frac{1}{2} or 1 1/2; None if they are none."""
         if integer[0] != "number" or self._parts[self._position - 1].text != integer[1]:
             return None
@@ -128,7 +128,7 @@ class Parser:
             top, bottom = texts[0], texts[-1]
         else:
             return None
-        if not (top.isdigit() and bottom.isdigit()) or int(top) >= int(bottom) or self._peek(3) in ("^", "!"):
+        if not (top.isdigit() and bottom.isdigit()) or int(top) >= int(bottom) or self._peek_token(3) in ("^", "!"):
             return None
         self._position += 3
         return ["number", str(Fraction(integer[1]) + Fraction(int(top), int(bottom)))]
@@ -146,139 +146,144 @@ class Parser:
             return token.text in _NAMES | _ACCENTS | _COMMANDS or token.text[1:] in FUNCTIONS
         return token.text in _BRACKETS
 
-    def _power(self) -> Tree:
-        tree = self._base()
+    def _parse_power(self) -> Tree:
+        tree = self._parse_base()
         while True:
             # Marks after a base: a power or degrees, a factorial, per cent.
-            if self._skip("^"):
-                tree = ["degree", tree] if self._skip(r"\circ") else ["power", tree, self._exponent()]
-            elif self._skip("!"):
-                if self._peek() == "!":
+            if self._skip_token("^"):
+                tree = ["degree", tree] if self._skip_token(r"\circ") else ["power", tree, self._parse_exponent()]
+            elif self._skip_token("!"):
+                if self._peek_token() == "!":
                     raise Unreadable("a double factorial")
                 tree = ["factorial", tree]
-            elif self._skip("%"):
+            elif self._skip_token("%"):
                 tree = ["divide", tree, ["number", "100"]]
             else:
                 return tree
 
-    def _exponent(self) -> Tree:
-        sign = self._signs()
-        tree = self._base()
-        if self._skip("^"):
-            tree = ["power", tree, self._exponent()]
-        elif self._skip("!"):
+    def _parse_exponent(self) -> Tree:
+        sign = self._parse_sign()
+        tree = self._parse_base()
+        if self._skip_token("^"):
+            tree = ["power", tree, self._parse_exponent()]
+        elif self._skip_token("!"):
             tree = ["factorial", tree]
-        return self._signed(tree, sign)
+        return self._apply_sign(tree, sign)
 
-    def _base(self) -> Tree:
-        token = self._take()
+    def _parse_base(self) -> Tree:
+        token = self._take_token()
         text = token.text
         if token.kind == "number":
-            if self._peek() == "_":
+            if self._peek_token() == "_":
                 raise Unreadable("a number with an index")
-            return _number(text)
+            return _make_number(text)
         if text in _BRACKETS:
-            (inner,) = self._inside(text, several=False)
+            (inner,) = self._parse_brackets(text, several=False)
             return [text[2:], inner] if text[0] == "\\" else inner
         if text == "|":
             self._bars += 1
-            inner = self._sum()
-            self._take("|")
+            inner = self._parse_sum()
+            self._take_token("|")
             self._bars -= 1
             return ["abs", inner]
         # Commands take their arguments as tokens or groups.
         if text == r"\frac":
-            return ["divide", self._argument(), self._argument()]
+            return ["divide", self._parse_argument(), self._parse_argument()]
         if text == r"\binom":
-            return ["binomial", self._argument(), self._argument()]
+            return ["binomial", self._parse_argument(), self._parse_argument()]
         if text == r"\sqrt":
             # The degree of a root is optional, in brackets.
             degree: Tree = ["number", "2"]
-            if self._skip("["):
-                degree = self._sum()
-                self._take("]")
-            return ["root", self._argument(), degree]
+            if self._skip_token("["):
+                degree = self._parse_sum()
+                self._take_token("]")
+            return ["root", self._parse_argument(), degree]
         if text[1:] in FUNCTIONS and token.kind == "command":
-            return self._function(text[1:])
-        return self._name(token)
+            return self._parse_function(text[1:])
+        return self._parse_name(token)
 
-    def _inside(self, opening: str, several: bool) -> list[Tree]:
+    def _parse_brackets(self, opening: str, several: bool) -> list[Tree]:
         """Read what is in brackets, perhaps several sums between commas. Its bars are counted separately."""
         bars, self._bars = self._bars, 0
-        sums = [self._sum()]
-        while several and self._skip(","):
-            sums.append(self._sum())
-        self._take(_BRACKETS[opening])
+        sums = [self._parse_sum()]
+        while several and self._skip_token(","):
+            sums.append(self._parse_sum())
+        self._take_token(_BRACKETS[opening])
         self._bars = bars
         return sums
 
-    def _argument(self, read: Callable[[], Tree] | None = None) -> Tree:
+    def _parse_argument(self, read: Callable[[], Tree] | None = None) -> Tree:
         """The argument of a command such as \\frac, a token or a group; or the result of `read`. It may have a sign."""
-        sign = self._signs()
-        return self._signed((read or self._base)(), sign)
+        sign = self._parse_sign()
+        return self._apply_sign((read or self._parse_base)(), sign)
 
-    def _function(self, name: str) -> Tree:
+    def _parse_function(self, name: str) -> Tree:
         # A power and a base may stand before the argument: sin^2 x, log_2 x.
         power: Tree | None = None
         base: Tree | None = None
         for _ in range(2):
-            if self._skip("^"):
-                power = self._exponent()
-            elif name == "log" and self._skip("_"):
-                base = self._argument()
-        tree = ["call", name if base is None else "log_base", *([] if base is None else [base]), *self._operands()]
+            if self._skip_token("^"):
+                power = self._parse_exponent()
+            elif name == "log" and self._skip_token("_"):
+                base = self._parse_argument()
+        tree = [
+            "call",
+            name if base is None else "log_base",
+            *([] if base is None else [base]),
+            *self._parse_operands(),
+        ]
         if power == ["negate", ["number", "1"]] and name in ("sin", "cos", "tan"):
             return ["call", f"arc{name}", *tree[2:]]
         return tree if power is None else ["power", tree, power]
 
-    def _operands(self) -> list[Tree]:
+    def _parse_operands(self) -> list[Tree]:
         """The operands of a function: in brackets, or the product that follows, up to the next function or operator."""
-        if self._peek() in ("(", "{"):
-            return self._inside(self._take().text, several=True)
-        if self._peek() == "-":
-            return [self._argument(self._product)]
-        factors = [self._power()]
+        if self._peek_token() in ("(", "{"):
+            return self._parse_brackets(self._take_token().text, several=True)
+        if self._peek_token() == "-":
+            return [self._parse_argument(self._parse_product)]
+        factors = [self._parse_power()]
         while (
             self._starts_factor()
-            and self._peek() not in ("(", "[", "{", "|")
-            and self._peek()[1:] not in FUNCTIONS - {"sqrt"}
+            and self._peek_token() not in ("(", "[", "{", "|")
+            and self._peek_token()[1:] not in FUNCTIONS - {"sqrt"}
         ):
-            factors.append(self._power())
-        return [_multiplied(factors)]
+            factors.append(self._parse_power())
+        return [_multiply_factors(factors)]
 
-    def _name(self, token: Token) -> Tree:
+    def _parse_name(self, token: Token) -> Tree:
         text = token.text
         if text in _ACCENTS:
-            text += self._spelled(several=text in (r"\angle", r"\triangle"))
+            text += self._parse_spelled(several=text in (r"\angle", r"\triangle"))
         elif token.kind != "letter" and text not in _NAMES and text not in _CONSTANTS:
             raise Unreadable(f"{text!r} is not a name")
         # An index or a prime belongs to the name.
         plain = True
-        while self._peek() in ("_", "'"):
-            text += self._take().text
+        while self._peek_token() in ("_", "'"):
+            text += self._take_token().text
             plain = False
             if text[-1] == "_":
-                text += self._spelled()
-        if self._peek() == "(" and text.rstrip("'").partition("_")[0] in _APPLIED:
-            return ["apply", text, *self._operands()]
+                text += self._parse_spelled()
+        if self._peek_token() == "(" and text.rstrip("'").partition("_")[0] in _APPLIED:
+            return ["apply", text, *self._parse_operands()]
         return ["constant", _CONSTANTS[text]] if plain and text in _CONSTANTS else ["name", text]
 
-    def _spelled(self, several: bool = False) -> str:
+    def _parse_spelled(self, several: bool = False) -> str:
         """The text of an index or of what an accent is on: a token, a group, or several letters."""
-        if self._peek() == "{":
-            end = closing(self._parts, self._position)
-            inner = "".join(_index(part) for part in self._parts[self._position + 1 : end])
+        if self._peek_token() == "{":
+            end = find_closing(self._parts, self._position)
+            inner = "".join(_is_index_token(part) for part in self._parts[self._position + 1 : end])
             self._position = end + 1
             return inner if several or len(inner) < 2 else f"{{{inner}}}"
-        text = _index(self._take())
+        text = _is_index_token(self._take_token())
         if len(text) > 1 and not several:
             return f"{{{text}}}"
         while several and self._position < len(self._parts) and self._parts[self._position].kind in ("letter", "word"):
-            text += self._take().text
+            text += self._take_token().text
         return text
 
 
-def parse(parts: Sequence[Token]) -> tuple[Tree, bool]:
+def parse_expression(parts: Sequence[Token]) -> tuple[Tree, bool]:
     """The tree of an expression, and whether it is a calculation. Unreadable: it is none."""
     parser = Parser(parts)
     try:
@@ -294,16 +299,16 @@ def parse(parts: Sequence[Token]) -> tuple[Tree, bool]:
     return tree, parser.computed
 
 
-def _index(token: Token) -> str:
+def _is_index_token(token: Token) -> str:
     """A token of an index: max is a word there, not a function."""
     return token.text[1:] if token.text[1:] in FUNCTIONS else token.text
 
 
-def _multiplied(factors: list[Tree]) -> Tree:
+def _multiply_factors(factors: list[Tree]) -> Tree:
     return factors[0] if len(factors) == 1 else ["multiply", *factors]
 
 
-def _number(text: str) -> Tree:
+def _make_number(text: str) -> Tree:
     if text.endswith(")"):
         # A repeating decimal as a fraction.
         digits, period = text[:-1].split("(")
@@ -343,24 +348,24 @@ def is_power_of_ten(tree: Tree) -> bool:
     return tree[0] == "power" and tree[1] == ["number", "10"] and is_rational(tree[2])
 
 
-def literal(tree: Tree) -> Fraction | None:
+def literal_value(tree: Tree) -> Fraction | None:
     """The value of one number as it is written: with a sign, as a fraction, times a power of ten; None of another."""
     if tree[0] == "negate":
-        value = literal(tree[1])
+        value = literal_value(tree[1])
         return None if value is None else -value
     is_scaled = tree[0] == "multiply" and len(tree) == 3 and is_rational(tree[1]) and is_power_of_ten(tree[2])
     is_plain = tree[0] in ("number", "decimal") or (tree[0] == "divide" and is_rational(tree))
-    return arithmetic(tree) if is_plain or is_scaled or is_power_of_ten(tree) else None
+    return compute_value(tree) if is_plain or is_scaled or is_power_of_ten(tree) else None
 
 
-def arithmetic(tree: Tree) -> Fraction | None:
+def compute_value(tree: Tree) -> Fraction | None:
     """The exact value of sums, products, quotients and powers of numbers; None of another tree."""
     kind, *arguments = tree
     if kind in ("number", "decimal"):
         return Fraction(arguments[0])
     if kind not in ("add", "negate", "multiply", "divide", "power"):
         return None
-    values = [arithmetic(argument) for argument in arguments]
+    values = [compute_value(argument) for argument in arguments]
     if any(value is None for value in values):
         return None
     # Powers within bounds, so that no number becomes too large to compare.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 DEEPEST = 40  # brackets
 
 
-def words(text: str) -> frozenset[str]:
+def split_words(text: str) -> frozenset[str]:
     """The words of a text."""
     return frozenset(text.split())
 
@@ -32,7 +32,7 @@ CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "
 _GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lamda mu nu xi omicron pi rho sigma tau upsilon phi
 chi psi omega"""
 _COMMANDS = {
-    unicodedata.lookup(f"GREEK SMALL LETTER {name}"): name.replace("lamda", "lambda") for name in words(_GREEK)
+    unicodedata.lookup(f"GREEK SMALL LETTER {name}"): name.replace("lamda", "lambda") for name in split_words(_GREEK)
 }
 _COMMANDS |= {letter.upper(): name.title() for letter, name in _COMMANDS.items()}
 GREEK = frozenset(f"\\{name}" for name in _COMMANDS.values())
@@ -88,7 +88,9 @@ _WRAPPER = re.compile(
     r"|(?P<font>mathbb|mathbf|boldsymbol|bm|mathit|mathsf|mathcal|underline|emph|boxed|fbox)"
     r"|(?P<upright>mathrm|operatorname\*?))(?![A-Za-z])\s*"
 )
-FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt min max gcd lcm det")
+FUNCTIONS = split_words(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt min max gcd lcm det"
+)
 _ENVIRONMENT = re.compile(
     r"\\(begin|end)\s*\{\s*(?:([vV]matrix|cases)|[pbB]?matrix|smallmatrix|array)\*?\s*\}(?:\s*\{[lcr|\s]*\})?"
 )
@@ -109,9 +111,11 @@ _TOKEN = re.compile(
 # Units with a prefix that changes their kind.
 PREFIXED = frozenset(f"{prefix}{unit}" for prefix in "nmckMG" for unit in [*"mgsLlNJWVA", "Pa", "Hz", "eV"]) - {"Gs"}
 # Units of two letters, words after a figure and a space; the second, also without the space.
-UNITS = PREFIXED | words("lb oz ft mi yd hr am pm Hz Pa eV dB Wb in")
-GLUED = words("and or cm mm km kg ml mL lb lbs oz ft in mph kmh min hrs am pm kHz MHz GHz degrees meters miles hours")
-SHORT_WORDS = words("or no is of in on to if so it as be we he an")
+UNITS = PREFIXED | split_words("lb oz ft mi yd hr am pm Hz Pa eV dB Wb in")
+GLUED = split_words(
+    "and or cm mm km kg ml mL lb lbs oz ft in mph kmh min hrs am pm kHz MHz GHz degrees meters miles hours"
+)
+SHORT_WORDS = split_words("or no is of in on to if so it as be we he an")
 _CLOSED_BY = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 
 
@@ -126,28 +130,30 @@ class Token(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tokens(text: str) -> tuple[Token, ...]:
+def tokenize_answer(text: str) -> tuple[Token, ...]:
     """The tokens of a final answer; of a text of more than LONGEST characters, or with brackets that nest more than
     DEEPEST times, one, the text itself."""
-    if len(text) > LONGEST or _depth(text) > DEEPEST:
+    if len(text) > LONGEST or _nesting_depth(text) > DEEPEST:
         return (Token(text.strip(), "word"),)
-    return tuple(_trimmed(_unbraced(list(_split(_plain(text))))))
+    return tuple(_trim_tokens(_remove_braces(list(_split_tokens(_to_plain(text))))))
 
 
 def same_text(answer: str, target: str) -> bool:
     """Whether two texts have the same tokens, and any. Words of plain text may differ in case."""
-    return bool(tokens(answer)) and spelling(tokens(answer)) == spelling(tokens(target))
+    return bool(tokenize_answer(answer)) and join_spelling(tokenize_answer(answer)) == join_spelling(
+        tokenize_answer(target)
+    )
 
 
-def spelling(parts: Sequence[Token]) -> tuple[str, ...]:
+def join_spelling(parts: Sequence[Token]) -> tuple[str, ...]:
     """The common form of texts that say the same: the tokens, words without their case and a leading article."""
     spelled = [token.text for token in parts if token.kind == "word"]
     shouted = len(spelled) > 1 and max(map(len, spelled)) > 4 and all(map(str.isupper, spelled))
-    texts = tuple(token.text.casefold() if shouted and token.kind == "word" else folded(token) for token in parts)
+    texts = tuple(token.text.casefold() if shouted and token.kind == "word" else fold_token(token) for token in parts)
     return texts[1:] if len(texts) > 1 and parts[0].kind == "word" and texts[0] in ("the", "an") else texts
 
 
-def folded(token: Token) -> str:
+def fold_token(token: Token) -> str:
     """The text of a token; of a word in lower case, unless it may be a name in capitals, such as ABD or MHz."""
     text = token.text
     is_name = len(text) < 5 and not text.islower() and (not text.istitle() or text in PREFIXED or len(text) == 1)
@@ -156,7 +162,7 @@ def folded(token: Token) -> str:
     return text.casefold()
 
 
-def closing(parts: Sequence[Token], start: int) -> int:
+def find_closing(parts: Sequence[Token], start: int) -> int:
     """The index of the bracket that closes the one at `start`, or the number of tokens. Any bracket closes any other,
     as in [0, 1)."""
     depth = 0
@@ -167,7 +173,7 @@ def closing(parts: Sequence[Token], start: int) -> int:
     return len(parts)
 
 
-def _depth(text: str) -> int:
+def _nesting_depth(text: str) -> int:
     """The depth of nested brackets, of all kinds."""
     depth = deepest = 0
     for bracket in re.findall(r"[(\[{}\])]", text):
@@ -176,15 +182,15 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _grouped(digits: re.Match[str]) -> str:
+def _is_grouped(digits: re.Match[str]) -> str:
     return re.sub(r"\D", "", digits[0])
 
 
-def _braced(mark: str) -> Callable[[re.Match[str]], str]:
+def _brace_mark(mark: str) -> Callable[[re.Match[str]], str]:
     return lambda run: f"{mark}{{{unicodedata.normalize('NFKC', run[0])}}}"
 
 
-def _vulgar(character: re.Match[str]) -> str:
+def _expand_fraction(character: re.Match[str]) -> str:
     """A fraction of one character as LaTeX."""
     top, bottom = unicodedata.normalize("NFKC", character[0]).split("⁄")
     return rf" \frac{{{top}}}{{{bottom}}}"
@@ -193,9 +199,9 @@ def _vulgar(character: re.Match[str]) -> str:
 Rewrite = tuple[str | re.Pattern[str], str | Callable[[re.Match[str]], str]]
 # Digits, fractions, exponents, indices and words of Unicode as LaTeX, in this order.
 _UNICODE: list[Rewrite] = [
-    (_RAISED, _braced("^")),
-    (_LOWERED, _braced("_")),
-    ("[¼-¾⅐-⅞]", _vulgar),
+    (_RAISED, _brace_mark("^")),
+    (_LOWERED, _brace_mark("_")),
+    ("[¼-¾⅐-⅞]", _expand_fraction),
     ("[①-⑳]", lambda circled: rf"\textcircled{{{unicodedata.numeric(circled[0]):.0f}}}"),
     (r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
     ("或", r" \\text{or} "),
@@ -203,11 +209,11 @@ _UNICODE: list[Rewrite] = [
     ("[º°]", r"^\\circ "),
     ("℃", r"^\\circ C"),
     ("℉", r"^\\circ F"),
-    (_THOUSANDS, _grouped),
+    (_THOUSANDS, _is_grouped),
 ]
 # Spaces, environments, and older forms of LaTeX as the ones that the parser reads, in this order.
 _REWRITES: list[Rewrite] = [
-    (_THOUSANDS, _grouped),
+    (_THOUSANDS, _is_grouped),
     (_ENVIRONMENT, lambda name: f"\\{name[1]}\x00{name[2] or 'matrix'}\x00"),
     (_SPACES, lambda space: space["row"] or (" " if space[0] != r"\!" else "")),
     (r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),
@@ -220,17 +226,17 @@ _REWRITES: list[Rewrite] = [
 ]
 
 
-def _plain(text: str) -> str:
+def _to_plain(text: str) -> str:
     """LaTeX for Unicode symbols, no delimiters, and the words of text commands between NUL characters."""
-    text = _latex(text.replace("\x00", " "))
+    text = _to_latex(text.replace("\x00", " "))
     # Marks of Markdown and of mathematics around the answer.
-    text = _undollared(text.strip().strip("*_`").strip())
+    text = _remove_dollars(text.strip().strip("*_`").strip())
     for pattern, replacement in _REWRITES:
         text = re.sub(pattern, replacement, text)
-    return _unwrapped(text).replace("**", "^")
+    return _unwrap_commands(text).replace("**", "^")
 
 
-def _latex(text: str) -> str:
+def _to_latex(text: str) -> str:
     """Remove invisible characters, and write symbols, digits, fractions, exponents and indices of Unicode as LaTeX."""
     if text.isascii():
         return text
@@ -242,7 +248,7 @@ def _latex(text: str) -> str:
     return unicodedata.normalize("NFKC", text.translate(_MINUS)).translate(_MINUS).replace("⁄", "/")
 
 
-def _undollared(text: str) -> str:
+def _remove_dollars(text: str) -> str:
     """Remove the dollars around mathematics; one that is money becomes a word, like the signs of other currencies."""
     if len(re.findall(r"(?<!\\)\$", text)) % 2:
         text = re.sub(r"(?<!\\)\$(?=\s*[-+]?[\d.])", r"\\$", text, count=1)
@@ -252,7 +258,7 @@ def _undollared(text: str) -> str:
     return text
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap_commands(text: str) -> str:
     """Commands of fonts, colours and boxes replaced by their content, in braces; words of text between NULs."""
     pieces: list[str] = []
     end = 0
@@ -271,33 +277,33 @@ def _unwrapped(text: str) -> str:
         if end == start:  # without braces
             content = ""
         elif command["text"]:
-            content = _worded(_unwrapped(content))
+            content = _mark_words(_unwrap_commands(content))
         elif command["upright"]:
-            content = _upright(content.strip(), "".join(pieces).rstrip()[-1:])
+            content = _read_upright(content.strip(), "".join(pieces).rstrip()[-1:])
         else:
-            content = f"{{{_unwrapped(content)}}}"
+            content = f"{{{_unwrap_commands(content)}}}"
         pieces.append(content)
     return "".join([*pieces, text[end:]])
 
 
-def _worded(content: str) -> str:
+def _mark_words(content: str) -> str:
     """Text with its words between NULs."""
 
-    def worded(run: re.Match[str]) -> str:
+    def mark_run(run: re.Match[str]) -> str:
         worthy = len(run[0]) == 1 or is_word(run[0]) or run[0] in UNITS or re.search("[a-z]", run[0]) is not None
         return f"\x00{run[0]}\x00" if worthy else run[0]
 
-    return " " + re.sub(r"(?<![\\\x00A-Za-z])[A-Za-z]+(?![\x00A-Za-z])", worded, content) + " "
+    return " " + re.sub(r"(?<![\\\x00A-Za-z])[A-Za-z]+(?![\x00A-Za-z])", mark_run, content) + " "
 
 
-def _upright(content: str, before: str) -> str:
+def _read_upright(content: str, before: str) -> str:
     """Content of `\\mathrm`: a function, a word, a unit of one letter after a figure, or letters."""
     if content in FUNCTIONS:
         return f"\\{content} "
     is_unit = len(content) == 1 and content.isalpha() and content not in "eid" and (before.isdigit() or before in ")}")
     if (before and is_unit) or re.fullmatch(r"[A-Za-z]*[a-z]{2}[A-Za-z]*|[kmcM][A-Z]|[kM]?Hz", content):
         return f" \x00{content}\x00 "
-    return f" {_unwrapped(content)} "
+    return f" {_unwrap_commands(content)} "
 
 
 def _group_end(text: str, start: int) -> int:
@@ -312,7 +318,7 @@ def _group_end(text: str, start: int) -> int:
     return start
 
 
-def _split(text: str) -> Iterator[Token]:
+def _split_tokens(text: str) -> Iterator[Token]:
     """Tokens of text in one notation. In brackets a comma always separates; elsewhere it may group digits."""
     spaced = False
     depth = position = 0
@@ -328,7 +334,7 @@ def _split(text: str) -> Iterator[Token]:
             continue
         if kind == "letters":
             following = text[position : position + 1]
-            parts = list(_letters(piece, spaced, last, following in ("^", "_", "(") or following.isdigit()))
+            parts = list(_split_letters(piece, spaced, last, following in ("^", "_", "(") or following.isdigit()))
         elif kind == "word":
             parts = [Token(piece.strip("\x00"), "word", spaced, True)]
         elif kind == "repeating":
@@ -344,7 +350,7 @@ def _split(text: str) -> Iterator[Token]:
         spaced = False
 
 
-def _letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
+def _split_letters(run: str, spaced: bool, before: Token | None, glued_after: bool) -> Iterator[Token]:
     """A run of letters after a token, perhaps with more mathematics glued to it: a function, a word, or variables."""
     # Letters beside mathematics are variables; beside text, a word.
     after_figure = before is not None and before.kind == "number"
@@ -373,7 +379,7 @@ def is_word(run: str) -> bool:
     return len(set(codes)) > 2 and not (len(run) < 7 and steps <= {1, 2})
 
 
-def _unbraced(parts: list[Token]) -> list[Token]:
+def _remove_braces(parts: list[Token]) -> list[Token]:
     """Remove braces around a single token: x^{2} is x^2."""
     unbraced: list[Token] = []
     for token in parts:
@@ -385,7 +391,7 @@ def _unbraced(parts: list[Token]) -> list[Token]:
     return unbraced
 
 
-def _trimmed(parts: list[Token]) -> list[Token]:
+def _trim_tokens(parts: list[Token]) -> list[Token]:
     """Remove a leading "=", closing punctuation, and braces around all of it."""
     while parts and parts[0].text in ("=", r"\approx"):
         parts = parts[1:]
@@ -393,7 +399,7 @@ def _trimmed(parts: list[Token]) -> list[Token]:
         exclaimed = parts[-1].text == "!" and len(parts) > 1 and parts[-2].kind == "word"
         if exclaimed or parts[-1].text in (".", ",", ";", ":", r"\\", "\\"):
             parts = parts[:-1]
-        elif len(parts) > 1 and parts[0].text == "{" and closing(parts, 0) == len(parts) - 1:
+        elif len(parts) > 1 and parts[0].text == "{" and find_closing(parts, 0) == len(parts) - 1:
             parts = parts[1:-1]
         else:
             break

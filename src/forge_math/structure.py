@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from .expressions import Tree, Unreadable, literal, parse
-from .notation import Token, closing, spelling, tokens, words
+from .expressions import Tree, Unreadable, literal_value, parse_expression
+from .notation import Token, find_closing, join_spelling, split_words, tokenize_answer
 from .units import Unit, with_unit
 
 EQUALITIES = frozenset(["=", r"\approx"])
@@ -19,11 +19,11 @@ _RELATIONS = frozenset(
 )
 _RELATIONS |= frozenset([r"\equiv", r"\sim", r"\perp", r"\parallel", r"\to", r"\Rightarrow"])
 # Words that make of a name another value, or take it back.
-_CHANGES = words(
+_CHANGES = split_words(
     "not no never isn neither half twice double triple third quarter square squared cube cubed reciprocal inverse sum"
     " product difference quotient times negative opposite root minus plus ratio twofold"
 )
-_HEDGES = words("about approximately exactly only around roughly therefore thus indeed simply just then")
+_HEDGES = split_words("about approximately exactly only around roughly therefore thus indeed simply just then")
 _NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _INFINITY = Token(r"\infty", "command")
@@ -49,9 +49,9 @@ class Value(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def read(text: str) -> Value:
+def read_value(text: str) -> Value:
     """The value of an answer."""
-    parts = tokens(text)
+    parts = tokenize_answer(text)
     try:
         return value_of(parts)
     except RecursionError:
@@ -62,17 +62,27 @@ def value_of(parts: Sequence[Token]) -> Value:
     """The value of tokens. What has no structure that this module knows is a text."""
     while parts and parts[0].kind == "word" and parts[0].text.lower() in _HEDGES:
         parts = parts[1:]
-    while len(parts) > 1 and parts[0].text == "{" and closing(parts, 0) == len(parts) - 1:
+    while len(parts) > 1 and parts[0].text == "{" and find_closing(parts, 0) == len(parts) - 1:
         parts = parts[1:-1]
     parts = tuple(parts)
-    for reader in (_signs, _reversed, _list, _relation, _union, _bracketed, _matrix, _based, _where):
+    for reader in (
+        _read_signs,
+        _read_reversed,
+        _read_list,
+        _read_relation,
+        _read_union,
+        _read_bracketed,
+        _read_matrix,
+        _read_based,
+        _read_condition,
+    ):
         value = reader(parts)
         if value is not None:
             return value
-    return _expression(parts)
+    return _read_expression(parts)
 
 
-def split(
+def split_tokens(
     parts: Sequence[Token], separators: Collection[str], words: Collection[str] = ()
 ) -> tuple[list[tuple[Token, ...]], list[str]]:
     """Tokens between separators and words outside brackets and environments, and the texts of these."""
@@ -89,7 +99,7 @@ def split(
     return [*pieces, tuple(parts[start:])], between
 
 
-def _signs(parts: tuple[Token, ...]) -> Value | None:
+def _read_signs(parts: tuple[Token, ...]) -> Value | None:
     """Both values of a plus-minus sign."""
     if not any(token.text in (r"\pm", r"\mp") for token in parts):
         return None
@@ -98,9 +108,9 @@ def _signs(parts: tuple[Token, ...]) -> Value | None:
     return Value("list", parts, tuple(map(value_of, spelled)))
 
 
-def _list(parts: tuple[Token, ...]) -> Value | None:
+def _read_list(parts: tuple[Token, ...]) -> Value | None:
     """Values between commas, "and", "or"."""
-    pieces, separators = split(parts, (",", ";", r"\vee"), ("and", "or"))
+    pieces, separators = split_tokens(parts, (",", ";", r"\vee"), ("and", "or"))
     if not separators:
         return None
     # A comma before "or" is not a separator by itself.
@@ -110,17 +120,17 @@ def _list(parts: tuple[Token, ...]) -> Value | None:
             del pieces[index]
     if not all(pieces):
         return Value("text", parts)
-    items = _flat(tuple(map(value_of, pieces)))
+    items = _flatten_items(tuple(map(value_of, pieces)))
     return Value("list", parts, items, ("or",) if any(word.lower() != "and" for word in words) else ())
 
 
-def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
+def _flatten_items(items: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(item for value in items for item in (value.items if value.kind == "list" else (value,)))
 
 
-def _relation(parts: tuple[Token, ...]) -> Value | None:
+def _read_relation(parts: tuple[Token, ...]) -> Value | None:
     """Sides between relations."""
-    sides, relations = split(parts, _RELATIONS)
+    sides, relations = split_tokens(parts, _RELATIONS)
     if not relations:
         return None
     if any(not side for side in sides):
@@ -128,9 +138,9 @@ def _relation(parts: tuple[Token, ...]) -> Value | None:
     return Value("relation", parts, tuple(map(value_of, sides)), tuple(relations))
 
 
-def _union(parts: tuple[Token, ...]) -> Value | None:
+def _read_union(parts: tuple[Token, ...]) -> Value | None:
     for sign in (r"\cup", r"\cap", r"\setminus"):
-        pieces, separators = split(parts, (sign,))
+        pieces, separators = split_tokens(parts, (sign,))
         if separators:
             items = tuple(map(value_of, pieces))
             ordered_sign = sign == r"\setminus"
@@ -138,7 +148,7 @@ def _union(parts: tuple[Token, ...]) -> Value | None:
     return None
 
 
-def _bracketed(parts: tuple[Token, ...]) -> Value | None:
+def _read_bracketed(parts: tuple[Token, ...]) -> Value | None:
     """A tuple, an interval, a set, or what stands in brackets alone."""
     if len(parts) < 2:
         return Value("text", parts) if not parts else None
@@ -146,18 +156,18 @@ def _bracketed(parts: tuple[Token, ...]) -> Value | None:
     inner = parts[1:-1]
     if first == r"\langle" and last == r"\rangle":
         first, last = "(", ")"
-    elif first not in ("(", "[", r"\{") or closing(parts, 0) != len(parts) - 1:
+    elif first not in ("(", "[", r"\{") or find_closing(parts, 0) != len(parts) - 1:
         return None
     if first == r"\{":
-        return _set(parts, inner)
+        return _read_set(parts, inner)
     # Brackets around one value are none.
-    pieces, separators = split(inner, (",", ";"))
+    pieces, separators = split_tokens(inner, (",", ";"))
     if not separators:
         return value_of(inner) if inner and (first, last) in (("(", ")"), ("[", "]")) else Value("text", parts)
     return Value("tuple", parts, tuple(map(value_of, pieces)), (first, last))
 
 
-def _reversed(parts: tuple[Token, ...]) -> Value | None:
+def _read_reversed(parts: tuple[Token, ...]) -> Value | None:
     """An interval whose open ends are brackets turned outwards: ]0, 1[."""
     if len(parts) < 5 or (parts[0].text, parts[-1].text) not in (
         ("]", "["),
@@ -167,18 +177,18 @@ def _reversed(parts: tuple[Token, ...]) -> Value | None:
         ("(", "["),
     ):
         return None
-    pieces, separators = split(parts[1:-1], (",", ";"))
+    pieces, separators = split_tokens(parts[1:-1], (",", ";"))
     if len(separators) != 1 or any(token.text in "[]" for token in parts[1:-1]):
         return None
     ends = (parts[0].text.replace("]", "("), parts[-1].text.replace("[", ")"))
     return Value("tuple", parts, tuple(map(value_of, pieces)), ends)
 
 
-def _set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
+def _read_set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
     """A set of its elements, or of those that fulfil a condition."""
-    pieces, bars = split(inner, ("|", ":"))
+    pieces, bars = split_tokens(inner, ("|", ":"))
     if len(bars) == 1:
-        name = value_of(split(pieces[0], (r"\in",))[0][0])
+        name = value_of(split_tokens(pieces[0], (r"\in",))[0][0])
         condition_set = Value("such", parts, (name, value_of(pieces[1])))
         return as_interval(condition_set) or condition_set
     if not inner:
@@ -187,15 +197,15 @@ def _set(parts: tuple[Token, ...], inner: tuple[Token, ...]) -> Value:
     return Value("set", parts, members.items if members.kind == "list" else (members,))
 
 
-def _matrix(parts: tuple[Token, ...]) -> Value | None:
+def _read_matrix(parts: tuple[Token, ...]) -> Value | None:
     if len(parts) < 4 or parts[0].text != r"\begin" or parts[-2].text != r"\end" or parts[1].text != parts[-1].text:
         return None
-    rows = [row for row in split(parts[2:-2], (r"\\",))[0] if row]
-    items = tuple(Value("tuple", row, tuple(map(value_of, split(row, ("&",))[0]))) for row in rows)
+    rows = [row for row in split_tokens(parts[2:-2], (r"\\",))[0] if row]
+    items = tuple(Value("tuple", row, tuple(map(value_of, split_tokens(row, ("&",))[0]))) for row in rows)
     return Value("matrix", parts, items, (parts[1].text,))
 
 
-def _based(parts: tuple[Token, ...]) -> Value | None:
+def _read_based(parts: tuple[Token, ...]) -> Value | None:
     """Digits with their base: 1A_{16}, (12)_8."""
     if len(parts) < 3 or parts[-2].text != "_":
         return None
@@ -208,7 +218,7 @@ def _based(parts: tuple[Token, ...]) -> Value | None:
     return Value("based", parts, ends=(digits.lstrip("0") or "0", base))
 
 
-def _where(parts: tuple[Token, ...]) -> Value | None:
+def _read_condition(parts: tuple[Token, ...]) -> Value | None:
     """A value with its condition in brackets after it: \\frac{1}{x}(x > 0)."""
     if len(parts) < 5 or parts[-1].text != ")":
         return None
@@ -221,18 +231,18 @@ def _where(parts: tuple[Token, ...]) -> Value | None:
     return Value("where", parts, (value_of(parts[:start]), condition)) if condition.kind == "relation" else None
 
 
-def _expression(parts: tuple[Token, ...]) -> Value:
+def _read_expression(parts: tuple[Token, ...]) -> Value:
     """An expression with its unit, else a text."""
     # With the unit removed, else with all tokens: a "unit" may be variables.
     core, unit = with_unit(parts)
     for pieces, its_unit in ((core, unit), (list(parts), ())):
         scale = SCALES.get(pieces[-1].text.lower()) if len(pieces) > 1 else None
         try:
-            tree, computed = parse(pieces if scale is None else pieces[:-1])
+            tree, computed = parse_expression(pieces if scale is None else pieces[:-1])
         except Unreadable:
             continue
         if scale is not None:
-            value = literal(tree)
+            value = literal_value(tree)
             if value is None:
                 continue
             tree = ["number", str(value * scale)]
@@ -275,55 +285,58 @@ def as_interval(value: Value) -> Value | None:
         name, condition = value.items
         # {x | condition of x}: the condition's interval.
         interval = as_interval(condition)
-        return interval if interval is not None and _text(name) == _variable(condition) else None
+        return interval if interval is not None and _to_text(name) == _bounded_variable(condition) else None
     if value.kind == "list" and value.ends == ("or",):
         # x < 1 or x > 3: a union, if all of them bound the same variable.
         intervals = [as_interval(item) for item in value.items]
-        if any(interval is None for interval in intervals) or len({_variable(item) for item in value.items}) > 1:
+        if (
+            any(interval is None for interval in intervals)
+            or len({_bounded_variable(item) for item in value.items}) > 1
+        ):
             return None
         members = tuple(interval for interval in intervals if interval is not None)
         return Value("union", value.parts, members, (r"\cup",))
     if value.kind == "relation" and value.ends == (r"\in",) and is_name(value.items[0]):
         return value.items[1] if value.items[1].kind in ("tuple", "union", "set") else None
     # An inequality of one letter, with one bound or two.
-    variable = _variable(value) if value.kind == "relation" else None
+    variable = _bounded_variable(value) if value.kind == "relation" else None
     if variable is None or not set(value.ends) <= ORDER.keys():
         return None
-    sides, relations = ordered(value)
+    sides, relations = order_sides(value)
     if not all(relation in ("<", r"\leq") for relation in relations) or len(sides) > 3:
         return None
-    if len(sides) == 2 and _text(sides[0]) == variable:
-        sides, relations = (_expression((_MINUS, _INFINITY)), *sides), ("<", *relations)
+    if len(sides) == 2 and _to_text(sides[0]) == variable:
+        sides, relations = (_read_expression((_MINUS, _INFINITY)), *sides), ("<", *relations)
     elif len(sides) == 2:
-        sides, relations = (*sides, _expression((_INFINITY,))), (*relations, "<")
-    if _text(sides[1]) != variable:
+        sides, relations = (*sides, _read_expression((_INFINITY,))), (*relations, "<")
+    if _to_text(sides[1]) != variable:
         return None
     ends = ("(" if relations[0] == "<" else "[", ")" if relations[1] == "<" else "]")
     return Value("tuple", value.parts, (sides[0], sides[2]), ends)
 
 
-def ordered(value: Value) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+def order_sides(value: Value) -> tuple[tuple[Value, ...], tuple[str, ...]]:
     """Sides and relations of an inequality, in rising order if it falls."""
     if value.ends[0] in (">", r"\geq"):
         return value.items[::-1], tuple(ORDER.get(relation, relation) for relation in value.ends[::-1])
     return value.items, value.ends
 
 
-def _variable(value: Value) -> str | None:
+def _bounded_variable(value: Value) -> str | None:
     """The variable that an inequality bounds: the one letter that is a side of it and stands in no other."""
     if value.kind == "list":
-        return _variable(value.items[0])
+        return _bounded_variable(value.items[0])
     if value.kind != "relation":
         return None
-    letters = [_text(side) for side in value.items if len(side.parts) == 1 and side.parts[0].kind == "letter"]
+    letters = [_to_text(side) for side in value.items if len(side.parts) == 1 and side.parts[0].kind == "letter"]
     names = [token.text for side in value.items for token in side.parts if token.kind == "letter"]
     return letters[0] if len(letters) == 1 and names.count(letters[0]) == 1 else None
 
 
-def _text(value: Value) -> str:
+def _to_text(value: Value) -> str:
     return " ".join(token.text for token in value.parts)
 
 
 def same_spelling(first: Value, second: Value) -> bool:
     """Whether two values have the same tokens."""
-    return spelling(first.parts) == spelling(second.parts)
+    return join_spelling(first.parts) == join_spelling(second.parts)

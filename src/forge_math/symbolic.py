@@ -14,7 +14,7 @@ MAX_DEPTH = 24  # nested operations
 helper = Helper(Path(__file__).with_name("sympy_equal.py"))
 
 
-def equivalent(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool | None:
+def are_equivalent(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool | None:
     """Whether two trees of `expressions` are equal; None if the target takes more than the helper's CPU time even
     compared with itself.
 
@@ -26,14 +26,14 @@ def equivalent(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool 
     Raises:
         RuntimeError: the helper process does not run.
     """
-    size, depth = _size(answer)
-    target_size, target_depth = _size(target)
+    size, depth = _tree_size(answer)
+    target_size, target_depth = _tree_size(target)
     if size > 4 * target_size + MAX_SURPLUS or depth > max(MAX_DEPTH, target_depth):
         return False
     return helper.verdict([kind, answer, target, tolerance], [kind, target, target, tolerance])
 
 
-def _size(tree: Tree) -> tuple[int, int]:
+def _tree_size(tree: Tree) -> tuple[int, int]:
     """The number of its nodes, and how deep they nest."""
-    sizes = [_size(argument) for argument in tree[1:] if isinstance(argument, list)]
+    sizes = [_tree_size(argument) for argument in tree[1:] if isinstance(argument, list)]
     return 1 + sum(size for size, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)

@@ -27,7 +27,7 @@ class _Different(Exception):
     """No value to compare."""
 
 
-def _built(tree: Tree) -> Expression:
+def _build_expression(tree: Tree) -> Expression:
     """A tree as sympy's expression. _Different: it has no value, or one that is too large to compute."""
     kind, *arguments = tree
     if kind in ("number", "decimal"):
@@ -40,11 +40,11 @@ def _built(tree: Tree) -> Expression:
         return _read_latex(arguments[0])
     # Operands first; huge powers and factorials are rejected before sympy computes them.
     name = arguments.pop(0) if kind in ("call", "apply") else ""
-    operands = [_built(argument) for argument in arguments]
+    operands = [_build_expression(argument) for argument in arguments]
     if kind == "apply":
         return sympy.Function(name)(*operands)
     if kind == "call":
-        return _called(name, operands)
+        return _call_function(name, operands)
     if kind in ("power", "factorial") and operands[-1].is_number and abs(operands[-1]) > _ENORMOUS:
         raise _Different
     return _OPERATIONS[kind](*operands)
@@ -73,8 +73,8 @@ _OPERATIONS: dict[str, Callable[..., Expression]] = {
     "negate": lambda x: -x,
     "multiply": lambda *factors: sympy.Mul(*factors),
     "divide": lambda x, y: x / y,
-    "power": lambda x, exponent: _power(x, exponent),
-    "root": lambda x, degree: _power(x, 1 / degree),
+    "power": lambda x, exponent: _real_power(x, exponent),
+    "root": lambda x, degree: _real_power(x, 1 / degree),
     "degree": lambda x: x * sympy.pi / 180,
     "factorial": lambda x: sympy.factorial(x),
     "binomial": lambda n, k: sympy.binomial(n, k),
@@ -84,14 +84,14 @@ _OPERATIONS: dict[str, Callable[..., Expression]] = {
 }
 
 
-def _power(x: Expression, exponent: Expression) -> Expression:
+def _real_power(x: Expression, exponent: Expression) -> Expression:
     """The real power, where there is one: with an odd denominator also that of a negative number."""
     if exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and not x.has(sympy.I):
         return sympy.sign(x) ** exponent.p * sympy.Abs(x) ** exponent
     return x**exponent
 
 
-def _called(name: str, operands: list[Expression]) -> Expression:
+def _call_function(name: str, operands: list[Expression]) -> Expression:
     """A function of analysis; `log` is that to base 10."""
     if name in ("log", "lg"):
         return sympy.log(operands[0]) / sympy.log(10)
@@ -109,10 +109,10 @@ def _has_decimal(tree: Tree) -> bool:
     return tree[0] == "decimal" or any(_has_decimal(argument) for argument in tree[1:] if isinstance(argument, list))
 
 
-def equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
+def are_equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
     """Whether two trees are equal, or of equations and inequalities equal up to a factor."""
     try:
-        answer_value, target_value = _built(answer), _built(target)
+        answer_value, target_value = _build_expression(answer), _build_expression(target)
     except _Different:
         return False
     if answer_value.has(sympy.nan, sympy.zoo) or target_value.has(sympy.nan, sympy.zoo):
@@ -122,10 +122,10 @@ def equal(kind: str, answer: Tree, target: Tree, tolerance: float) -> bool:
     # Numbers need no points.
     if kind == "expression" and (equal or (answer_value.is_Rational and target_value.is_Rational)):
         return bool(equal) or (not exact and abs(answer_value - target_value) <= tolerance)
-    return _agree(kind, answer_value, target_value, EXACT if exact else max(EXACT, tolerance))
+    return _agree_at_points(kind, answer_value, target_value, EXACT if exact else max(EXACT, tolerance))
 
 
-def _agree(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
+def _agree_at_points(kind: str, answer: Expression, target: Expression, margin: float) -> bool:
     """Whether values agree at all points, or by one factor at all of them."""
     # A function without a definition has a separate value for each of its arguments.
     calls = sorted(answer.atoms(AppliedUndef) | target.atoms(AppliedUndef), key=str)
@@ -136,7 +136,7 @@ def _agree(kind: str, answer: Expression, target: Expression, margin: float) -> 
     # At each point: equal values, or for equations and inequalities a quotient that is the same everywhere.
     factors = []
     for point in range(POINTS if symbols else 1):
-        values = {symbol: _coordinate(index, point) for index, symbol in enumerate(symbols)}
+        values = {symbol: _point_coordinate(index, point) for index, symbol in enumerate(symbols)}
         answer_at, target_at = (side.subs(values).evalf(DIGITS + 15) for side in (answer, target))
         if not (answer_at.is_finite and target_at.is_finite) or (real and not (answer_at.is_real or target_at.is_real)):
             continue  # a pole, or outside where both are defined
@@ -153,7 +153,7 @@ def _agree(kind: str, answer: Expression, target: Expression, margin: float) -> 
     return kind != "inequality" or sympy.re(factors[0]) > abs(factors[0]) / 2
 
 
-def _coordinate(index: int, point: int) -> Expression:
+def _point_coordinate(index: int, point: int) -> Expression:
     """A coordinate of a point: positive, negative, large and small ones in turn, of another sign than its neighbour's,
     so that sqrt(x^2 y^2) is not xy; whole numbers at the last two, where (-1)^n is real."""
     if point >= POINTS - 2:
@@ -164,18 +164,18 @@ def _coordinate(index: int, point: int) -> Expression:
 
 
 @cache
-def _load() -> None:
+def _load_sympy() -> None:
     half = ["root", ["number", "1/2"], ["number", "2"]]
-    equal("expression", half, ["power", ["decimal", "0.5"], ["decimal", "0.5"]], 1e-6)
+    are_equal("expression", half, ["power", ["decimal", "0.5"], ["decimal", "0.5"]], 1e-6)
 
 
 @cache
 def _load_latex() -> None:
-    equal("expression", ["latex", r"\int_0^1 x dx"], ["number", "1/2"], 0.0)
+    are_equal("expression", ["latex", r"\int_0^1 x dx"], ["number", "1/2"], 0.0)
 
 
-def prepare(line: str) -> None:
+def prepare_question(line: str) -> None:
     """Load what a question needs, once."""
-    _load()
+    _load_sympy()
     if '["latex"' in line:
         _load_latex()

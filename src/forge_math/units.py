@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .notation import CURRENCIES, FUNCTIONS, PREFIXED, Token, words
+from .notation import CURRENCIES, FUNCTIONS, PREFIXED, Token, split_words
 
 Unit = tuple[tuple[str, int], ...]  # names with their powers, sorted
 
@@ -92,7 +92,7 @@ _MOST_TOKENS = 12
 _MOST_WORDS = 6
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _AFTER_POWERS = {"squared": 2, "cubed": 3}
-_FILLERS = words("of in the a an per long old total altogether only are")
+_FILLERS = split_words("of in the a an per long old total altogether only are")
 
 
 def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
@@ -105,7 +105,7 @@ def with_unit(parts: Sequence[Token]) -> tuple[list[Token], Unit]:
         money = ((core.pop(sign).text, 1),)
     # The first token that begins a unit of all that follows.
     for start in range(max(1, len(core) - _MOST_TOKENS), len(core)):
-        unit = _read(core[start:]) if _begins(core, start) else None
+        unit = _read_unit(core[start:]) if _begins_unit(core, start) else None
         if unit is not None:
             return core[:start], tuple(sorted({*money, *unit}))
     return core, money
@@ -123,7 +123,7 @@ def same_kind(unit: Unit, target: Unit) -> bool:
     return set(unit) <= set(target) or set(target) <= set(unit)
 
 
-def _begins(parts: Sequence[Token], start: int) -> bool:
+def _begins_unit(parts: Sequence[Token], start: int) -> bool:
     """Whether a unit can begin at this token."""
     token, before = parts[start], parts[start - 1]
     following = [part.text for part in parts[start + 1 : start + 3]]
@@ -143,7 +143,7 @@ def _begins(parts: Sequence[Token], start: int) -> bool:
     return token.kind == "word" or token.text == "%" or (after_value and token.text in (r"\Omega", r"\mu"))
 
 
-def _read(parts: Sequence[Token]) -> Unit | None:
+def _read_unit(parts: Sequence[Token]) -> Unit | None:
     """The unit that tokens spell; None: they spell none."""
     powers: dict[str, int] = {}
     sign, coming, last, prefix = 1, 1, "", ""
@@ -170,7 +170,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
             elif lower == "per" and last:
                 sign = -1
             elif text not in _FILLERS or (text == "in" and not following.isalpha()):
-                last = prefix + (_NAMES.get(text) or _NAMES.get(lower if len(text) > 2 else text) or _singular(text))
+                last = prefix + (_NAMES.get(text) or _NAMES.get(lower if len(text) > 2 else text) or _to_singular(text))
                 powers[last] = powers.get(last, 0) + sign * coming
                 coming, prefix = 1, ""
         # A single letter that is a word, such as "a".
@@ -210,7 +210,7 @@ def _read(parts: Sequence[Token]) -> Unit | None:
     return tuple(sorted((name, power) for name, power in powers.items() if power))
 
 
-def _singular(word: str) -> str:
+def _to_singular(word: str) -> str:
     """A free word without its plural; short ones keep their case, in which prefixes differ."""
     if len(word) < 5 and not word.islower():
         return word

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .literals import Value, constant
+from .literals import Value, evaluate_constant
 
 # What a comparison is called in the harness, which compares plain values whatever the program's objects say.
 _COMPARE = "__compare__"
@@ -79,7 +79,7 @@ def forgeable(case: Case) -> bool:
         return False
     checks = _assert_checks_of(0, case.test)
     deciding = (ast.Assert, ast.Raise, ast.ClassDef)
-    decides = any(isinstance(node, deciding) for node in ast.walk(_parse(case.test)))
+    decides = any(isinstance(node, deciding) for node in ast.walk(_parse_test(case.test)))
     return decides and (not checks or any(check.in_process for check in checks))
 
 
@@ -117,17 +117,17 @@ def checks_of(number: int, case: Case) -> list[Check]:
     """Return the checks of a case that is not one of input and output."""
     if case.call is not None:
         expected = (case.value or "").strip()
-        value_of = constant(expected)
+        value_of = evaluate_constant(expected)
         if value_of is not None:
             return [Check(number, case.call, "value", lambda value: bool(value == value_of[0]), expected)]
         return [Check(number, case.call, "text", lambda value: bool(value == expected), expected)]
     if case.test is None:
         return []
-    guarded = ast.unparse(_Guard().visit(_parse(case.test))) or case.test
+    guarded = ast.unparse(_Guard().visit(_parse_test(case.test))) or case.test
     return _assert_checks_of(number, case.test) or [Check(number, guarded, "test", lambda value: value is None)]
 
 
-def _parse(test: str) -> ast.Module:
+def _parse_test(test: str) -> ast.Module:
     """The tree of a test; an empty one where it does not parse, as it will raise in the sandbox, too."""
     with suppress(SyntaxError, ValueError, MemoryError, RecursionError):
         return ast.parse(test)
@@ -136,7 +136,7 @@ def _parse(test: str) -> ast.Module:
 
 def _assert_checks_of(number: int, test: str) -> list[Check]:
     """Return the checks of a test that consists of asserts; none for other tests."""
-    body = _parse(test).body
+    body = _parse_test(test).body
     tests = [statement.test for statement in body if isinstance(statement, ast.Assert)]
     return [check for test in tests for check in _assert_checks(number, test)] if len(tests) == len(body) else []
 
@@ -148,20 +148,24 @@ def _assert_checks(number: int, test: ast.expr) -> list[Check]:
         case ast.BoolOp(op=ast.And(), values=values):
             return [check for value in values for check in _assert_checks(number, value)]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return [_truth(number, operand, False)]
+            return [_truth_check(number, operand, False)]
         # The constant is compared outside the sandbox, where the program cannot see or replace it.
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             compare = _OPERATORS[type(op)]
-            right_value = constant(right)
+            right_value = evaluate_constant(right)
             if right_value is not None:
-                return [_compare(number, left, lambda value: bool(compare(value, right_value[0])), ast.unparse(right))]
-            left_value = constant(left)
+                return [
+                    _value_check(number, left, lambda value: bool(compare(value, right_value[0])), ast.unparse(right))
+                ]
+            left_value = evaluate_constant(left)
             if left_value is not None:
-                return [_compare(number, right, lambda value: bool(compare(left_value[0], value)), ast.unparse(left))]
-    return [_truth(number, test, True)]
+                return [
+                    _value_check(number, right, lambda value: bool(compare(left_value[0], value)), ast.unparse(left))
+                ]
+    return [_truth_check(number, test, True)]
 
 
-def _truth(number: int, test: ast.expr, wanted: bool) -> Check:
+def _truth_check(number: int, test: ast.expr, wanted: bool) -> Check:
     """Return a check of whether an expression holds. A call of the program gains nothing by lies: it may return what it
     likes."""
     root = re.match(r"\w+", ast.unparse(test)) if isinstance(test, ast.Call) else None
@@ -170,12 +174,12 @@ def _truth(number: int, test: ast.expr, wanted: bool) -> Check:
     return Check(number, text, "truth", lambda value: value is wanted, in_process=not calls_program)
 
 
-def _compare(number: int, node: ast.expr, right: Callable[[Value], bool], expected: str) -> Check:
+def _value_check(number: int, node: ast.expr, right: Callable[[Value], bool], expected: str) -> Check:
     """Return a check of a value; for `abs(value - constant)` the constant stays out of the sandbox, too."""
     match node:
         case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=first, op=ast.Sub(), right=second)], keywords=[]):
             for node_of_program, other in ((first, second), (second, first)):
-                centre = constant(other)
+                centre = evaluate_constant(other)
                 if centre is not None:
                     distance = partial(lambda centre, value: right(abs(value - centre)), centre[0])
                     return Check(number, ast.unparse(node_of_program), "value", distance, expected)
@@ -190,7 +194,7 @@ class _Guard(ast.NodeTransformer):
         self.generic_visit(node)
         pairs = zip(node.ops, node.comparators, strict=True)
         signs = [ast.Tuple([ast.Constant(_SIGNS[type(sign)]), right], ast.Load()) for sign, right in pairs]
-        return _call(_COMPARE, node.left, *signs)
+        return _call_name(_COMPARE, node.left, *signs)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """`self.assertEqual(a, b)` becomes `self.assertTrue(__compare__(a, ('==', b)))`."""
@@ -198,13 +202,13 @@ class _Guard(ast.NodeTransformer):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name in _EQUALITIES and len(node.args) >= 2:
             left, right, *_ = node.args
-            node.args = [_call(_COMPARE, left, ast.Tuple([ast.Constant("=="), right], ast.Load()))]
+            node.args = [_call_name(_COMPARE, left, ast.Tuple([ast.Constant("=="), right], ast.Load()))]
             node.keywords = []
             node.func = ast.Attribute(node.func.value, "assertTrue", ast.Load())  # type: ignore[attr-defined]
         elif name in _OF_VALUES:
-            node.args[:2] = [_call(_VALUE, argument) for argument in node.args[:2]]
+            node.args[:2] = [_call_name(_VALUE, argument) for argument in node.args[:2]]
         return node
 
 
-def _call(name: str, *arguments: ast.expr) -> ast.expr:
+def _call_name(name: str, *arguments: ast.expr) -> ast.expr:
     return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])

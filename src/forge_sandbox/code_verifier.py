@@ -11,12 +11,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from forge.config.plugin import construct
 from forge.data.thoughts import after_thoughts
-from forge.rewards.verifier import Scores, Unscored, collect
+from forge.rewards.verifier import Scores, Unscored, collect_scores
 from forge_sandbox.code_blocks import python_block
 
 from .cases import NO_LITERAL, Case, Check, checks_of, forgeable, read_cases
 from .harness import BEGUN, HARNESS, read_marked
-from .literals import literal
+from .literals import parse_literal
 from .sandbox import Sandbox
 
 Json = Any  # plain data of a report
@@ -107,14 +107,14 @@ class CodeVerifier:
         except ValueError as error:
             return Scores.none(len(responses), 1, str(error))
         slots = asyncio.Semaphore(self._concurrency)
-        return await collect([self._score(response, cases, slots) for response in responses], 1)
+        return await collect_scores([self._score_response(response, cases, slots) for response in responses], 1)
 
     async def close(self) -> None:
         """Close the sandbox, if it has a `close`."""
         if hasattr(self._sandbox, "close"):
             await self._sandbox.close()
 
-    async def _score(self, response: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> float:
+    async def _score_response(self, response: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> float:
         program = self._program(response)
         if program is None:
             return 0.0
@@ -128,9 +128,11 @@ class CodeVerifier:
             if self._credit == "all" and False in passed.values():
                 return 0.0
             if case.stdout is not None:
-                result = await self._run(program, case.stdin or "", slots)
+                result = await self._run_program(program, case.stdin or "", slots)
                 _check_limit(case.stdout, result)
-                passed[number] = result.status == "ok" and _lines(result.stdout) == _lines(case.stdout)
+                passed[number] = result.status == "ok" and _stripped_lines(result.stdout) == _stripped_lines(
+                    case.stdout
+                )
         return float(all(passed.values())) if self._credit == "all" else sum(passed.values()) / len(cases)
 
     async def _run_checks(self, program: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> dict[int, bool]:
@@ -141,7 +143,7 @@ class CodeVerifier:
             mark = secrets.token_hex(16)
             texts = [(check.text.strip(), check.kind) for check in checks]
             script = f"{HARNESS}harness({program!r}, {texts!r}, {mark!r})\n"
-            result = await self._run(script, "", slots)
+            result = await self._run_program(script, "", slots)
             reports = read_marked(result.stdout, mark)
             # The first unanswered check may have run out of time or output used by earlier ones, unless it was first.
             answered = next((index for index in range(len(checks)) if index not in reports), len(checks)) or 1
@@ -150,14 +152,14 @@ class CodeVerifier:
             elif 0 not in reports:
                 _check_limit(json.dumps(checks[0].expected), result)
             for index, check in enumerate(checks[:answered]):
-                if not _passes(check, reports.get(index)):
+                if not _check_passes(check, reports.get(index)):
                     passed[check.case] = False
                     if self._credit == "all":
                         return passed
             checks = checks[answered:]
         return passed
 
-    async def _run(self, program: str, stdin: str, slots: asyncio.Semaphore) -> Any:
+    async def _run_program(self, program: str, stdin: str, slots: asyncio.Semaphore) -> Any:
         async with slots:
             try:
                 result = await self._sandbox.run(program, stdin=stdin, time_limit=self._time_limit)
@@ -168,12 +170,12 @@ class CodeVerifier:
             return result
 
 
-def _passes(check: Check, report: list[Json] | None) -> bool:
+def _check_passes(check: Check, report: list[Json] | None) -> bool:
     if not report:
         return False
     value = report[0]
     if check.kind == "value":
-        parsed = literal(value) if isinstance(value, str) else None
+        parsed = parse_literal(value) if isinstance(value, str) else None
         value = NO_LITERAL if parsed is None else parsed[0]
     elif check.kind == "text" and isinstance(value, str):
         value = value.strip()
@@ -189,6 +191,6 @@ def _check_limit(expected: str, result: Any) -> None:
         raise Unscored(f"{len(expected)} characters are expected, the sandbox's output limit is {len(result.stdout)}")
 
 
-def _lines(text: str) -> list[str]:
+def _stripped_lines(text: str) -> list[str]:
     """Return lines without trailing white space, which is not compared."""
     return [line.rstrip() for line in text.strip().splitlines()]

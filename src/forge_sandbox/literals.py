@@ -19,14 +19,14 @@ _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 MAX_EXPONENT = 1024  # larger powers could take minutes
 
 
-def literal(text: str) -> tuple[Value] | None:
+def parse_literal(text: str) -> tuple[Value] | None:
     """Return the value in a 1-tuple; None if the text is not a literal."""
     with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
         return (ast.literal_eval(ast.parse(text.strip(), "<model output>", mode="eval")),)
     return None
 
 
-def constant(expression: str | ast.expr) -> tuple[Value] | None:
+def evaluate_constant(expression: str | ast.expr) -> tuple[Value] | None:
     """Return the value of an expression of a test in a 1-tuple; None if it has names but `float`, `inf` and `set`."""
     with suppress(ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
         node = ast.parse(expression.strip(), "<test>", mode="eval").body if isinstance(expression, str) else expression

@@ -168,10 +168,10 @@ class Sandbox:
             SandboxError: the sandbox failed, also on a retry with a new process.
             RuntimeError: closed.
         """
-        bodies = _encode(time_limit, program, stdin)
+        bodies = _encode_request(time_limit, program, stdin)
         self._check_usable()
         pending = _Pending()
-        future = self._threads.submit(self._run, bodies, time_limit, pending)
+        future = self._threads.submit(self._run_program, bodies, time_limit, pending)
         try:
             # The thread waits for the worker, and returns soon after the worker was killed.
             return await asyncio.wrap_future(future)
@@ -187,7 +187,7 @@ class Sandbox:
         for worker in workers:
             worker.interrupt()
         for worker in workers:
-            await asyncio.to_thread(self._discard, worker)
+            await asyncio.to_thread(self._discard_worker, worker)
         self._threads.shutdown(wait=False)
 
     def _check_usable(self) -> None:
@@ -203,7 +203,7 @@ class Sandbox:
             self._started = True
         log.log(logging.WARNING if self.level == "none" else logging.INFO, "programs run at level %s", self.level)
 
-    def _run(self, bodies: list[bytes], time_limit: float, pending: _Pending) -> Result:
+    def _run_program(self, bodies: list[bytes], time_limit: float, pending: _Pending) -> Result:
         self._start()
         worker = self._idle.get()
         try:
@@ -215,17 +215,17 @@ class Sandbox:
                 try:
                     reply = worker.request({"time_limit": time_limit}, *bodies, limit=time_limit)
                     worker.settle()
-                    return _result(*reply, self._settings["cpu_seconds"])
+                    return _make_result(*reply, self._settings["cpu_seconds"])
                 except SandboxError:
                     if is_last or worker.interrupted:
                         raise
-                    self._discard(worker)
+                    self._discard_worker(worker)
                     worker = None
             raise SandboxError("the program was cancelled")
         finally:
             pending.assign(None)
             if worker is not None and worker.interrupted:  # no longer usable
-                self._discard(worker)
+                self._discard_worker(worker)
                 worker = None
             self._idle.put(worker)
 
@@ -238,12 +238,12 @@ class Sandbox:
         worker.kill()
         raise SandboxError("the sandbox was closed")
 
-    def _discard(self, worker: Worker) -> None:
+    def _discard_worker(self, worker: Worker) -> None:
         self._workers.discard(worker)
         worker.kill()
 
 
-def _result(header: Header, bodies: list[bytes], cpu_seconds: int) -> Result:
+def _make_result(header: Header, bodies: list[bytes], cpu_seconds: int) -> Result:
     out, error = (body.decode("utf-8", "replace") for body in bodies)
     status, code = header["status"], header["exit_code"]
     if status == "exited" and code <= 0:
@@ -255,7 +255,7 @@ def _result(header: Header, bodies: list[bytes], cpu_seconds: int) -> Result:
     return Result(status, out, error, header["seconds"], header["cpu_seconds"], code, status == "output")
 
 
-def _encode(time_limit: float, *texts: str) -> list[bytes]:
+def _encode_request(time_limit: float, *texts: str) -> list[bytes]:
     if not 0 < time_limit <= 86_400:
         raise ValueError(f"time_limit must be above 0 and at most 86400 seconds, got {time_limit}")
     try:

@@ -102,11 +102,11 @@ class Worker:
 
     def request(self, header: Header, *bodies: bytes, limit: float) -> tuple[Header, list[bytes]]:
         """Send a request and return the reply. SandboxError: it failed or timed out, and the worker must be killed."""
-        return self._reply(limit + GRACE, wire.pack(header, *bodies))
+        return self._read_reply(limit + GRACE, wire.pack_message(header, *bodies))
 
     def settle(self) -> None:
         """Wait until all processes of the last program have ended. SandboxError: as `request`."""
-        reply, _ = self._reply(GRACE)
+        reply, _ = self._read_reply(GRACE)
         if not reply.get("over"):
             raise SandboxError(f"the sandbox's process sent {reply} instead of the end of a program")
 
@@ -127,10 +127,10 @@ class Worker:
         self._socket.close()
         self._stderr.close()
 
-    def _reply(self, seconds: float, request: bytes = b"") -> tuple[Header, list[bytes]]:
+    def _read_reply(self, seconds: float, request: bytes = b"") -> tuple[Header, list[bytes]]:
         deadline = time.monotonic() + seconds
 
-        def read(size: int) -> bytes:
+        def read_bytes(size: int) -> bytes:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             data, descriptors, _, _ = socket.recv_fds(self._socket, size, 1)
             self.descriptors += descriptors
@@ -139,7 +139,7 @@ class Worker:
         try:
             self._socket.settimeout(seconds)
             self._socket.sendall(request)
-            header, bodies = wire.unpack(read)
+            header, bodies = wire.unpack_message(read_bytes)
         except TimeoutError:
             raise SandboxError(f"the sandbox's process gave no answer within {seconds:g} s") from None
         except (EOFError, ConnectionError):

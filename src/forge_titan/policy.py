@@ -33,7 +33,7 @@ from forge.types import Batch
 
 from . import setup as titan_setup
 
-titan_setup.prepare()
+titan_setup.prepare_imports()
 
 # isort: split
 from torchtitan.config import ParallelismConfig
@@ -158,7 +158,7 @@ class TitanExperts(Module):
 class TitanRouters(Routers):
     """TorchTitan's routers, which return gates, experts and probabilities, [1, tokens, ...] each."""
 
-    def _hook(
+    def _record_choice(
         self, number: int, _router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         gates, experts, probabilities = (tensor[0] for tensor in output)
@@ -209,13 +209,13 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
     model, block = FAMILIES[config.model_type]
     sparse = sparse_layers(config)
 
-    def norm(size: int) -> RMSNorm.Config:
+    def make_norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps, param_init=READ)
 
     def feed_forward() -> Any:
         return make_ffn_config(dim=dim, hidden_dim=config.intermediate_size, w1_param_init=READ, w2w3_param_init=READ)
 
-    def mixture() -> MoE.Config:
+    def make_mixture() -> MoE.Config:
         E, k = config.num_experts, config.num_experts_per_tok
         read = dict.fromkeys(("gate_up_proj", "down_proj"), skip_param_init)
         experts: Any = TitanExperts.Config(
@@ -233,7 +233,7 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
 
     max_seq_len = min(seq_len, config.max_position_embeddings)
 
-    def layer(index: int) -> Module.Config:
+    def make_layer(index: int) -> Module.Config:
         # A layer, with this library's attention, rotary embedding and experts in place of TorchTitan's.
         return block.Config(
             attention=make_gqa_config(
@@ -245,12 +245,12 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
                 wo_param_init=READ,
                 inner_attention=PackedAttention.Config(),
                 rope=TitanRotary.Config(dim=head, max_seq_len=max_seq_len, model_config=config),
-                qk_norm=norm(head) if config.model_type != "llama" else None,
+                qk_norm=make_norm(head) if config.model_type != "llama" else None,
             ),
             feed_forward=None if index in sparse else feed_forward(),
-            moe=mixture() if index in sparse else None,
-            attention_norm=norm(dim),
-            ffn_norm=norm(dim),
+            moe=make_mixture() if index in sparse else None,
+            attention_norm=make_norm(dim),
+            ffn_norm=make_norm(dim),
         )
 
     # The model: what transformers has outside its layers, and the layers.
@@ -259,9 +259,9 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
         vocab_size=config.vocab_size,
         enable_weight_tying=config.tie_word_embeddings,
         tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=dim, param_init=READ),
-        norm=norm(dim),
+        norm=make_norm(dim),
         lm_head=TitanHead.Config(in_features=dim, out_features=config.vocab_size, param_init=READ),
-        layers=[layer(index) for index in range(config.num_hidden_layers)],
+        layers=[make_layer(index) for index in range(config.num_hidden_layers)],
     )
 
 

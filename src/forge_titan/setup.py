@@ -48,7 +48,7 @@ def check_model(config: PreTrainedConfig) -> None:
             raise ValueError(f"trainer.backend titan does not support {feature}: take fsdp")
 
 
-def prepare() -> None:
+def prepare_imports() -> None:
     """Make TorchTitan's modules importable here; to be called before their first import.
 
     Raises:

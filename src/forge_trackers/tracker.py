@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from forge.config.plugin import resolve
 from forge.observability.lines import Lines, Row
-from forge.observability.rollouts import ROLLOUTS, batches, texts
-from forge.system.masking import masked, without_secrets
+from forge.observability.rollouts import ROLLOUTS, read_batches, texts_by_group
+from forge.system.masking import mask_secrets, without_secrets
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Wandb:
         values: Row = dict(row)
         if rollouts:
             columns: list[str | int] = [*rollouts[0]]
-            lines = [[_cell(cell) for cell in line.values()] for line in rollouts]
+            lines = [[_to_cell(cell) for cell in line.values()] for line in rollouts]
             values["rollouts"] = self._table(columns=columns, data=lines, allow_mixed_types=True)
         self._run.log(values, step=step)
 
@@ -125,7 +125,7 @@ class Wandb:
         wandb.teardown()
 
 
-def _cell(value: Any) -> Any:
+def _to_cell(value: Any) -> Any:
     """Return numbers and texts as they are, and everything else as text."""
     return value if isinstance(value, int | float | str | None) else json.dumps(value)
 
@@ -179,7 +179,7 @@ class Delivery:
         self._sections = {name: metrics[name] for name in STARTS if metrics.get(name)}
         self._trackers: dict[str, Tracker] = {}
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._feed, daemon=True)
+        self._thread = threading.Thread(target=self._feed_trackers, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -189,25 +189,25 @@ class Delivery:
         if self._thread.is_alive():
             log.warning("%s did not take the last rows in time", " and ".join(self._trackers))
 
-    def _feed(self) -> None:
+    def _feed_trackers(self) -> None:
         """Send every step to all trackers until the run has ended."""
         for name, section in self._sections.items():
-            if (tracker := self._attempt(name, STARTS[name], section, self._run)) is not None:
+            if (tracker := self._attempt_call(name, STARTS[name], section, self._run)) is not None:
                 self._trackers[name] = tracker
         for step, row, rollouts in self._read_steps():
             for name, tracker in [*self._trackers.items()]:
                 if step >= tracker.first:
-                    self._attempt(name, tracker.log, step, row, rollouts)
+                    self._attempt_call(name, tracker.log, step, row, rollouts)
         for name, tracker in [*self._trackers.items()]:
-            self._attempt(name, tracker.close, (self._run.folder / "finished").exists())
+            self._attempt_call(name, tracker.close, (self._run.folder / "finished").exists())
 
-    def _attempt(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
+    def _attempt_call(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
         """Call a tracker; one that fails gets no further rows."""
         try:
             return action(*arguments)
         except Exception as error:
             self._trackers.pop(name, None)
-            text = masked(" ".join(str(error).split()))[:200]
+            text = mask_secrets(" ".join(str(error).split()))[:200]
             log.warning("metrics.%s failed with %s: %s. Training continues", name, type(error).__name__, text)
 
     def _read_steps(self) -> Iterator[Step]:
@@ -220,8 +220,8 @@ class Delivery:
             is_last = self._ended.is_set()
             rows = list(metrics.read())
             # The rollouts of a step are written before its row.
-            for end, batch in batches(self._run.folder / ROLLOUTS, after=position):
-                waiting += texts(batch)
+            for end, batch in read_batches(self._run.folder / ROLLOUTS, after=position):
+                waiting += texts_by_group(batch)
                 position = end
             for row in rows:
                 rollouts = [line for line in waiting if line["step"] <= row["step"]]

@@ -216,7 +216,7 @@ class VerifiersConfig(Section):
             for kind in ("reward_models", "process_reward_models"):
                 for number, spec in enumerate(self[kind]):
                     spec.check_sources(f"{kind}[{number}]")
-            for plugin in self._plugins(location):
+            for plugin in self._load_plugins(location):
                 if hasattr(plugin, "check"):
                     plugin.check()
             names = self.names
@@ -235,16 +235,16 @@ class VerifiersConfig(Section):
     def names(self) -> list[str]:
         """The columns of the panel, in order. ValueError: a function does not exist."""
         # In the order in which `panel` constructs them, without loading a model.
-        names = [name for verifier in self._functions() for name in verifier.names]
+        names = [name for verifier in self._load_functions() for name in verifier.names]
         names += [spec.name or Path(spec.path).name for spec in self.reward_models]
         for spec in self.process_reward_models:
             names += [f"{spec.name or Path(spec.path).name}_{reading}" for reading in ("min", "mean", "last")]
         names += [spec.name or spec.model for spec in self.judges]
-        return names + [name for plugin in self._plugins("verifiers") for name in plugin.names]
+        return names + [name for plugin in self._load_plugins("verifiers") for name in plugin.names]
 
     def planned_models(self) -> list[ModelSettings]:
         """The models that the panel loads, of plugins too. ValueError, OSError: those of a plugin cannot be read."""
-        plugins = models_of(self._plugins("verifiers"))
+        plugins = models_of(self._load_plugins("verifiers"))
         return [*self.reward_models, *self.process_reward_models, *plugins]
 
     def panel(self) -> Panel:
@@ -253,20 +253,20 @@ class VerifiersConfig(Section):
         from .process import ProcessRewardModel
         from .reward_model import RewardModel
 
-        verifiers = self._functions()
+        verifiers = self._load_functions()
         verifiers += [RewardModel(**spec) for spec in self.reward_models]
         verifiers += [ProcessRewardModel(**spec) for spec in self.process_reward_models]
         if self.judges:
             from .judge import LMJudge
 
             verifiers += [LMJudge(**spec) for spec in self.judges]
-        for plugin in self._plugins("verifiers"):
+        for plugin in self._load_plugins("verifiers"):
             if hasattr(plugin, "setup"):
                 plugin.setup()
             verifiers.append(plugin)
         return Panel(verifiers, timeout=self.timeout)
 
-    def _functions(self) -> list[Verifier]:
+    def _load_functions(self) -> list[Verifier]:
         verifiers: list[Verifier] = [Rule(load_reward(name), time_limit=self.rule_timeout) for name in self.rules]
         if self.math:
             verifiers.append(MathVerifier(time_limit=self.rule_timeout))
@@ -274,7 +274,7 @@ class VerifiersConfig(Section):
             verifiers.append(AnswerFrequency(load_reward(self.answer_frequency, "answer function")))
         return verifiers
 
-    def _plugins(self, location: str) -> list[Any]:
+    def _load_plugins(self, location: str) -> list[Any]:
         return [load_plugin(item, f"{location}.plugins[{number}]") for number, item in enumerate(self.plugins)]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from forge.data.special_tokens import inert_anywhere
 from forge.data.thoughts import without_thoughts
-from forge.rewards.verifier import Scores, Unscored, collect
+from forge.rewards.verifier import Scores, Unscored, collect_scores
 from forge_http.bounded_http import bounded_transport
-from forge_verifiers.threads import within
+from forge_verifiers.threads import await_within
 
 from .config import JudgeSettings
 
@@ -69,14 +69,14 @@ class LMJudge:
 
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
-        client, turns = self._connected()
+        client, turns = self._connect_client()
 
         async def in_turn(response: str) -> float:
             async with turns:
-                judged = self._judge(client, prompt, response, target)
-                return await within(self._settings.time_limit, judged, f"the judge {self.names[0]}")
+                judged = self._judge_response(client, prompt, response, target)
+                return await await_within(self._settings.time_limit, judged, f"the judge {self.names[0]}")
 
-        return await collect([in_turn(response) for response in responses], 1)
+        return await collect_scores([in_turn(response) for response in responses], 1)
 
     async def close(self) -> None:
         """Close the connections; requests in flight fail."""
@@ -93,7 +93,7 @@ class LMJudge:
         response_text = framed if self._settings.frame else response
         return self._settings.template.format(prompt=prompt, response=response_text, target=target, mark=mark)
 
-    async def _judge(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
+    async def _judge_response(self, client: AsyncOpenAI, prompt: str, response: str, target: str | None) -> float:
         text = self.question(prompt, response, target)
         messages = [{"role": "user", "content": text}]
         if self._settings.system_prompt is not None:
@@ -101,7 +101,7 @@ class LMJudge:
         question: Json = {**self._fixed, "messages": messages}
         # From the probabilities of the two words as the next token, in one request.
         if self._settings.scoring == "logprob":
-            choice = (await self._ask(client, question))[0]
+            choice = (await self._ask_model(client, question))[0]
             try:
                 tops = choice["logprobs"]["content"][0]["top_logprobs"]
                 likely = [(top["token"], top["logprob"]) for top in tops]
@@ -117,7 +117,7 @@ class LMJudge:
 
         # Votes: as many answers as are set, of which more than half must be readable.
         several = {"n": self._settings.votes} if self._settings.votes > 1 else {}
-        answers = [_text_of(choice) for choice in await self._ask(client, {**question, **several})]
+        answers = [_text_of(choice) for choice in await self._ask_model(client, {**question, **several})]
         read = [read_verdict(answer, self._yes, self._no) for answer in answers]
         verdicts = [verdict for verdict in read if verdict is not None]
         if 2 * len(verdicts) <= self._settings.votes:
@@ -125,7 +125,7 @@ class LMJudge:
             raise Unscored(f"{count}; the last answer was {answers[-1][-80:]!r}")
         return sum(verdicts) / len(verdicts)
 
-    async def _ask(self, client: AsyncOpenAI, body: Json) -> list[Json]:
+    async def _ask_model(self, client: AsyncOpenAI, body: Json) -> list[Json]:
         """The choices of an answer. Unscored: all attempts failed."""
         url = f"{self._base}/chat/completions"
         for _ in range(self._settings.retries + 1):
@@ -153,7 +153,7 @@ class LMJudge:
         tries = self._settings.retries + 1
         raise Unscored(f"{url} gave an invalid answer: {str(reply)[:120]!r}, tried {tries} times")
 
-    def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
+    def _connect_client(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
         """The client and the semaphore of the running loop: neither works in another."""
         loop = asyncio.get_running_loop()
         if self._connection is None or self._connection[0] is not loop or self._connection[1].is_closed():

@@ -143,7 +143,7 @@ class ModelVerifier(ABC, Generic[A]):
 
     def __init__(self, settings: ModelSettings, loader: Any, name: str) -> None:
         self.model = BatchedModel(settings, loader)
-        self._batcher: Batcher[tuple[str, str], A | Exception] = Batcher(self._compute, name)
+        self._batcher: Batcher[tuple[str, str], A | Exception] = Batcher(self._compute_scores, name)
 
     @property
     def progress(self) -> int:
@@ -166,7 +166,7 @@ class ModelVerifier(ABC, Generic[A]):
         """Stop the thread; waiting calls fail."""
         self._batcher.close()
 
-    def _compute(self, texts: list[tuple[str, str]]) -> Iterator[tuple[int, A | Exception]]:
+    def _compute_scores(self, texts: list[tuple[str, str]]) -> Iterator[tuple[int, A | Exception]]:
         rows: list[TokenRow | Exception] = []
         for prompt, response in texts:
             try:

@@ -10,7 +10,7 @@ import numpy as np
 
 from forge.rewards.verifier import Scores, Verifier, close_all, reason_of
 
-from .threads import within
+from .threads import await_within
 
 
 class Panel:
@@ -39,7 +39,7 @@ class Panel:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, names]; exceptions of verifiers become reasons."""
         # All verifiers at once; their columns side by side.
-        calls = (self._ask(verifier, prompt, list(responses), target) for verifier in self.verifiers)
+        calls = (self._ask_verifier(verifier, prompt, list(responses), target) for verifier in self.verifiers)
         parts = await asyncio.gather(*calls)
         reasons: dict[tuple[int, int], str] = {}
         start = 0
@@ -57,11 +57,11 @@ class Panel:
         """Close all verifiers, even if one raises."""
         await close_all(self.verifiers)
 
-    async def _ask(self, verifier: Verifier, prompt: str, responses: list[str], target: str | None) -> Scores:
+    async def _ask_verifier(self, verifier: Verifier, prompt: str, responses: list[str], target: str | None) -> Scores:
         shape = (len(responses), len(verifier.names))
         try:
             call = verifier.score(prompt, responses, target)
-            scores = await within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
+            scores = await await_within(self.timeout, call, "the verifier", lambda: getattr(verifier, "progress", None))
             if np.shape(scores.values) != shape:
                 raise ValueError(f"it gave scores of shape {np.shape(scores.values)} for {shape[0]} responses")
         except Exception as error:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from forge.data.supervised import closed
+from forge.data.supervised import close_tokens
 from forge.rewards.verifier import Scores
 
 from .config import RewardModelSettings
@@ -82,7 +82,7 @@ class RewardModel(ModelVerifier[float]):
         text = form.render({"question": prompt})[0]
         # Three forms: prompt and answer as in training, a pair as the tokenizer joins it, or one text.
         if self._append_eos:
-            return TokenRow(closed(*form.answered(text, response))[0])
+            return TokenRow(close_tokens(*form.answered(text, response))[0])
         if self._as_pair:
             encoded: Any = tokenizer([text], [response])  # in lists: alone, "" would be no second text
         else:

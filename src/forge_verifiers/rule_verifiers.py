@@ -9,9 +9,9 @@ from time import monotonic
 from typing import Any
 
 from forge.rewards.rules import MathReward, final_answer
-from forge.rewards.rules.comparison import comparison
-from forge.rewards.verifier import Scores, Unscored, collect
-from forge_verifiers.threads import Turns, within
+from forge.rewards.rules.comparison import load_comparison
+from forge.rewards.verifier import Scores, Unscored, collect_scores
+from forge_verifiers.threads import Turns, await_within
 
 TOLERANCE = 1e-6
 MAX_KINDS = 32  # an answer is compared with; a symbolic comparison may take most of a second
@@ -50,12 +50,12 @@ class Rule:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """One number for each response."""
 
-        async def awaited(response: str) -> float | None:
+        async def await_score(response: str) -> float | None:
             with self._turns.counted():
-                return await within(self.time_limit, self.function(prompt, response, target), self.names[0])
+                return await await_within(self.time_limit, self.function(prompt, response, target), self.names[0])
 
         if self._is_async:
-            return await collect([awaited(response) for response in responses], 1)
+            return await collect_scores([await_score(response) for response in responses], 1)
         # One after the other: a function that hangs takes one thread, not one for each response.
         outcomes: list[float | Exception | None] = []
         for response in responses:
@@ -77,7 +77,7 @@ class MathVerifier(Rule):
     def __init__(self, name: str = "math", *, tolerance: float = TOLERANCE, time_limit: float = 10.0) -> None:
         reward = MathReward(tolerance=tolerance)
 
-        def matches(prompt: str, response: str, target: str | None) -> float:
+        def matches_target(prompt: str, response: str, target: str | None) -> float:
             if target is None or not target.strip():
                 raise Unscored("there is no target to compare with")
             # A slow target is a fault of the data, and not of the response.
@@ -86,7 +86,7 @@ class MathVerifier(Rule):
                 raise Unscored("the target takes too long to compare")
             return float(right)
 
-        super().__init__(matches, name, time_limit=time_limit)
+        super().__init__(matches_target, name, time_limit=time_limit)
         # One process compares for all threads: waiting for it must not count for `time_limit`.
         self._turns = Turns(1)
 
@@ -126,7 +126,7 @@ class AnswerFrequency:
 
         def is_equal(answer: str, kind: str) -> bool:
             by_value = self.extract is final_answer
-            return bool(comparison().equal(answer, kind, TOLERANCE)) if by_value else answer == kind
+            return bool(load_comparison().are_equal(answer, kind, TOLERANCE)) if by_value else answer == kind
 
         def kinds_of_answers() -> list[str | Exception | None]:
             """Each answer as the first one that is the same, or what `extract` or the comparison raised."""

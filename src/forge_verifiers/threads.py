@@ -15,7 +15,9 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-async def within(limit: float, call: Awaitable[A], name: str, progress: Callable[[], float | None] = lambda: None) -> A:
+async def await_within(
+    limit: float, call: Awaitable[A], name: str, progress: Callable[[], float | None] = lambda: None
+) -> A:
     """Await `call` with a time limit, which restarts as long as `progress()` changes. On timeout it is cancelled.
 
     Raises:
@@ -84,7 +86,7 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -
     """The result of a function in a separate thread. Unscored: it took more than `limit` seconds."""
     outcome: Future[A] = Future()
 
-    def work() -> None:
+    def run_function() -> None:
         with suppress(InvalidStateError):  # timed out or cancelled
             try:
                 outcome.set_result(function())
@@ -95,8 +97,8 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -
 
     # Not a pool's thread, which the interpreter would wait for at its end.
     waiting = asyncio.wrap_future(outcome)
-    Thread(target=work, name=f"verifier {name}", daemon=True).start()
-    return await within(limit, waiting, name)
+    Thread(target=run_function, name=f"verifier {name}", daemon=True).start()
+    return await await_within(limit, waiting, name)
 
 
 class Batcher(Generic[A, B]):
@@ -118,14 +120,14 @@ class Batcher(Generic[A, B]):
     async def __call__(self, items: Sequence[A]) -> list[B]:
         """The outcome of each item. RuntimeError: the batcher is closed; else the exception of `compute`."""
 
-        def work() -> list[B]:
+        def run_batch() -> list[B]:
             outcomes: dict[int, B] = {}
             for index, outcome in self._compute(list(items)):
                 outcomes[index] = outcome
                 self.progress += 1
             return [outcomes[index] for index in range(len(items))]
 
-        return await asyncio.wrap_future(self._pool.submit(work))
+        return await asyncio.wrap_future(self._pool.submit(run_batch))
 
     def close(self) -> None:
         """Cancel all waiting calls; the one that is being computed ends on its own."""

@@ -203,7 +203,7 @@ class VLLMRequest:
     future: Future[list[Completion]] = field(default_factory=Future)
 
 
-def settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
+def settle_future(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
     """Complete a future with a result or an error, unless it is complete or cancelled."""
     if not future.done() and future.set_running_or_notify_cancel():
         if error is None:

@@ -27,7 +27,7 @@ from .arguments import (
     import_args,
     inherited_environment,
     sampling_params,
-    settle,
+    settle_future,
     top_logprobs,
 )
 from .handover import Handover
@@ -87,7 +87,7 @@ class VLLMEngine:
         self._stop = asyncio.Event()
         ready: Future[None] = Future()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(args, ready)), name="forge-vllm", daemon=True
+            target=lambda: asyncio.run(self._run_vllm(args, ready)), name="forge-vllm", daemon=True
         )
         self._thread.start()
         ready.result()  # vLLM's own timeout is VLLM_ENGINE_READY_TIMEOUT_S
@@ -108,7 +108,7 @@ class VLLMEngine:
         stops = sorted({*self.eos, *sampling.stop_token_ids})
         # The loop's thread serves the request from here on.
         request = VLLMRequest(prompt, sampling, limit, stops, priority, listener)
-        self._call(request.future, self._begin, request)
+        self._call_in_loop(request.future, self._begin_request, request)
         return request.future
 
     def update_weights(
@@ -182,10 +182,10 @@ class VLLMEngine:
             raise RuntimeError("the engine is closed")
         if self._llm.errored:
             error = EngineFailed(DEAD)
-            self._loop.call_soon_threadsafe(self._end, error)
+            self._loop.call_soon_threadsafe(self._fail_all, error)
             raise error
 
-    def _call(self, future: Future[Any], function: Callable[..., None], *args: object) -> None:
+    def _call_in_loop(self, future: Future[Any], function: Callable[..., None], *args: object) -> None:
         """Call a function, which settles the future, in the loop."""
         with self._lock:
             self._check_alive()
@@ -195,12 +195,12 @@ class VLLMEngine:
 
     def _add_order(self, command: Command) -> Future[None]:
         future: Future[None] = Future()
-        self._call(future, self._order, command, future)
+        self._call_in_loop(future, self._submit_order, command, future)
         return future
 
     # Everything below runs in the loop.
 
-    async def _main(self, args: AsyncEngineArgs, ready: Future[None]) -> None:
+    async def _run_vllm(self, args: AsyncEngineArgs, ready: Future[None]) -> None:
         """Start vLLM, watch its process, and shut it down when the engine closes."""
         try:
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -220,24 +220,24 @@ class VLLMEngine:
         try:
             while not self._stop.is_set():
                 if self._llm.errored:
-                    self._end(EngineFailed(DEAD))
+                    self._fail_all(EngineFailed(DEAD))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), CHECK_INTERVAL)
         finally:
-            self._end(RuntimeError("the engine was closed before this was complete"))
+            self._fail_all(RuntimeError("the engine was closed before this was complete"))
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._llm.shutdown(timeout=CLOSE_GRACE)
             del self._llm, self._orders.llm  # it would log an error at interpreter exit
 
-    def _end(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """Fail all pending and later calls, with the first error."""
         with self._lock:
             self._error = self._error or error
             pending = [*self._pending]
         for future in pending:
-            settle(future, error=self._error)
+            settle_future(future, error=self._error)
         self._orders.drop()
         self._stop.set()
 
@@ -248,39 +248,39 @@ class VLLMEngine:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _begin(self, request: VLLMRequest) -> None:
+    def _begin_request(self, request: VLLMRequest) -> None:
         if self._error is not None:  # the engine has ended meanwhile, and failed the request
             return
-        task = self._create_task(self._serve(request))
+        task = self._create_task(self._serve_request(request))
 
-        def cancel(future: Future[Any]) -> None:
+        def cancel_request(future: Future[Any]) -> None:
             with self._lock:
                 if future.cancelled() and self._error is None:
                     self._loop.call_soon_threadsafe(task.cancel)
 
-        request.future.add_done_callback(cancel)
+        request.future.add_done_callback(cancel_request)
 
-    async def _serve(self, request: VLLMRequest) -> None:
+    async def _serve_request(self, request: VLLMRequest) -> None:
         """Draw the samples of a request, and settle its future."""
         # All samples, or an error; one sample's error cancels the others.
-        samples = [self._loop.create_task(self._sample(request, i)) for i in range(request.sampling.n)]
+        samples = [self._loop.create_task(self._sample_request(request, i)) for i in range(request.sampling.n)]
         try:
-            settle(request.future, await asyncio.gather(*samples))
+            settle_future(request.future, await asyncio.gather(*samples))
         except Exception as error:
             if self._llm.errored:
-                self._end(EngineFailed(DEAD))
-            settle(request.future, error=error)
+                self._fail_all(EngineFailed(DEAD))
+            settle_future(request.future, error=error)
         finally:
             for sample in samples:
                 sample.cancel()
 
-    async def _sample(self, request: VLLMRequest, sample: int) -> Completion:
+    async def _sample_request(self, request: VLLMRequest, sample: int) -> Completion:
         params = sampling_params(request, sample, self.config.vocab_size)
-        while (completion := await self._attempt(request, sample, params)) is None:
+        while (completion := await self._attempt_sample(request, sample, params)) is None:
             pass
         return completion
 
-    async def _attempt(self, request: VLLMRequest, sample: int, params: SamplingParams) -> Completion | None:
+    async def _attempt_sample(self, request: VLLMRequest, sample: int, params: SamplingParams) -> Completion | None:
         """The completion; None if it had not started when an update invalidated its prompt's cache."""
         from vllm.inputs import tokens_input
 
@@ -320,7 +320,7 @@ class VLLMEngine:
                     completion.top_logprobs += top_logprobs(part.logprobs, request.sampling.top_logprobs)
                     self._generated += len(ids)
                     if request.listener and part.finish_reason is None:
-                        sent += self._notify(request, sample, completion, sent, self._spans(name))
+                        sent += self._notify_listener(request, sample, completion, sent, self._weight_spans(name))
         finally:
             if name in traffic.unstarted:
                 del traffic.unstarted[name]
@@ -336,18 +336,18 @@ class VLLMEngine:
             raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
         completion.finish = part.finish_reason
         spans = [(span.version, span.start) for span in part.weight_versions]
-        self._notify(request, sample, completion, sent, spans)
+        self._notify_listener(request, sample, completion, sent, spans)
         completion.versions, completion.identities = self._orders.of_tokens(spans, 0, len(completion.token_ids))
         return completion
 
-    def _spans(self, name: str) -> list[tuple[str, int]]:
+    def _weight_spans(self, name: str) -> list[tuple[str, int]]:
         """(label, first token) of the weights that drew a running sequence, which vLLM returns only at its end; empty
         if it has just ended."""
         states = self._llm.output_processor
         running = states.external_req_ids.get(name, ())
         return [span for key in running for span in states.request_states[key].weight_version_starts]
 
-    def _notify(
+    def _notify_listener(
         self, request: VLLMRequest, sample: int, completion: Completion, sent: int, spans: Sequence[tuple[str, int]]
     ) -> int:
         """Pass new tokens to the listener; returns their number, 0 while their weights are unknown."""
@@ -361,7 +361,7 @@ class VLLMEngine:
         request.listener(sample, piece)
         return len(ids)
 
-    def _order(self, command: Command, future: Future[None]) -> None:
+    def _submit_order(self, command: Command, future: Future[None]) -> None:
         if self._error is not None:  # the engine has ended meanwhile, and failed the future
             if isinstance(command, Handover):
                 command.close()
@@ -374,4 +374,4 @@ class VLLMEngine:
         try:
             await self._orders.execute(self.on_update)
         except Exception as error:
-            self._end(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))
+            self._fail_all(EngineFailed(DEAD if self._llm.errored else f"vLLM failed: {error}"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.engines.weights import checked_parts
-from forge.models.weight_layouts import EMBEDDING, HEAD, layout
+from forge.models.weight_layouts import EMBEDDING, HEAD, engine_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,7 +43,7 @@ class Handover:
         self.version = version
         self.identity = identity
         self.dtype = str(dtype).removeprefix("torch.")
-        table = layout(config)
+        table = engine_layout(config)
         self.locations: list[TensorLocation] = []
         total = 0
         for part in (part for parts in table.values() for part in parts):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from .arguments import settle
+from .arguments import settle_future
 from .handover import Handover
 
 # How vLLM pauses for an update: the mode for running sequences, and whether keys and values are dropped.
@@ -94,27 +94,27 @@ class Orders:
         while self._orders:
             command, future = self._orders[0]
             if command == "release":
-                await self._release()
+                await self._release_memory()
             elif command == "restore":
-                await self._restore()
+                await self._restore_memory()
             else:
-                await self._update(command, mode)
+                await self._update_weights(command, mode)
             if not self._orders:  # the engine has ended meanwhile
                 return
             self._orders.popleft()
             if isinstance(command, Handover):
                 command.close()
-            settle(future)
+            settle_future(future)
             if self._memory == "allocated" and all(later != "release" for later, _ in self._orders):
                 self.open.set()
 
-    async def _update(self, handover: Handover, mode: str) -> None:
+    async def _update_weights(self, handover: Handover, mode: str) -> None:
         if self._memory == "allocated":
             pause, clear = PAUSE[mode]
             if mode == "finish":
-                await self._drain()
+                await self._drain_requests()
             await self.llm.pause_generation(mode=pause, clear_cache=clear)
-        await self._restore()
+        await self._restore_memory()
         await self.llm.collective_rpc("forge_load", args=(handover.path, handover.locations, handover.dtype))
         # From here on vLLM marks tokens with the new label.
         label = str(len(self.weights))
@@ -131,7 +131,7 @@ class Orders:
             await self.llm.resume_generation()
         self._memory = "allocated"
 
-    async def _drain(self) -> None:
+    async def _drain_requests(self) -> None:
         """Wait until vLLM has no requests. Unstarted ones wait until `open` is set.
 
         vLLM's own waiting pause ignores preempted sequences, which would continue afterwards.
@@ -142,10 +142,10 @@ class Orders:
             self.idle.clear()
             await self.idle.wait()
 
-    async def _release(self) -> None:
+    async def _release_memory(self) -> None:
         if self._memory == "released":
             return
-        await self._drain()
+        await self._drain_requests()
         if self.on_cpu:
             await self.llm.pause_generation(mode="wait", clear_cache=True)
             await self.llm.collective_rpc("forge_release")
@@ -153,7 +153,7 @@ class Orders:
             await self.llm.sleep(level=2, mode="wait")
         self._memory = "released"
 
-    async def _restore(self) -> None:
+    async def _restore_memory(self) -> None:
         if self._memory != "released":
             return
         if self.on_cpu:

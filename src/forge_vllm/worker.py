@@ -26,11 +26,11 @@ def _die_with(owner: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return
 
-    def wait() -> None:
+    def wait_for_owner() -> None:
         select.select([handle], [], [])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="forge-owner", daemon=True).start()
+    threading.Thread(target=wait_for_owner, name="forge-owner", daemon=True).start()
 
 
 class WorkerExtension:

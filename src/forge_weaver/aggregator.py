@@ -170,7 +170,7 @@ class Aggregator(ABC):
         fitted.columns = np.flatnonzero([name not in report.dropped for name in table.verifiers])
         if not len(fitted.columns):
             raise ValueError("no verifier is left: each gave no score, or a constant one")
-        data = fitted._data(table)
+        data = fitted._table_data(table)
         report.coverage = len(data.x) / report.responses
         fitted.report = report
         fitted.learn(data)
@@ -183,8 +183,8 @@ class Aggregator(ABC):
         Raises:
             ValueError: not fitted, or the verifiers differ from those of the fit.
         """
-        table = self._matched(table)
-        data = self._data(table)
+        table = self._match_verifiers(table)
+        data = self._table_data(table)
         out = np.full(int(table.present.sum()), np.nan)
         if len(data.x):
             out[data.rows] = self.posterior(data)
@@ -225,14 +225,14 @@ class Aggregator(ABC):
         nested = {f"{name}/{key}": array for name, part in inner.items() for key, array in part["arrays"].items()}
         return {"header": header, "arrays": arrays | nested}
 
-    def _data(self, table: ScoreTable) -> Data:
+    def _table_data(self, table: ScoreTable) -> Data:
         # Responses without any score in use are omitted; they have no probability.
         flat = table.flat
         labels = np.full(len(flat), np.nan) if table.labels is None else table.labels[table.present]
         data = Data(flat[:, self.columns], table.problem_of, labels, np.arange(len(flat)), table, self.columns)
         return data.take((~np.isnan(data.x)).any(1))
 
-    def _matched(self, table: ScoreTable) -> ScoreTable:
+    def _match_verifiers(self, table: ScoreTable) -> ScoreTable:
         self._require_fit()
         # Columns are matched by name: their order may differ.
         extra = [name for name in table.verifiers if name not in self.verifiers]
@@ -258,25 +258,25 @@ def load(path: str | Path) -> Aggregator:
     if not path.is_file():
         raise FileNotFoundError(f"no such aggregator: {path}")
     with reading_npz(path, "saved aggregator") as arrays:
-        return restored({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
+        return restore_aggregator({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
 
 
-def restored(state: Json) -> Aggregator:
+def restore_aggregator(state: Json) -> Aggregator:
     """The aggregator of a `state_dict`. KeyError, TypeError, AttributeError, ValueError: not a valid state."""
     header, arrays = state["header"], state["arrays"]
-    aggregator = kind(header["kind"])(**header["settings"])
+    aggregator = find_kind(header["kind"])(**header["settings"])
     aggregator.verifiers = tuple(header["verifiers"])
     aggregator.report = FitReport(**header["report"])
     for name in aggregator.LEARNED:
         setattr(aggregator, name, arrays.get(name))
     for name, part in header["parts"].items():
         inner = {key.removeprefix(f"{name}/"): array for key, array in arrays.items() if key.startswith(f"{name}/")}
-        setattr(aggregator, name, restored({"header": part, "arrays": inner}))
+        setattr(aggregator, name, restore_aggregator({"header": part, "arrays": inner}))
     aggregator.columns = arrays["columns"]
     return aggregator
 
 
-def kind(name: str) -> type[Aggregator]:
+def find_kind(name: str) -> type[Aggregator]:
     """The aggregator class of this name."""
     # Importing this module has imported the package, and with it every aggregator.
     classes = Aggregator.__subclasses__()

@@ -46,7 +46,7 @@ class AnchoredLogistic(Aggregator):
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
         is_labelled = ~np.isnan(data.labels)
-        x, labels = self._design(data.x[is_labelled]), data.labels[is_labelled]
+        x, labels = self._design_matrix(data.x[is_labelled]), data.labels[is_labelled]
         groups = np.unique(data.problem[is_labelled], return_inverse=True)[1]
         if not len(groups) or groups.max() < 1 or np.ptp(labels) == 0:
             raise ValueError("logistic regression needs at least two labelled problems, with right and wrong responses")
@@ -84,13 +84,13 @@ class AnchoredLogistic(Aggregator):
         best = int(np.nansum(losses, axis=1).argmin())
         return self.penalties[best], losses[best]
 
-    def _design(self, x: np.ndarray) -> np.ndarray:
+    def _design_matrix(self, x: np.ndarray) -> np.ndarray:
         z = NormalScores(self.values, self.heights)(x)
         return np.concatenate([np.ones((len(z), 1)), rank_means(z)[:, None], np.nan_to_num(z)], axis=1)
 
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probability by logistic regression on normal scores."""
-        return sigmoid(self._design(data.x) @ self.line)
+        return sigmoid(self._design_matrix(data.x) @ self.line)
 
 
 def ridge_logistic(x: np.ndarray, labels: np.ndarray, penalty: float) -> np.ndarray:

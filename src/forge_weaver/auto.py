@@ -12,7 +12,7 @@ from .anchored import AnchoredLogistic
 from .binned import BinnedDawidSkene, DawidSkene, Online
 from .calibration import log_loss
 from .correlated import CorrelatedMixture, residual_correlation, within_problems
-from .means import NaiveMean, RankMean, family_numbers, fitted_slope, rank_means, unheaped
+from .means import NaiveMean, RankMean, family_numbers, fitted_slope, rank_means, unheap_scores
 from .normalise import NormalScores
 from .published import PublishedWeaver
 from .table import ScoreTable
@@ -119,17 +119,17 @@ class Auto(Aggregator):
         m = len(data.columns)
         if m < MIN_VERIFIERS:
             if self.one_right:
-                return self._mixture(data, normal)[0], None
+                return self._fit_mixture(data, normal)[0], None
             warning = f"of {m} verifier{'s' * (m > 1)} nothing can be inferred without labels: the rank mean is taken"
             return self._rank_mean(data, 0.5, warning)
         if np.isnan(rms):
             return independent, "too few responses to test conditional independence of the verifiers: it is assumed"
         if rms <= self.gate:
-            return self._mixture(data, normal)[0] if self.one_right else independent, None
+            return self._fit_mixture(data, normal)[0] if self.one_right else independent, None
         warning = f"the verifiers err together (residual correlation {rms:.2f}; independence is up to {self.gate:.2f})"
         # Correlated errors: the mixture, where nothing speaks against it.
-        mixture, agreement = self._mixture(data, normal)
-        heaps = fitted_slope(unheaped(data, family_numbers(data)))
+        mixture, agreement = self._fit_mixture(data, normal)
+        heaps = fitted_slope(unheap_scores(data, family_numbers(data)))
         effect = mixture.report.details["problem_effect"]
         self.report.details.update(agreement=agreement, heaps=heaps, problem_effect=effect)
         sound = agreement >= self.agreement
@@ -153,7 +153,7 @@ class Auto(Aggregator):
         ranks = RankMean(balance, slope, by_family=data.table.families is not None).fit(data.table)
         return ranks, f"{warning}; labels of a few problems would help most"
 
-    def _mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:
+    def _fit_mixture(self, data: Data, normal: np.ndarray) -> tuple[CorrelatedMixture, float]:
         """The mixture, and the correlation of its evidence with the rank mean within problems.
 
         With many verifiers and few problems it may fit shared noise instead of the truth. With `one_right` it is then

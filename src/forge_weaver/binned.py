@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from .aggregator import Aggregator, Data
-from .em import Counts, Prior, Solution, evidence, search, solve
+from .em import Counts, Prior, Solution, search_em, solve_em, sum_evidence
 from .means import rank_means
-from .normalise import NormalScores, bin_edges, thresholds, to_bins
+from .normalise import NormalScores, bin_edges, find_thresholds, to_bins
 from .table import ScoreTable
 
 
@@ -45,14 +45,14 @@ class BinnedDawidSkene(Aggregator):
         self.edges = self.cut(data)
         codes = self.codes(data)
         u = rank_means(NormalScores.fit(data.x)(data.x))
-        settings = self._settings()
-        solution = search(codes, self.bins, data.problem, u, **settings)
+        settings = self._state_settings()
+        solution = search_em(codes, self.bins, data.problem, u, **settings)
         if not self.MONOTONE and solution.r @ (u - u.mean()) < 0:
             # The classes have swapped, which monotone log ratios rule out.
-            solution = search(codes, self.bins, data.problem, u, **{**settings, "monotone": True})
-        self._keep(solution, data)
+            solution = search_em(codes, self.bins, data.problem, u, **{**settings, "monotone": True})
+        self._keep_solution(solution, data)
 
-    def _settings(self) -> dict[str, Any]:
+    def _state_settings(self) -> dict[str, Any]:
         return {
             "shrink": self.shrink,
             "monotone": self.MONOTONE,
@@ -70,13 +70,13 @@ class BinnedDawidSkene(Aggregator):
 
     def evidence(self, data: Data) -> np.ndarray:
         """[responses] log P(scores | right) / P(scores | wrong)."""
-        return evidence(self.codes(data), self.ratios)
+        return sum_evidence(self.codes(data), self.ratios)
 
     def codes(self, data: Data) -> np.ndarray:
         """[verifiers, responses] bin of each score, `bins` for no evidence."""
         return to_bins(data.x, self.edges)
 
-    def _keep(self, solution: Solution, data: Data) -> None:
+    def _keep_solution(self, solution: Solution, data: Data) -> None:
         self.ratios, self.rates, self.weights = solution.ratios, solution.prior.rates, solution.prior.weights
         self.right, self.wrong = solution.counts
         self.tally = solution.prior.counts
@@ -91,7 +91,7 @@ class BinnedDawidSkene(Aggregator):
 def estimate_balance(x: np.ndarray, problem: np.ndarray) -> float:
     """The fraction of right responses that the binned model finds in [responses, verifiers]."""
     codes, u = to_bins(x, bin_edges(x, 8)), rank_means(NormalScores.fit(x)(x))
-    return search(codes, 8, problem, u, shrink=2.0, monotone=True).prior.balance
+    return search_em(codes, 8, problem, u, shrink=2.0, monotone=True).prior.balance
 
 
 @dataclasses.dataclass
@@ -108,10 +108,10 @@ class DawidSkene(BinnedDawidSkene):
     def cut(self, data: Data) -> np.ndarray:
         """One threshold per verifier: scores become verdicts."""
         accept = self.class_balance if self.class_balance is not None else 0.5
-        return thresholds(data.x, accept)[:, None]
+        return find_thresholds(data.x, accept)[:, None]
 
-    def _keep(self, solution: Solution, data: Data) -> None:
-        super()._keep(solution, data)
+    def _keep_solution(self, solution: Solution, data: Data) -> None:
+        super()._keep_solution(solution, data)
         for name, right, wrong in zip(data.names, self.right, self.wrong, strict=True):
             self.report.verifiers[name].update(tpr=float(right[1] / right.sum()), tnr=float(wrong[0] / wrong.sum()))
 
@@ -170,7 +170,7 @@ class Online(BinnedDawidSkene):
         for v, code in enumerate(codes):
             for bin_number in np.unique(code[code < self.bins]):
                 self.levels[v, bin_number] = normal[code == bin_number, v].mean()
-        self.origin = self._sums(data)
+        self.origin = self._sum_moments(data)
         self.watch = np.zeros_like(self.origin)
 
     def partial_fit(self, table: ScoreTable) -> Self:
@@ -178,16 +178,16 @@ class Online(BinnedDawidSkene):
         scores has no effect."""
         if not hasattr(self, "report"):
             return self.fit(table)
-        table = self._matched(table)
-        data = self._data(table)
+        table = self._match_verifiers(table)
+        data = self._table_data(table)
         if len(data.x):
             # A copy, as updates add to arrays in place: a failed one leaves the state as it was.
             updated = copy.deepcopy(self)
-            updated._update(data)
+            updated._update_counts(data)
             vars(self).update(vars(updated))
         return self
 
-    def _update(self, data: Data) -> None:
+    def _update_counts(self, data: Data) -> None:
         """Continue EM from counts that fade; then raise alarms, and mute verifiers that are being gamed."""
         self.report.grow(data)
         # Of the share of right responses at most the last `memory` problems are remembered.
@@ -195,9 +195,9 @@ class Online(BinnedDawidSkene):
         decay = self.decay ** (len(data.x) / BATCH)
         past = Counts(decay * self.right, decay * self.wrong)
         start, codes = self.posterior(data), self.codes(data)
-        solution = solve(codes, self.bins, data.problem, start, prior, past=past, **self._settings())
-        self._keep(solution, data)
-        self.watch = self.watch * np.exp(-len(data.x) / ALARM_WINDOW) + self._sums(data)
+        solution = solve_em(codes, self.bins, data.problem, start, prior, past=past, **self._state_settings())
+        self._keep_solution(solution, data)
+        self.watch = self.watch * np.exp(-len(data.x) / ALARM_WINDOW) + self._sum_moments(data)
         self._raise_alarm(data.names)
 
     def codes(self, data: Data) -> np.ndarray:
@@ -206,7 +206,7 @@ class Online(BinnedDawidSkene):
         codes[self.muted] = self.bins
         return codes
 
-    def _sums(self, data: Data) -> np.ndarray:
+    def _sum_moments(self, data: Data) -> np.ndarray:
         """[6, verifiers] sums of 1, q, q^2, x, x^2 and x q: x a verifier's normal score, q the probability by all
         other active verifiers, over responses scored by both."""
         codes = to_bins(data.x, self.edges)

@@ -32,35 +32,37 @@ def logistic_regression(x: np.ndarray, labels: np.ndarray, pull: np.ndarray, cen
     """
 
     # Not scikit-learn's: that has one penalty for all columns, centred at 0, and no soft labels.
-    def loss(line: np.ndarray) -> tuple[float, np.ndarray]:
+    def penalised_loss(line: np.ndarray) -> tuple[float, np.ndarray]:
         score = x @ line
         likelihood = (labels * np.logaddexp(0, -score) + (1 - labels) * np.logaddexp(0, score)).sum()
         gradient = x.T @ (sigmoid(score) - labels) + pull * (line - centre)
         return likelihood + 0.5 * (pull * (line - centre) ** 2).sum(), gradient
 
-    def curvature(line: np.ndarray) -> np.ndarray:
+    def loss_curvature(line: np.ndarray) -> np.ndarray:
         p = sigmoid(x @ line)
         return (x * (p * (1 - p))[:, None]).T @ x + np.diag(pull)
 
-    return minimize(loss, centre, jac=True, hess=curvature, method="trust-exact", options={"gtol": 1e-6}).x
+    return minimize(
+        penalised_loss, centre, jac=True, hess=loss_curvature, method="trust-exact", options={"gtol": 1e-6}
+    ).x
 
 
-def brier(p: np.ndarray, labels: np.ndarray) -> float:
+def brier_score(p: np.ndarray, labels: np.ndarray) -> float:
     """Mean squared difference (Brier 1950)."""
-    p, labels = _known(p, labels)
+    p, labels = _drop_unknown(p, labels)
     return float(((p - labels) ** 2).mean())
 
 
 def log_loss(p: np.ndarray, labels: np.ndarray) -> float:
     """Mean negative log likelihood in nats, of probabilities clipped to [1e-6, 1 - 1e-6]."""
-    p, labels = _known(p, labels)
+    p, labels = _drop_unknown(p, labels)
     p = np.clip(p, EDGE, 1 - EDGE)
     return float(-(labels * np.log(p) + (1 - labels) * np.log1p(-p)).mean())
 
 
 def auc(p: np.ndarray, labels: np.ndarray) -> float:
     """Area under the ROC curve, ties counted half; NaN if only one class is present."""
-    p, labels = _known(p, labels)
+    p, labels = _drop_unknown(p, labels)
     check_labels(labels)
     if labels.min() == labels.max():
         return float("nan")
@@ -71,7 +73,7 @@ def auc(p: np.ndarray, labels: np.ndarray) -> float:
 
 def ece(p: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
     """Expected calibration error (Naeini et al. 2015): mean gap between probability and accuracy over `bins`."""
-    p, labels = _known(p, labels)
+    p, labels = _drop_unknown(p, labels)
     bin_of = np.minimum((p * bins).astype(int), bins - 1)
     gaps = np.bincount(bin_of, p, bins) - np.bincount(bin_of, labels, bins)
     return float(np.abs(gaps).sum() / len(p))
@@ -91,23 +93,23 @@ class Recalibration:
         Raises:
             ValueError: all labels are of one class.
         """
-        p, labels = _known(p, labels)
+        p, labels = _drop_unknown(p, labels)
         if labels.min() == labels.max():
             raise ValueError("recalibration needs labels of both classes")
         # Towards slope 1 and intercept 0; the pulls weigh about as much as one response.
-        x = np.stack([_logits(p), np.ones(len(p))], axis=1)
+        x = np.stack([_to_logits(p), np.ones(len(p))], axis=1)
         slope, intercept = logistic_regression(x, labels, np.array([1.0, 1e-3]), np.array([1.0, 0.0]))
         return cls(float(slope), float(intercept))
 
     def __call__(self, p: np.ndarray) -> np.ndarray:
-        return sigmoid(self.slope * _logits(p) + self.intercept)
+        return sigmoid(self.slope * _to_logits(p) + self.intercept)
 
 
-def _logits(p: np.ndarray) -> np.ndarray:
+def _to_logits(p: np.ndarray) -> np.ndarray:
     return logit(np.clip(p, EDGE, 1 - EDGE))
 
 
-def _known(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _drop_unknown(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Flatten and drop NaN."""
     p, labels = np.asarray(p, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     if p.shape != labels.shape:

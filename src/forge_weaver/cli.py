@@ -52,7 +52,7 @@ def _run_step(args: argparse.Namespace) -> None:
         raise SystemExit(f"error: {error}") from None
 
 
-def _score(args: argparse.Namespace) -> None:
+def _score_problems(args: argparse.Namespace) -> None:
     from . import read_problems, score_table
     from .table import check_path
 
@@ -77,7 +77,7 @@ def _score(args: argparse.Namespace) -> None:
     print(f"all of it took {time.perf_counter() - start:.1f} s\nwritten: {args.out}")
 
 
-def _fit(args: argparse.Namespace) -> None:
+def _fit_table(args: argparse.Namespace) -> None:
     from . import fit_table, save_ensemble
 
     table = _read_scores(args.scores)
@@ -101,7 +101,7 @@ def _fit(args: argparse.Namespace) -> None:
     print(f"written: {args.out}")
 
 
-def _predict(args: argparse.Namespace) -> None:
+def _predict_table(args: argparse.Namespace) -> None:
     from . import load
     from .table import check_path
 
@@ -112,7 +112,7 @@ def _predict(args: argparse.Namespace) -> None:
     print(f"written: {args.out}")
 
 
-def _distil(args: argparse.Namespace) -> None:
+def _distil_ensemble(args: argparse.Namespace) -> None:
     from forge.models import resolve_model
 
     from . import ScoreTable, load
@@ -158,7 +158,7 @@ def _read_scores(path: str) -> Any:
 # By name: the function, its summary, an example and the options. `apps/weaver` runs all of them.
 STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "score": (
-        _score,
+        _score_problems,
         "score responses by verifiers",
         "responses.jsonl --verifiers verifiers.yaml --out scores.npz",
         [
@@ -169,7 +169,7 @@ STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
         ],
     ),
     "fit": (
-        _fit,
+        _fit_table,
         "put the scores together",
         "scores.npz --out ensemble --verifiers verifiers.yaml",
         [
@@ -183,13 +183,13 @@ STEPS: dict[str, tuple[Any, str, str, list[tuple[str, dict[str, Any]]]]] = {
         ],
     ),
     "predict": (
-        _predict,
+        _predict_table,
         "add the probability of being right as one more column",
         "scores.npz --aggregator ensemble --out probabilities.npz",
         [SCORES, AGGREGATOR, ("--out", {"required": True, "help": f".npz, with a column `{COLUMN}`"})],
     ),
     "distil": (
-        _distil,
+        _distil_ensemble,
         "train one model to say what the ensemble says",
         "scores.npz --aggregator ensemble --model ENCODER --out distilled",
         [

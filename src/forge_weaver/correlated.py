@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from .aggregator import Aggregator, Data
-from .em import STARTS, TOLERANCE, Prior, first_guess, thinned
-from .normalise import NormalScores, imputed, scattered
+from .em import STARTS, TOLERANCE, Prior, first_guess, thin_problems
+from .normalise import NormalScores, impute_scores, scatter_scores
 
 MIN_COMMON_RESPONSES = 30  # of two verifiers: chance alone correlates fewer by 1 / sqrt(30) = .18
 
@@ -114,12 +114,12 @@ class CorrelatedMixture(Aggregator):
         sizes = np.bincount(data.problem)[drawn]
         selected = np.isin(data.problem, drawn[: max(1, (np.cumsum(sizes) <= self.most).sum())])
         unscored, data = data.unscored, data.take(selected)
-        x, self.precision = imputed(scattered(data.x, data.names, self.seed))
+        x, self.precision = impute_scores(scatter_scores(data.x, data.names, self.seed))
         problem = data.problem
 
         def from_balance(subset: np.ndarray, balance: float) -> tuple[np.ndarray, Prior]:
             start = first_guess(x[subset].mean(1), balance), Prior.start(balance)
-            return self._maximise(x[subset], problem[subset], start, unscored)
+            return self._maximise_likelihood(x[subset], problem[subset], start, unscored)
 
         # With a known balance one start is enough.
         balance = len(data.table) / data.table.present.sum() if self.one_right else self.class_balance
@@ -127,20 +127,22 @@ class CorrelatedMixture(Aggregator):
             r, _ = from_balance(np.ones(len(x), dtype=bool), balance)
         else:
             # A single start can be far off under extreme balances.
-            subset, candidates = thinned(problem), []
+            subset, candidates = thin_problems(problem), []
             for balance in STARTS:
                 _, prior = from_balance(subset, balance)
                 likelihood = self._log_likelihood(x[subset], problem[subset], prior)
-                candidates.append((likelihood, self._judge(x @ self.line - self.offset, problem, prior, unscored)))
+                candidates.append(
+                    (likelihood, self._judge_evidence(x @ self.line - self.offset, problem, prior, unscored))
+                )
             r, prior = max(candidates, key=lambda pair: pair[0])[1]
-            r, _ = self._maximise(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
-        _, distance, covariance = self._model()
+            r, _ = self._maximise_likelihood(x, problem, (r, Prior(prior.rates, prior.weights)), unscored)
+        _, distance, covariance = self._model_moments()
         for name, weight, apart in zip(data.names, self.line, distance / np.sqrt(np.diag(covariance)), strict=True):
             self.report.verifiers[name].update(weight=float(weight), separation=float(apart))
         residual = x - np.stack([r, 1 - r], axis=1) @ (self.sums / (self.mass[:, None] + 1e-9))
         self.report.details["problem_effect"] = problem_correlation(residual, problem)
 
-    def _maximise(
+    def _maximise_likelihood(
         self, x: np.ndarray, problem: np.ndarray, start: tuple[np.ndarray, Prior], unscored: np.ndarray
     ) -> tuple[np.ndarray, Prior]:
         """Expectation maximisation on x [responses, verifiers] without NaN.
@@ -156,17 +158,17 @@ class CorrelatedMixture(Aggregator):
             step += 1
             classes = np.stack([r, 1 - r])
             self.mass, self.sums = classes.sum(1), classes @ x
-            means, distance, covariance = self._model()
+            means, distance, covariance = self._model_moments()
             self.line = np.linalg.solve(covariance, distance)
             self.offset, last = np.array(means.mean(0) @ self.line), r
-            r, prior = self._judge(x @ self.line - self.offset, problem, prior, unscored)
+            r, prior = self._judge_evidence(x @ self.line - self.offset, problem, prior, unscored)
             moved = np.abs(r - last).max()
         self.rates, self.weights = prior.rates, prior.weights
         self.report.class_balance = float(self.mass[0] / self.mass.sum())
         self.report.details.update(steps=step, converged=bool(moved < TOLERANCE))
         return r, prior
 
-    def _model(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _model_moments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Means of right and wrong [2, verifiers], their distance (at least 0) [verifiers], and the covariance."""
         means = self.sums / (self.mass[:, None] + 1e-9)
         covariance = (self.moments - means.T @ self.sums) / self.mass.sum()
@@ -175,7 +177,7 @@ class CorrelatedMixture(Aggregator):
 
     def _log_likelihood(self, x: np.ndarray, problem: np.ndarray, prior: Prior) -> float:
         """Log likelihood of the scores, up to a constant."""
-        means, distance, covariance = self._model()
+        means, distance, covariance = self._model_moments()
         # From the lower mean, with the distance clipped as in the evidence.
         away = x - means.mean(0) + distance / 2
         squares = (away * np.linalg.solve(covariance, away.T).T).sum()
@@ -184,7 +186,7 @@ class CorrelatedMixture(Aggregator):
             prior.log_likelihood(evidence, problem) - (squares + len(x) * np.linalg.slogdet(covariance)[1]) / 2
         )
 
-    def _judge(
+    def _judge_evidence(
         self, evidence: np.ndarray, problem: np.ndarray, prior: Prior, unscored: np.ndarray
     ) -> tuple[np.ndarray, Prior]:
         if self.one_right:
@@ -200,7 +202,7 @@ class CorrelatedMixture(Aggregator):
 
     def evidence(self, data: Data) -> np.ndarray:
         """[responses] log P(scores | right) / P(scores | wrong)."""
-        x, _ = imputed(NormalScores(self.values, self.heights)(data.x), self.precision)
+        x, _ = impute_scores(NormalScores(self.values, self.heights)(data.x), self.precision)
         return x @ self.line - self.offset
 
 

@@ -112,7 +112,7 @@ def distil(
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder for the distilled verifier")
     indices = np.argwhere(table.present & ~np.isnan(probabilities))
-    _divide([table.prompts[i] for i in indices[:, 0]], seed)  # fail early, before loading the model
+    _divide_responses([table.prompts[i] for i in indices[:, 0]], seed)  # fail early, before loading the model
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
@@ -124,10 +124,10 @@ def distil(
         # Responses that do not fit are omitted; the division is over those that remain.
         fits = np.array([0 < len(row.ids) <= reader.model.max_tokens for row in rows])
         indices, rows = indices[fits], [row for row, fit in zip(rows, fits, strict=True) if fit]
-        train, calibrate, test = _divide([table.prompts[i] for i in indices[:, 0]], seed)
+        train, calibrate, test = _divide_responses([table.prompts[i] for i in indices[:, 0]], seed)
         targets = probabilities[tuple(indices.T)]
         # Train, and save the model before its logits are calibrated: the calibration is beside it.
-        _train(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
+        _train_classifier(reader, rows, targets, train, epochs, batch_size, learning_rate, seed, say)
         with quiet_loading():
             reader.model.model.save_pretrained(aside)
 
@@ -150,7 +150,7 @@ def distil(
             error=float(np.abs(student - targets[test]).mean()),
             agreement=float(((student > 0.5) == sides).mean()),
             gap=ece(student, targets[test]),
-            truth=_truth(table, indices[test], student, targets[test]),
+            truth=_measure_truth(table, indices[test], student, targets[test]),
             ranking=auc(student, sides),
             chance=0.5 + 2.0 * math.sqrt((1 / max(1, sides.sum()) + 1 / max(1, (1 - sides).sum())) / 12),
         )
@@ -185,7 +185,7 @@ def _new_classifier(model: str | Path, folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
+def _divide_responses(prompts: list[str], seed: int) -> list[np.ndarray]:
     """Indices of the training, calibration and test responses, split by prompt."""
     unique_prompts, prompt_of = np.unique(prompts, return_inverse=True)
     drawn = np.random.default_rng(seed).permutation(len(unique_prompts))
@@ -198,7 +198,7 @@ def _divide(prompts: list[str], seed: int) -> list[np.ndarray]:
     return [np.flatnonzero(np.isin(prompt_of, prompts_of_set)) for prompts_of_set in sets]
 
 
-def _train(
+def _train_classifier(
     reader: RewardModel,
     rows: list[TokenRow],
     targets: np.ndarray,
@@ -237,7 +237,7 @@ def _train(
     model.eval().requires_grad_(False)
 
 
-def _truth(
+def _measure_truth(
     table: ScoreTable, indices: np.ndarray, student: np.ndarray, teacher: np.ndarray
 ) -> dict[str, dict[str, float]]:
     """Metrics of both against the labels of the held-out responses; empty if there are none."""

@@ -43,7 +43,7 @@ class Prior:
         if not rates[0] <= balance <= rates[-1]:
             # The mean must lie within the range of the rates.
             rates = np.sort(np.append(rates, balance / 2 if balance < 0.5 else (1 + balance) / 2))
-        return cls(rates, _tilted(np.full(len(rates), 1 / len(rates)), rates, balance))
+        return cls(rates, _tilt_weights(np.full(len(rates), 1 / len(rates)), rates, balance))
 
     @property
     def balance(self) -> float:
@@ -57,22 +57,22 @@ class Prior:
             evidence: [responses] log P(scores | right) / P(scores | wrong).
             problem: [responses] index, non-decreasing.
         """
-        return self._infer(evidence, problem)[0]
+        return self._infer_prior(evidence, problem)[0]
 
     def step(self, evidence: np.ndarray, problem: np.ndarray, balance: float | None) -> tuple[np.ndarray, Prior]:
         """The posterior and the updated prior, whose mean is held at `balance` if given."""
-        r, expected, _ = self._infer(evidence, problem)
+        r, expected, _ = self._infer_prior(evidence, problem)
         counts = self.past + expected
         weights = (counts + PSEUDO_PROBLEMS) / (counts + PSEUDO_PROBLEMS).sum()
         if balance is not None:
-            weights = _tilted(weights, self.rates, balance)
+            weights = _tilt_weights(weights, self.rates, balance)
         return r, Prior(self.rates, weights, self.past, counts)
 
     def log_likelihood(self, evidence: np.ndarray, problem: np.ndarray) -> float:
         """Log likelihood of the scores, relative to all responses being wrong."""
-        return self._infer(evidence, problem)[2]
+        return self._infer_prior(evidence, problem)[2]
 
-    def _infer(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    def _infer_prior(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
         evidence = np.clip(evidence, -MAX_EVIDENCE, MAX_EVIDENCE)
         # The larger of the two likelihoods is factored out, against overflow.
         up, down = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
@@ -91,7 +91,7 @@ class Prior:
         return np.minimum(np.einsum("ng,ng->n", right / likelihoods, per_response), 1.0), fit.sum(0), float(likelihood)
 
 
-def _tilted(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarray:
+def _tilt_weights(weights: np.ndarray, rates: np.ndarray, balance: float) -> np.ndarray:
     """Exponential tilting: weights times exp(c rate), with c such that the mean rate is `balance`."""
     logs = np.log(weights + 1e-12)
     return softmax(logs + brentq(lambda c: softmax(logs + c * rates) @ rates - balance, -1e5, 1e5) * rates)
@@ -140,7 +140,7 @@ def log_shares(counts: Counts, shrink: float) -> tuple[np.ndarray, np.ndarray]:
     return np.log(right / right.sum(1, keepdims=True)), np.log(wrong / wrong.sum(1, keepdims=True))
 
 
-def evidence(codes: np.ndarray, ratios: np.ndarray) -> np.ndarray:
+def sum_evidence(codes: np.ndarray, ratios: np.ndarray) -> np.ndarray:
     """[responses] sum of the verifiers' log ratios."""
     return sum((ratio[code] for code, ratio in zip(codes, ratios, strict=True)), np.zeros(codes.shape[1]))
 
@@ -170,7 +170,7 @@ class Solution(NamedTuple):
     converged: bool
 
 
-def solve(
+def solve_em(
     codes: np.ndarray,
     bins: int,
     problem: np.ndarray,
@@ -201,12 +201,12 @@ def solve(
             counts = Counts(past.right + counts.right, past.wrong + counts.wrong)
         ratios = log_ratios(counts, shrink, monotone)
         last = r
-        r, prior = prior.step(evidence(codes, ratios), problem, balance)
+        r, prior = prior.step(sum_evidence(codes, ratios), problem, balance)
         moved = np.abs(r - last).max()
     return Solution(r, ratios, counts, prior, step, bool(moved < TOLERANCE))
 
 
-def search(
+def search_em(
     codes: np.ndarray,
     bins: int,
     problem: np.ndarray,
@@ -228,12 +228,12 @@ def search(
 
     def from_balance(subset: np.ndarray, share: float) -> Solution:
         guess = first_guess(rank_mean[subset], share)
-        return solve(codes[:, subset], bins, problem[subset], guess, Prior.start(share), **settings)
+        return solve_em(codes[:, subset], bins, problem[subset], guess, Prior.start(share), **settings)
 
     everything = np.ones(len(problem), dtype=bool)
     if balance is not None:
         return from_balance(everything, balance)
-    subset = thinned(problem)
+    subset = thin_problems(problem)
     solutions = [from_balance(subset, share) for share in STARTS]
     # Solutions with swapped classes are equally likely: prefer those that agree with the rank mean.
     centred = rank_mean[subset] - rank_mean[subset].mean()
@@ -242,11 +242,11 @@ def search(
     best = solutions[int(np.argmax(likelihoods))]
     if subset.all():
         return best
-    r = best.prior.posterior(evidence(codes, best.ratios), problem)
-    return solve(codes, bins, problem, r, Prior(best.prior.rates, best.prior.weights), **settings)
+    r = best.prior.posterior(sum_evidence(codes, best.ratios), problem)
+    return solve_em(codes, bins, problem, r, Prior(best.prior.rates, best.prior.weights), **settings)
 
 
-def thinned(problem: np.ndarray) -> np.ndarray:
+def thin_problems(problem: np.ndarray) -> np.ndarray:
     """[responses] mask of every n-th problem, about SAMPLE responses in total."""
     number = np.unique(problem, return_inverse=True)[1]
     return number % max(1, round(len(problem) / SAMPLE)) == 0
@@ -255,4 +255,6 @@ def thinned(problem: np.ndarray) -> np.ndarray:
 def log_likelihood(codes: np.ndarray, solution: Solution, problem: np.ndarray, shrink: float) -> float:
     """Log likelihood of the bins under a solution."""
     right, wrong = (np.pad(side, ((0, 0), (0, 1))) for side in log_shares(solution.counts, shrink))
-    return float(evidence(codes, wrong).sum()) + solution.prior.log_likelihood(evidence(codes, right - wrong), problem)
+    return float(sum_evidence(codes, wrong).sum()) + solution.prior.log_likelihood(
+        sum_evidence(codes, right - wrong), problem
+    )

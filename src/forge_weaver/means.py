@@ -11,7 +11,7 @@ from scipy.special import expit as sigmoid
 from scipy.special import logit
 
 from .aggregator import Aggregator, Data
-from .normalise import NormalScores, family_means, scattered
+from .normalise import NormalScores, family_means, scatter_scores
 
 
 @dataclasses.dataclass
@@ -49,9 +49,9 @@ def rank_means(normal: np.ndarray, families: np.ndarray | None = None) -> np.nda
     return mean_of_known(normal if families is None else family_means(normal, families))
 
 
-def unheaped(data: Data, families: np.ndarray | None = None) -> np.ndarray:
+def unheap_scores(data: Data, families: np.ndarray | None = None) -> np.ndarray:
     """Rank means of about SAMPLE responses, ties broken at random: clusters of ties must not pass as classes."""
-    return rank_means(scattered(data.x[:: 1 + len(data.x) // SAMPLE], data.names, 0), families)
+    return rank_means(scatter_scores(data.x[:: 1 + len(data.x) // SAMPLE], data.names, 0), families)
 
 
 def fitted_slope(u: np.ndarray, steps: int = 200) -> float:
@@ -109,7 +109,7 @@ class RankMean(Aggregator):
         self.values, self.heights = normal.values, normal.heights
         self.families = family_numbers(data) if self.by_family else None
         u = rank_means(normal(data.x), self.families)
-        slope = fitted_slope(unheaped(data, self.families)) if self.slope is None else self.slope
+        slope = fitted_slope(unheap_scores(data, self.families)) if self.slope is None else self.slope
         # The slope is per standard deviation; b sets the mean probability.
         a = slope / (u.std() + 1e-9)
         b = brentq(lambda b: sigmoid(a * u + b).mean() - self.class_balance, -500.0, 500.0)

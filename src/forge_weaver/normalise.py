@@ -48,7 +48,7 @@ class NormalScores:
         return np.stack([np.interp(*points) for points in zip(x.T, self.values, self.heights, strict=True)], axis=1)
 
 
-def scattered(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
+def scatter_scores(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
     """Normal scores of [responses, verifiers] with ties broken at random, so that each column is exactly normal.
 
     Otherwise a Gaussian mixture mistakes the clusters of a judge's few verdicts for its classes. The random numbers are
@@ -63,7 +63,7 @@ def scattered(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
     return out
 
 
-def imputed(z: np.ndarray, precision: np.ndarray | None = None, rounds: int = 8) -> tuple[np.ndarray, np.ndarray]:
+def impute_scores(z: np.ndarray, precision: np.ndarray | None = None, rounds: int = 8) -> tuple[np.ndarray, np.ndarray]:
     """Impute the missing values of [responses, verifiers] by regression; also returns the precision matrix used.
 
     Each round sets every missing value to its expectation under a Gaussian given all others (Jacobi iteration).
@@ -110,7 +110,7 @@ def to_bins(x: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return codes
 
 
-def thresholds(x: np.ndarray, accept: float) -> np.ndarray:
+def find_thresholds(x: np.ndarray, accept: float) -> np.ndarray:
     """[verifiers] lowest accepted score: the quantile that the fraction `accept` reaches.
 
     A column of two values is already a verdict: the higher one accepts.
@@ -131,7 +131,7 @@ def thresholds(x: np.ndarray, accept: float) -> np.ndarray:
     return lowest
 
 
-def verdicts(x: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+def apply_thresholds(x: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     """[responses, verifiers] 1 where a score reaches its threshold, else 0; NaN for missing."""
     return np.where(np.isnan(x), np.nan, x >= cuts)
 

@@ -67,7 +67,7 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
         raise ValueError("some problems have answers and others none: give all or omit all")
     free = asyncio.Semaphore(concurrency)
 
-    async def score(problem: Problem) -> Scores:
+    async def score_problem(problem: Problem) -> Scores:
         async with free:
             try:
                 return await panel.score(problem.prompt, problem.responses, problem.target)
@@ -75,7 +75,7 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
                 reason = f"{type(error).__name__}: {error}"
                 return Scores.none(len(problem.responses), len(panel.names), reason)
 
-    scored = await asyncio.gather(*map(score, problems))
+    scored = await asyncio.gather(*map(score_problem, problems))
     # One warning a verifier, with the reasons that are most frequent.
     total = sum(len(problem.responses) for problem in problems)
     for column, name in enumerate(panel.names):

@@ -12,7 +12,7 @@ from scipy.special import logit
 from .aggregator import Aggregator, Data
 from .binned import estimate_balance
 from .means import rank_means
-from .normalise import NormalScores, thresholds, verdicts
+from .normalise import NormalScores, apply_thresholds, find_thresholds
 
 CLIP = 0.01  # rates and class balance lie at least this far from 0 and 1: no verdict is certain
 
@@ -49,9 +49,9 @@ class PublishedWeaver(Aggregator):
             balance = min(max(estimate_balance(data.x, data.problem), CLIP), 1 - CLIP)
         self.balance = np.array(balance)
         self.report.class_balance = float(balance)
-        self.cuts = thresholds(data.x, float(balance))
+        self.cuts = find_thresholds(data.x, float(balance))
         # A verifier that accepts all or nothing says nothing, and makes the moments singular.
-        share = np.nanmean(verdicts(data.x, self.cuts), axis=0)
+        share = np.nanmean(apply_thresholds(data.x, self.cuts), axis=0)
         self.used = (share > 0) & (share < 1)
         for name, accepted, used in zip(data.names, share, self.used, strict=True):
             if not used:
@@ -61,7 +61,7 @@ class PublishedWeaver(Aggregator):
             raise ValueError(f"{m} verifiers accept some of the responses and reject others, 3 are needed")
         if np.isnan(data.x[:, self.used]).any():
             self.report.warnings.append("missing verdicts counted as rejections, as in the public code")
-        accepts = self._accepts(data).astype(np.float64)
+        accepts = self._accepted_responses(data).astype(np.float64)
         # Missing verdicts are rejections: every moment follows from those of acceptance.
         pi = float(self.balance)
         both = accepts.T @ accepts / len(accepts)
@@ -72,8 +72,8 @@ class PublishedWeaver(Aggregator):
         o[0::2, 1::2] = accept - both
         o[1::2, 0::2] = accept[:, None] - both
         o[0::2, 0::2] = 1 - accept - accept[:, None] + both
-        mu = minimise(o, pi, converged=self.converged, seed=self.seed)
-        self.report.details["loss"] = loss(mu, o, pi)
+        mu = minimise_loss(o, pi, converged=self.converged, seed=self.seed)
+        self.report.details["loss"] = published_loss(mu, o, pi)
         mu = np.clip(mu, CLIP, 1 - CLIP)
         self.mu = mu
         u = rank_means(NormalScores.fit(data.x)(data.x))
@@ -81,32 +81,32 @@ class PublishedWeaver(Aggregator):
             # The moments do not identify the classes; most verifiers are better than chance.
             self.mu = mu[:, ::-1]
         names = [name for name, used in zip(data.names, self.used, strict=True) if used]
-        rejects, accepts = self._evidence()
+        rejects, accepts = self._log_ratios()
         for name, tpr, tnr, weight in zip(names, self.mu[1::2, 1], self.mu[0::2, 0], accepts - rejects, strict=True):
             self.report.verifiers[name].update(weight=float(weight), tpr=float(tpr), tnr=float(tnr))
 
     def posterior(self, data: Data) -> np.ndarray:
         """[responses] probability by Bayes' rule from verdicts."""
-        accepts = self._accepts(data)
-        rejecting, accepting = self._evidence()
+        accepts = self._accepted_responses(data)
+        rejecting, accepting = self._log_ratios()
         return sigmoid(accepts @ accepting + ~accepts @ rejecting + logit(float(self.balance)))
 
-    def _accepts(self, data: Data) -> np.ndarray:
+    def _accepted_responses(self, data: Data) -> np.ndarray:
         """[responses, used verifiers] whether each accepts."""
-        return verdicts(data.x, self.cuts)[:, self.used] == 1
+        return apply_thresholds(data.x, self.cuts)[:, self.used] == 1
 
-    def _evidence(self) -> np.ndarray:
+    def _log_ratios(self) -> np.ndarray:
         """[2, used verifiers] log ratios of a rejection and of an acceptance."""
         return (np.log(self.mu[:, 1]) - np.log(self.mu[:, 0])).reshape(-1, 2).T
 
 
-def loss(mu: np.ndarray, o: np.ndarray, pi: float) -> float:
+def published_loss(mu: np.ndarray, o: np.ndarray, pi: float) -> float:
     """The objective of `PublishedWeaver` at mu [2 verifiers, 2]."""
-    residual, marginal, sums = _parts(mu, o, np.array([1 - pi, pi]))
+    residual, marginal, sums = _loss_terms(mu, o, np.array([1 - pi, pi]))
     return float((residual**2).sum() + (marginal**2).sum() + 10 * (sums**2).sum())
 
 
-def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision: float = 0.7) -> np.ndarray:
+def minimise_loss(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision: float = 0.7) -> np.ndarray:
     """mu [2 verifiers, 2], rows (verifier i rejects, i accepts), columns (wrong, right).
 
     Args:
@@ -126,7 +126,7 @@ def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision:
     # Gradient descent with momentum, within [0, 1].
     velocity = np.zeros_like(mu)
     for _ in range(max_steps):
-        residual, marginal, sums = _parts(mu, o, p)
+        residual, marginal, sums = _loss_terms(mu, o, p)
         gradient = -4 * residual @ mu * p + 2 * marginal[:, None] * p + 20 * np.repeat(sums, 2, axis=0)
         velocity = 0.9 * velocity + gradient
         moved = np.clip(mu - rate * velocity, 0, 1)
@@ -136,7 +136,7 @@ def minimise(o: np.ndarray, pi: float, *, converged: bool, seed: int, precision:
     return mu
 
 
-def _parts(mu: np.ndarray, o: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _loss_terms(mu: np.ndarray, o: np.ndarray, p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The three terms of the objective before squaring."""
     residual = o - (mu * p) @ mu.T
     n = np.arange(len(mu))

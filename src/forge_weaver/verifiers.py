@@ -20,7 +20,7 @@ from forge.rewards.verifier import Scores
 from forge_verifiers.config import ModelSettings, RewardModelSettings, VerifiersConfig
 from forge_verifiers.panel import Panel
 
-from .aggregator import AGGREGATOR, Aggregator, Json, load, restored
+from .aggregator import AGGREGATOR, Aggregator, Json, load, restore_aggregator
 from .binned import Online
 from .table import ScoreTable
 
@@ -111,7 +111,7 @@ class Ensemble:
     def over(cls, panel: Panel, aggregator: Aggregator, **settings: Any) -> Ensemble:
         """An ensemble of a panel and a fitted aggregator in memory. ValueError: the panel lacks a verifier."""
         ensemble = cls("", **settings)
-        ensemble._open(panel, aggregator)
+        ensemble._open_ensemble(panel, aggregator)
         return ensemble
 
     @property
@@ -144,9 +144,9 @@ class Ensemble:
         missing."""
         if self.panel is None:
             verifiers, aggregator = load_ensemble(self.path)
-            self._open(verifiers.panel(), aggregator)
+            self._open_ensemble(verifiers.panel(), aggregator)
 
-    def _open(self, panel: Panel, aggregator: Aggregator) -> None:
+    def _open_ensemble(self, panel: Panel, aggregator: Aggregator) -> None:
         needed = [*aggregator.verifiers, *self._veto, *self._decide]
         if missing := [name for name in needed if name not in panel.names]:
             raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
@@ -172,14 +172,14 @@ class Ensemble:
         values = {"probability": p, "logit": logits, "threshold": np.where(p >= self.threshold, 1.0, 0.0)}[self.form]
         values = np.where(np.isnan(p), np.nan, values)
         if self.learns and not np.isnan(scores.values[:, self._columns]).all():
-            await self._learn(scores.values[:, self._columns])
+            await self._learn_values(scores.values[:, self._columns])
         first = {i: reason for (i, _), reason in reversed(scores.reasons.items())}
         unscored = map(int, np.flatnonzero(np.isnan(p)))
         return Scores(values[:, None], {(i, 0): f"no verifier scored it: {first.get(i)}" for i in unscored})
 
     def probabilities(self, scores: Scores) -> np.ndarray:
         """[responses] after `veto` and `decide`; NaN without any score, or if the score of a veto is missing."""
-        p = self.aggregator.predict_proba(self._table([scores.values[:, self._columns]]))[0]
+        p = self.aggregator.predict_proba(self._pad_table([scores.values[:, self._columns]]))[0]
         decided, vetoes = scores.values[:, self._deciding], scores.values[:, self._vetoing]
         # In order of precedence, the last one wins: sufficient, missing, vetoed.
         p = np.where((decided >= 0.5).any(1), 1.0, p)
@@ -199,7 +199,7 @@ class Ensemble:
     async def load_state_dict(self, state: Json) -> None:
         """Restore. ValueError: the state of another ensemble."""
         # Only the state of an equal ensemble fits the columns.
-        learned = restored(state["aggregator"])
+        learned = restore_aggregator(state["aggregator"])
         if learned.verifiers != self.aggregator.verifiers:
             raise ValueError(
                 f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "
@@ -207,18 +207,18 @@ class Ensemble:
             )
         self.aggregator, self._seen = learned, list(state["seen"])
 
-    async def _learn(self, values: np.ndarray) -> None:
+    async def _learn_values(self, values: np.ndarray) -> None:
         self._seen.append(values)
         async with self._learning:
             while len(self._seen) >= self._follow:
                 # Update a copy: concurrent calls must not see a partial update.
                 learned, groups = copy.deepcopy(self.aggregator), self._seen[: self._follow]
                 assert isinstance(learned, Online)
-                await asyncio.to_thread(learned.partial_fit, self._table(groups))
+                await asyncio.to_thread(learned.partial_fit, self._pad_table(groups))
                 self.aggregator, self._seen = learned, self._seen[len(groups) :]
                 record_metric("reward/alarms", len(learned.report.alarms), Reduce.MAX)
 
-    def _table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
+    def _pad_table(self, groups: Sequence[np.ndarray]) -> ScoreTable:
         """A padded table from scores [responses, verifiers] of each group."""
         # Groups of different sizes are padded with absent responses.
         sizes = np.array([len(group) for group in groups])
@@ -257,7 +257,7 @@ class Distilled:
 
     def planned_models(self) -> list[ModelSettings]:
         """The model that `setup` loads, for plans. FileNotFoundError: not the folder of a distilled verifier."""
-        return [RewardModelSettings(path=str(self.path), **self._reading(), **self._settings)]
+        return [RewardModelSettings(path=str(self.path), **self._read_settings(), **self._settings)]
 
     def check(self) -> None:
         """FileNotFoundError: not the folder of a distilled verifier."""
@@ -268,10 +268,10 @@ class Distilled:
         """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
         from forge_verifiers import RewardModel
 
-        self.model = RewardModel(self.path, self.names[0], **self._reading(), **self._settings)
+        self.model = RewardModel(self.path, self.names[0], **self._read_settings(), **self._settings)
         return self
 
-    def _reading(self) -> dict[str, Any]:
+    def _read_settings(self) -> dict[str, Any]:
         """How the model reads texts. FileNotFoundError: not the folder of a distilled verifier."""
         self.check()
         reading: dict[str, Any] = json.loads((self.path / DISTILLED).read_text())["reading"]

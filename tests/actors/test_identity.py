@@ -65,7 +65,7 @@ class QuietCountingGenerator(CountingGenerator):
 
     @endpoint(catch_up=True)
     async def update_weights(self, version: int) -> int:
-        _, swapped = await asyncio.to_thread(self._load, self.store, version, version + 10)
+        _, swapped = await asyncio.to_thread(self._load_version, self.store, version, version + 10)
         await asyncio.wrap_future(swapped)
         return version
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from forge.actors import streams
-from forge.engines.interface import extend
+from forge.engines.interface import extend_completion
 from forge.types import Completion
 
 
@@ -39,7 +39,7 @@ def test_pieces_come_in_parts_that_are_not_long(monkeypatch, top):
             assert sum(len(piece.token_ids) * (1 + top) for _, piece in told) <= 40
             for sample, piece in told:
                 assert not wholes[sample].finish
-                extend(wholes[sample], piece)
+                extend_completion(wholes[sample], piece)
         assert await known.next(number) == []
         return [wholes[sample].token_ids for sample in range(len(sizes))]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forge.algorithms import load_algorithm
 from forge.algorithms.advantages import group_relative
-from forge.algorithms.gae import whiten
+from forge.algorithms.gae import whiten_values
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=32)
 
@@ -48,16 +48,16 @@ def test_a_group_of_one_has_no_baseline(rewards: list[float]):
 @pytest.mark.parametrize("value", [0.1, 1000.1, -1 / 3, 1e6 + 0.1, 0.0])
 @pytest.mark.parametrize("count", [1, 2, 3, 1001])
 def test_equal_advantages_are_whitened_to_nothing(value: float, count: int):
-    assert whiten(torch.full((count,), value)).tolist() == [0.0] * count
+    assert whiten_values(torch.full((count,), value)).tolist() == [0.0] * count
     jittered = torch.full((count,), value) * (1 + torch.linspace(-1, 1, count) * 6e-8)
-    assert whiten(jittered).abs().max() == 0.0
+    assert whiten_values(jittered).abs().max() == 0.0
 
 
 def test_whitening_of_others_is_exact():
     values = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 3 + 1000
     exact = values.double().numpy()
     expected = (exact - exact.mean()) / np.sqrt(exact.var(ddof=1) + 1e-8)
-    np.testing.assert_allclose(whiten(values).numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(whiten_values(values).numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

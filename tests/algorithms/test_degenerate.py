@@ -17,7 +17,7 @@ from apps.real.constraints import FollowsConstraints
 from forge.rewards.rules import CharacterMatch, ExactMatch, JsonMatch, MathReward, ThinkingReward, final_answer
 from forge_envs import read_action, schema_of
 from forge_sandbox.code_verifier import code_block
-from forge_sandbox.literals import literal
+from forge_sandbox.literals import parse_literal
 from forge_verifiers import AnswerFrequency, MathVerifier, Rule
 from forge_verifiers.config import ProcessRewardModelSettings
 
@@ -127,7 +127,7 @@ SCORERS = {
     "llama3": lambda text: read_action(text, "llama3", TOOLS),
     "plain": lambda text: read_action(text, "plain", TOOLS),
     "code_block": code_block,
-    "literal": literal,
+    "literal": parse_literal,
     "steps": lambda text: list(re.finditer(ProcessRewardModelSettings(path="m", marker="+").separator, text)),
 }
 

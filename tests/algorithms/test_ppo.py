@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from forge.algorithms.gae import packed, padded, whiten
+from forge.algorithms.gae import pack_sequences, pad_sequences, whiten_values
 from forge.losses import ValueLoss, gae
 
 MASKS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4)
@@ -52,18 +52,18 @@ def test_gae_with_full_traces_is_the_return_and_without_one_step_ahead():
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5))
 def test_padding_and_back(counts):
     values = torch.arange(1.0, sum(counts) + 1)
-    rows = padded(values, counts)
+    rows = pad_sequences(values, counts)
     assert rows.shape == (len(counts), max(counts))
-    assert torch.equal(packed(rows, counts), values)
+    assert torch.equal(pack_sequences(rows, counts), values)
 
 
 def test_whitening():
     values = torch.tensor([1.0, 2.0, 4.0, 9.0], dtype=torch.float64)
-    white = whiten(values)
+    white = whiten_values(values)
     assert white.mean().item() == pytest.approx(0.0, abs=1e-12)
     assert white.std().item() == pytest.approx(1.0, rel=1e-6)
-    assert whiten(torch.tensor([3.0])).tolist() == [0.0]
-    assert whiten(torch.full((5,), 2.0)).tolist() == [0.0] * 5
+    assert whiten_values(torch.tensor([3.0])).tolist() == [0.0]
+    assert whiten_values(torch.full((5,), 2.0)).tolist() == [0.0] * 5
 
 
 def test_value_loss():

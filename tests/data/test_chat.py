@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forge.data.chat import ChatFormat, messages
+from forge.data.chat import ChatFormat, read_messages
 from tests.data.templates import (
     CHATML,
     CHATML_MARKED,
@@ -145,4 +145,4 @@ def test_what_cannot_be_told_apart_is_refused(template, conversation, message):
 )
 def test_bad_messages_say_what_is_wrong(row, message):
     with pytest.raises(ValueError, match=message):
-        messages(row, "messages")
+        read_messages(row, "messages")

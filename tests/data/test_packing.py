@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from forge.actors import Trainer
 from forge.algorithms.base import Aggregation
-from forge.data.packing import pack, pack_tensors, split
+from forge.data.packing import pack, pack_tensors, split_batch
 from forge.losses import (
     GRPOLoss,
     ReinforceLoss,
@@ -42,7 +42,7 @@ def rows_of(batch: Batch) -> list[tuple]:
 @given(LENGTHS, RANKS, st.integers(16, 60), st.integers(1, 3))
 def test_every_sequence_lands_exactly_once(lengths: list[tuple[int, int]], ranks: int, max_tokens: int, at_least: int):
     batch = example(0, lengths)
-    shares = split(batch, ranks=ranks, max_tokens=max_tokens, at_least=at_least)
+    shares = split_batch(batch, ranks=ranks, max_tokens=max_tokens, at_least=at_least)
     assert len(shares) == ranks
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) >= at_least
@@ -113,7 +113,7 @@ def test_any_split_has_the_loss_and_gradient_of_the_padded_batch(
     expected.backward()
     policy = Policy(copy.deepcopy(MODEL))
     total = 0.0
-    for share in split(batch, ranks=ranks, max_tokens=max_tokens):
+    for share in split_batch(batch, ranks=ranks, max_tokens=max_tokens):
         for micro in share:
             loss = packed_loss(policy, micro)
             loss.backward()
@@ -127,7 +127,7 @@ def test_any_split_has_the_loss_and_gradient_of_the_padded_batch(
 
 def test_an_idle_micro_batch_takes_part_and_adds_exactly_nothing():
     batch = example(0, [(3, 4)])
-    working, idle = (share[0] for share in split(batch, ranks=2, max_tokens=16))
+    working, idle = (share[0] for share in split_batch(batch, ranks=2, max_tokens=16))
     assert rows_of(working) == rows_of(batch)
     assert not idle.mask.any()
     policy = Policy(copy.deepcopy(MODEL))
@@ -142,7 +142,7 @@ def test_an_idle_micro_batch_takes_part_and_adds_exactly_nothing():
 
 def test_ranks_get_about_the_same_number_of_tokens():
     lengths = [(1, n) for n in (40, 3, 17, 25, 8, 31, 12, 5, 22, 9)]
-    loads = [sum(len(m.tokens) for m in share) for share in split(example(0, lengths), ranks=2, max_tokens=64)]
+    loads = [sum(len(m.tokens) for m in share) for share in split_batch(example(0, lengths), ranks=2, max_tokens=64)]
     assert max(loads) <= 1.1 * sum(loads) / 2
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_packed_is_named():
     with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
         pack(scored, aggregation="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a sequence of 9 tokens does not fit into training.seq_len = 8"):
-        split(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
+        split_batch(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
 
 
 def test_an_episode_that_makes_no_sense_is_refused():
@@ -239,7 +239,7 @@ def test_rows_that_are_masked_whole_count_as_in_the_loss_itself(masked: list[int
     }
     for loss in (SimpleGRPOLoss(0.1), ReinforceLoss()):
         trainer = Trainer("unused", loss=loss)
-        batch = trainer._pack([given], [targets])
+        batch = trainer._pack_items([given], [targets])
         kept = mask.bool()
         sampled = {"behaviour_logprobs": targets["ref_logprobs"]} if isinstance(loss, ReinforceLoss) else {}
         inputs = {"logprobs": logprobs, "padding_mask": mask, **targets, **sampled}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.data.config import DatasetConfig
-from forge.data.prompts import stop_ids, supervised
+from forge.data.prompts import encode_supervised, stop_ids
 from forge.models.tokenizer import character_tokenizer
 from forge.rewards.rules import MathReward
 from tests.data.rows import ROWS, TOKENIZER, make
@@ -43,13 +43,13 @@ def test_chat_template(jsonl):
 
 def test_supervised_marks_the_answer_and_eos():
     sample = next(make(task="apps.toys.numbers:Add", prompt_template="{question}="))
-    tokens, mask = supervised(sample, TOKENIZER)
+    tokens, mask = encode_supervised(sample, TOKENIZER)
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == sample.target + "<eos>"
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == str(sample.prompt)
     endless = character_tokenizer()
     endless.eos_token = None
     with pytest.raises(ValueError, match="no eos token"):
-        supervised(sample, endless)
+        encode_supervised(sample, endless)
 
 
 def test_multiple_choice(jsonl):

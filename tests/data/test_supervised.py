@@ -9,7 +9,7 @@ import pytest
 
 from forge.data.chat import ChatFormat
 from forge.data.packing import pack
-from forge.data.prompts import supervised
+from forge.data.prompts import encode_supervised
 from forge.data.supervised import SupervisedDataset
 from tests.data.rows import ROWS, TOKENIZER, make
 from tests.data.templates import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING, byte_pairs
@@ -37,7 +37,7 @@ def test_prompts_with_answers_are_those_of_the_prompt_dataset(places):
     settings = {"target_pattern": r"####\s*(.+)", "prompt_template": "{question}: ", "seed": 3}
     episodes, samples = learn(places["rows.jsonl"], **settings), make(places["rows.jsonl"], **settings)
     for episode, sample in islice(zip(episodes, samples, strict=True), 50):
-        assert (episode.tokens, episode.mask) == supervised(sample, TOKENIZER)
+        assert (episode.tokens, episode.mask) == encode_supervised(sample, TOKENIZER)
         assert (episode.advantage, episode.weight, episode.logprobs) == (1.0, 1.0, None)
         assert read(episode) == (str(sample.prompt), sample.target + "<eos>")
 

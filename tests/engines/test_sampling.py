@@ -7,7 +7,7 @@ import math
 import torch
 
 from forge.engines import EmbeddedEngine
-from forge.engines.sampling import draw, keep_top
+from forge.engines.sampling import draw_tokens, keep_top
 from forge.types import Sampling
 
 from .conftest import VOCAB, Make, logits_of
@@ -30,7 +30,7 @@ def test_frequencies_match_the_probabilities(make: Make) -> None:
 def test_a_number_at_either_end_never_draws_an_impossible_token() -> None:
     logits = torch.full((2, 6), -torch.inf)
     logits[:, 2:4] = torch.tensor([0.3, 1.7])
-    tokens, logprobs = draw(logits, torch.tensor([0.0, 1.0]), None)
+    tokens, logprobs = draw_tokens(logits, torch.tensor([0.0, 1.0]), None)
     assert tokens.tolist() == [2, 3]
     assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], [2, 3]])
 

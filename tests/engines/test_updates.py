@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from forge.engines import EmbeddedEngine
-from forge.engines.sampling import uniforms
+from forge.engines.sampling import draw_uniforms
 from forge.types import Completion, Sampling
 
 from .conftest import EOS, MODES, VOCAB, check_by_hand, check_shape, drive, error_of, updater
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.costly
 
 def check_draws(models: dict[int, PreTrainedModel], completion: Completion, seed: int, sample: int) -> None:
     """Every token is the one its number of the seeded stream picks: for sequences with no old keys and values."""
-    numbers = uniforms(seed, sample, len(completion.token_ids))
+    numbers = draw_uniforms(seed, sample, len(completion.token_ids))
     for i, (token, version) in enumerate(zip(completion.token_ids, completion.versions, strict=True)):
         with torch.no_grad():
             prefix = torch.tensor([[*completion.prompt_ids, *completion.token_ids[:i]]])

@@ -28,7 +28,7 @@ def serving(policy, tokenizer, **dialogue):
     from forge_agents.gateway import Gateway
     from forge_agents.policies import Policy
     from forge_envs.dialogue import Dialogue
-    from forge_http.web import bind
+    from forge_http.web import bind_socket
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -39,7 +39,7 @@ def serving(policy, tokenizer, **dialogue):
     def run(coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(120)
 
-    listening = gateway.listen(bind("127.0.0.1", 0))
+    listening = gateway.listen(bind_socket("127.0.0.1", 0))
     run(listening.__aenter__())
     try:
         yield gateway, run

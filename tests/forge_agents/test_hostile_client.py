@@ -10,7 +10,7 @@ import httpx
 
 from forge_agents.record import Certificate
 from forge_agents.settings import SessionSettings
-from forge_agents.tree import loose
+from forge_agents.tree import collapse_spaces
 
 from .conftest import serving
 
@@ -85,7 +85,7 @@ class HostileClient:
                 return [*messages[:cut], {"role": "user", "content": sentence(self.rng, 7)}]
         if action == "compact":
             content = messages[turns[-1]]["content"] or ""
-            if len(loose(content)) > 45 and "\ufffd" not in content:
+            if len(collapse_spaces(content)) > 45 and "\ufffd" not in content:
                 self.expected["start"] += 1
                 return [messages[0], {"role": "user", "content": f"So far: {content}"}]
         if action == "edit":

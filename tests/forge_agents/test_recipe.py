@@ -15,7 +15,7 @@ from benchmarks.machine import descendants
 from forge.config import ConfigError
 from forge_agents.record import EXCLUSIONS
 from forge_inspect.account import account_text, token_account
-from forge_inspect.runs import rows
+from forge_inspect.runs import read_metric_rows
 from forge_inspect.watch.views import RunView
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server")]
@@ -89,7 +89,7 @@ def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
         # After the third step, whose checkpoint is that of the second.
         if next(plays) == 23 and not marker.exists():
             marker.touch()
-            while rows(tmp_path / "run")[-1]["step"] < 3:  # it is logged while this step is played
+            while read_metric_rows(tmp_path / "run")[-1]["step"] < 3:  # it is logged while this step is played
                 await asyncio.sleep(0.01)
             raise RuntimeError("the first attempt ends here")
         # A group that ends while a checkpoint is written is in its buffer, and in the row of the step after it.
@@ -106,8 +106,8 @@ def test_the_account_of_a_run_counts_no_step_twice(tmp_path):
     values = {**SETTINGS, **settings, "episode": episode, "run": {"name": "run", "root": str(tmp_path)}}
     with pytest.raises(RuntimeError, match="first attempt"):
         forge.train(None, **values)
-    assert token_account(rows(tmp_path / "run"))["sampled"] > 0
-    assert rows(tmp_path / "run")[-1]["step"] == 3
+    assert token_account(read_metric_rows(tmp_path / "run"))["sampled"] > 0
+    assert read_metric_rows(tmp_path / "run")[-1]["step"] == 3
     forge.train(None, resume="auto", **values)
     view = RunView(tmp_path / "run")
     account = token_account(view.rows)

@@ -11,7 +11,7 @@ pytest.importorskip("openai")
 from apps.selfplay.main import train
 from forge.config import ConfigError, build
 from forge.models import build_small_model
-from forge.observability.rollouts import batches
+from forge.observability.rollouts import read_batches
 from forge.recipes.rl_config import RLConfig
 from forge.types import Episode, Group
 from forge_agents.record import EXCLUSIONS
@@ -39,12 +39,12 @@ def model(tmp_path_factory):
 
 def run(root, model, function, models, name="run", resume=None, **settings):
     """A run of the recipe for several policies; its folder."""
-    from forge.recipes.launch import execute
+    from forge.recipes.launch import run_recipe
 
     episode = {"max_tokens": settings.pop("max_tokens", 64), "template": TEMPLATE, "agent": {"function": function}}
     values = {**SETTINGS, "model": str(model), "episode": episode, "models": models, **settings}
     cfg = build(Several, {**values, "run": {"name": name, "root": str(root)}})
-    return Path(execute(train, cfg, resume=resume))
+    return Path(run_recipe(train, cfg, resume=resume))
 
 
 def rows_of(folder):
@@ -64,7 +64,7 @@ async def answers(client, sample):
 
 def rollouts_of(folder):
     columns = ("sample", "origins", "group", "advantage", "dropped", "policy")
-    return [row for _, rows in batches(folder / "rollouts.arrow", columns) for row in rows.to_pylist()]
+    return [row for _, rows in read_batches(folder / "rollouts.arrow", columns) for row in rows.to_pylist()]
 
 
 def weights(folder):

@@ -17,7 +17,7 @@ from forge_agents.policies import Policy
 from forge_agents.record import EXCLUSIONS
 from forge_agents.settings import SessionSettings
 from forge_envs.dialogue import Dialogue
-from forge_http.web import bind
+from forge_http.web import bind_socket
 from tests.forge_envs.core.conftest import bpe  # noqa: F401
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_every_sampled_token_is_in_the_record(bpe, model, tmp_path):  # noqa: F8
         policy = await Generator.as_service(str(tmp_path), engine="vllm", slots=8)
         dialogue = Dialogue(bpe, template="chatml")
         gateway = Gateway({"policy": Policy(policy, dialogue, sampling={"temperature": 0.8})})
-        async with gateway.listen(bind("127.0.0.1", 0)):
+        async with gateway.listen(bind_socket("127.0.0.1", 0)):
             access = gateway.open(SessionSettings(max_tokens=400, max_turn_tokens=24, seed=1))
             async with AsyncOpenAI(base_url=f"{access.url}/v1", api_key=access.key, max_retries=0) as client:
                 await converse(client)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from forge.actors.publication import connect, share
+from forge.actors.publication import connect_store, share_store
 from forge.runtime.controller import ForgeActor, endpoint, run, runtime
 from forge.runtime.store import VersionStore
 from forge_cluster.machine import Machine
@@ -32,10 +32,10 @@ class Rank(Place):
         import torch.distributed as dist
 
         from forge.runtime.process_groups import process_store
-        from forge.training.distributed import join, leave
+        from forge.training.distributed import join_ranks, leave_ranks
 
         store = process_store(self.context.rendezvous, self.context.world_size, self.context.rank)
-        join(self.context.rank, self.context.world_size, store)
+        join_ranks(self.context.rank, self.context.world_size, store)
         try:
             values = torch.full((100_000,), float(self.context.rank + 1))
             dist.all_reduce(values)
@@ -45,7 +45,7 @@ class Rank(Place):
             assert len(set(values.tolist())) == 1
             return float(values[0]), names[0]
         finally:
-            leave()
+            leave_ranks()
 
 
 class Weights(ForgeActor):
@@ -55,7 +55,7 @@ class Weights(ForgeActor):
         self.store_ref = store
 
     def setup(self) -> None:
-        self.store = connect(self.store_ref)
+        self.store = connect_store(self.store_ref)
 
     @endpoint
     def put(self, version: int, size: int) -> int:
@@ -140,7 +140,7 @@ async def ranks(procs: str, hosts: str) -> None:
 async def weights(writer: str) -> None:
     """A writer on one host, a reader on each, and one on the controller's."""
     store = VersionStore.create()
-    shared = await share(store)
+    shared = await share_store(store)
     count = len(hosts_of())
     placed = Weights.options(mesh_name="writer", host=None if writer == "home" else writer)
     one, all_, here = await asyncio.gather(

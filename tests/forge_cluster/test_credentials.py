@@ -11,7 +11,7 @@ import pytest
 
 from forge_cluster import credentials
 from forge_cluster.credentials import Credentials, NoSecret, read_secret
-from forge_cluster.wire import connect, receive, send
+from forge_cluster.wire import connect_host, receive_message, send_message
 
 SECRET = "a secret that is long enough to be one"
 
@@ -25,17 +25,17 @@ async def exchange(server: Credentials, client: Credentials) -> dict | None:
     """What a client gets from a server that answers once."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        send(writer, {"got": await receive(reader)})
+        send_message(writer, {"got": await receive_message(reader)})
         await writer.drain()
         writer.close()
 
     listener = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server.context(server=True))
     async with listener:
         port = listener.sockets[0].getsockname()[1]
-        reader, writer = await connect(f"127.0.0.1:{port}", client)
-        send(writer, {"do": "x"})
+        reader, writer = await connect_host(f"127.0.0.1:{port}", client)
+        send_message(writer, {"do": "x"})
         try:
-            return await receive(reader)
+            return await receive_message(reader)
         finally:
             writer.close()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from forge.cli import main
 from forge_cluster.kubernetes import KubernetesJob
 from forge_cluster.slurm import SlurmJob
-from forge_cluster.ssh import workers
+from forge_cluster.ssh import start_workers
 from forge_cluster.words import check_host
 from tests.forge_cluster.kube import expanded
 
@@ -204,7 +204,7 @@ def test_the_machine_that_ssh_reaches_gets_the_folder_and_the_python(text: str, 
     )
     stub(tmp_path, "ssh", '[ "$1 $2" = "-- node" ] || exit 3\nexec sh -c "$3"')
     monkeypatch.setenv("PYTHONPATH", text[:200])
-    with workers(["node"], str(place), str(python), [str(tmp_path / "ssh")]) as environment:
+    with start_workers(["node"], str(place), str(python), [str(tmp_path / "ssh")]) as environment:
         assert environment["FORGE_HOSTS"] == "at:1"
     words = (tmp_path / "log").read_bytes().decode().split("\0")
     assert words == [str(place), text[:200], "-m", "forge", "worker", "--listen", ":0", "--stdin", ""]

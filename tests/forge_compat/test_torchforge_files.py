@@ -10,10 +10,10 @@ import yaml
 
 from forge.cli import main
 from forge.config import read
-from forge.config.sections import flat
+from forge.config.sections import flatten_config
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.sft import SFTConfig
-from forge_compat.torchforge_files import Settings, convert, read_upstream
+from forge_compat.torchforge_files import Settings, convert_config, read_upstream
 from forge_compat.torchforge_keys import KEYS, NOTES
 from tests.forge_compat.test_setting_names import has_key
 
@@ -184,12 +184,12 @@ def test_the_file_of_grpo_loads_with_all_that_it_says(tmp_path: Path, capsys: py
 @pytest.mark.parametrize("values", [SMALL, LARGE, SFT], ids=["small", "large", "sft"])
 def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[str, Any]):
     resolved = read_upstream(written(tmp_path, values))
-    converted = convert(resolved)
+    converted = convert_config(resolved)
     text = converted.text("qwen3.yaml")
-    for path in [leaf for name, part in converted.values.items() for leaf in flat({name: part})]:
+    for path in [leaf for name, part in converted.values.items() for leaf in flatten_config({name: part})]:
         assert has_key(path) or path.startswith(("services.", "generator.vllm.")), path
     noted = {name for name, _, _ in converted.notes}
-    for key in [leaf for name, part in resolved.items() for leaf in flat({name: part})]:
+    for key in [leaf for name, part in resolved.items() for leaf in flatten_config({name: part})]:
         is_converted = key in KEYS or key.removeprefix("trainer.") in ("optimizer.name", "activation_checkpoint.mode")
         # What another key says already, such as the model of the tokenizer.
         is_said = key.startswith(("policy.engine_args.", "dataset.model", "model.hf_assets_path")) or key.endswith(
@@ -202,7 +202,7 @@ def test_every_key_is_converted_or_has_a_comment(tmp_path: Path, values: dict[st
 
 
 def test_the_file_of_sft_loads(tmp_path: Path):
-    converted = convert(read_upstream(written(tmp_path, SFT)), "llama")
+    converted = convert_config(read_upstream(written(tmp_path, SFT)), "llama")
     ours = tmp_path / "ours.yaml"
     ours.write_text(converted.text("llama3_8b.yaml"))
     config = read(SFTConfig, ours)
@@ -215,7 +215,7 @@ def test_the_file_of_sft_loads(tmp_path: Path):
 
 
 def test_a_key_that_the_table_does_not_have_is_said_to_have_no_equivalent():
-    converted = convert({"group_size": 2, "unheard": {"of": 3}})
+    converted = convert_config({"group_size": 2, "unheard": {"of": 3}})
     assert converted.notes == [("unheard.of", 3, "no equivalent")]
     assert "#   unheard.of: 3  # no equivalent" in converted.text("x.yaml")
 
@@ -268,19 +268,19 @@ def test_arguments_of_vllm_are_kept_but_for_those_that_other_keys_say():
         if name not in ("model", "tensor_parallel_size", "pipeline_parallel_size", "quantization")
     }
     for name in ("engine_args", "engine_config"):
-        values = convert({"model": "a/b", "policy": {name: engine}}).values
+        values = convert_config({"model": "a/b", "policy": {name: engine}}).values
         assert repr(values["generator"]["vllm"]) == repr(kept)  # True is not 1
     general = {"max_num_seqs": 4, "max_model_len": 512, "dtype": "float32"}
     file = {"model": "a/b", "trainer": {"training": {"seq_len": 256, "dtype": "bfloat16"}}, "policy": {}}
     file["policy"] = {"engine_args": general}
-    assert convert(file).values["generator"] == {
+    assert convert_config(file).values["generator"] == {
         "slots": 4,
         "max_seq_len": 512,
         "dtype": "float32",
         "engine": "vllm",
     }
     file["policy"] = {"engine_args": {"dtype": "auto", "seed": 0}}
-    assert convert(file).values["generator"] == {
+    assert convert_config(file).values["generator"] == {
         "vllm": {"seed": 0},
         "engine": "vllm",
         "max_seq_len": 256,
@@ -288,7 +288,7 @@ def test_arguments_of_vllm_are_kept_but_for_those_that_other_keys_say():
     }
     placed = {"model": "a/b", "services": {"policy": {"procs": 4}}}
     differing = {"model": "c/d", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    assert convert(placed | {"policy": {"engine_args": differing}}).values["generator"]["vllm"] == differing
+    assert convert_config(placed | {"policy": {"engine_args": differing}}).values["generator"]["vllm"] == differing
 
 
 RL = {"group_size": 8, "local_batch_size": 16}
@@ -341,11 +341,11 @@ def test_wrong_values_are_one_line_that_names_the_key(
 
 def test_switches_of_checkpoints_and_activations():
     def converted(**sections: Any) -> dict[str, Any]:
-        return convert(RL | {"trainer": sections}).values
+        return convert_config(RL | {"trainer": sections}).values
 
     assert converted(checkpoint={"enable": False, "interval": 500})["checkpoint"] == {"every": 0}
     assert converted(checkpoint={"interval": 500, "enable": False})["checkpoint"] == {"every": 0}
-    assert convert({"checkpoint": {"enable": False}}).values["checkpoint"] == {"every": 0}
+    assert convert_config({"checkpoint": {"enable": False}}).values["checkpoint"] == {"every": 0}
     assert converted(checkpoint={"enable": True, "interval": 500})["checkpoint"] == {"every": 500}
     for mode in (None, "disabled"):
         assert "checkpoint" not in converted(checkpoint={"async_mode": mode})

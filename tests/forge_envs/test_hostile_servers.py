@@ -11,7 +11,7 @@ import pytest
 from forge_envs.environment import InfrastructureError
 from forge_envs.openenv import OpenEnvClient
 from forge_envs.openenv.client import OpenEnvError
-from forge_http.bounded_http import MAX_BYTES, bounded, bounded_transport
+from forge_http.bounded_http import MAX_BYTES, bound_stream, bounded_transport
 
 mcp = pytest.importorskip("forge_envs.mcp")
 
@@ -122,7 +122,7 @@ def test_an_event_has_a_limit_and_a_stream_of_events_has_none(end: str):
             for at in range(0, len(stream), size):
                 yield stream[at : at + size]
 
-        return sum([len(chunk) async for chunk in bounded(chunks(), events=True)])
+        return sum([len(chunk) async for chunk in bound_stream(chunks(), events=True)])
 
     many = MAX_BYTES // len(line) + 2
     assert asyncio.run(taken((line + end.encode()) * many)) > MAX_BYTES

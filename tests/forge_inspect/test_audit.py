@@ -10,10 +10,10 @@ import pytest
 import forge
 from benchmarks.agent_soak import kill
 from forge.cli import main
-from forge.observability.rollouts import ROLLOUTS, batches, schema
+from forge.observability.rollouts import ROLLOUTS, make_schema, read_batches
 from forge.observability.schedule import SCHEDULE
 from forge_inspect.alerts import AUDIT, folder_alerts
-from forge_inspect.audit import audit
+from forge_inspect.audit import audit_run
 
 SETTINGS = {
     "from_scratch": {"alphabet": "abcdefghijkl>", "hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1},
@@ -40,19 +40,19 @@ def rewrite(folder, target, change):
     """A copy of a run whose recorded rows `change` has edited."""
     shutil.copytree(folder, target)
     (target / "logs.txt").unlink()  # whose checksums would say at once that the file was edited
-    rows = [row for _, batch in batches(folder / ROLLOUTS) for row in batch.to_pylist()]
+    rows = [row for _, batch in read_batches(folder / ROLLOUTS) for row in batch.to_pylist()]
     rows = change(rows)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema()) as writer:
+    with pa.ipc.new_stream(sink, make_schema()) as writer:
         for _, step in itertools.groupby(rows, key=lambda row: row["step"]):
-            writer.write_batch(pa.RecordBatch.from_pylist(list(step), schema=schema()))
+            writer.write_batch(pa.RecordBatch.from_pylist(list(step), schema=make_schema()))
     (target / ROLLOUTS).write_bytes(sink.getvalue().to_pybytes()[:-8])
     return target
 
 
 @pytest.mark.processes
 def test_a_clean_run_is_sound(folder, capsys):
-    result = audit(folder)
+    result = audit_run(folder)
     assert result.faults == []
     assert result.counts["groups trained"] == 8 * 4
     assert result.counts["tokens trained"] > 0
@@ -108,7 +108,7 @@ def other_weights(rows):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_seeded_fault_is_named(folder, tmp_path, change, fault):
-    result = audit(rewrite(folder, tmp_path / "run", change))
+    result = audit_run(rewrite(folder, tmp_path / "run", change))
     assert any(fault in text for text in result.faults), result.faults
     with pytest.raises(SystemExit, match=r"^1$"):
         main(["audit", str(tmp_path / "run")])
@@ -119,7 +119,7 @@ def test_an_edited_file_is_named_by_its_checksum(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
     text = (tmp_path / "run/metrics.jsonl").read_text()
     (tmp_path / "run/metrics.jsonl").write_text(text.replace('"reward"', '"rewarf"', 1))
-    assert any("metrics.jsonl is not what the run wrote" in fault for fault in audit(tmp_path / "run").faults)
+    assert any("metrics.jsonl is not what the run wrote" in fault for fault in audit_run(tmp_path / "run").faults)
 
 
 @pytest.mark.processes
@@ -139,7 +139,7 @@ def test_runs_that_are_resumed_and_lose_processes_are_sound(tmp_path):
     for _ in range(20):
         with pytest.raises(KeyError, match="interrupted"):
             train(tmp_path, resume="auto", on_step=interrupted, **settings)
-        assert audit(tmp_path / "run").faults == []
+        assert audit_run(tmp_path / "run").faults == []
     assert max(row["step"] for row in forge.Result(tmp_path / "run").metrics) > 20
 
 
@@ -151,8 +151,8 @@ def test_what_cannot_be_audited(words):
 
 @pytest.mark.processes
 def test_a_schedule_is_audited_as_recorded_rollouts_are(folder, tmp_path):
-    by_rollouts = audit(folder)
-    by_schedule = audit(folder, by_schedule=True)
+    by_rollouts = audit_run(folder)
+    by_schedule = audit_run(folder, by_schedule=True)
     assert by_schedule.faults == []
     assert by_schedule.counts == by_rollouts.counts
     assert json.loads((folder / AUDIT).read_text()) == json.loads(by_schedule.json())
@@ -162,17 +162,17 @@ def test_a_schedule_is_audited_as_recorded_rollouts_are(folder, tmp_path):
 @pytest.mark.processes
 def test_a_run_that_records_nothing_has_its_audit(tmp_path):
     folder = train(tmp_path, metrics={"rollouts": 0})
-    assert audit(folder).faults == []
-    assert audit(folder).counts["groups trained"] == 8 * 4
+    assert audit_run(folder).faults == []
+    assert audit_run(folder).counts["groups trained"] == 8 * 4
     lines = [json.loads(line) for line in (folder / SCHEDULE).read_text().splitlines()]
     (third,) = (line for line in lines if line["step"] == 3 and "groups" in line)
     (fifth,) = (line for line in lines if line["step"] == 5 and "groups" in line)
     third["groups"][0] = fifth["groups"][0]  # one prompt twice, another one never
     fifth["groups"][1][2][0][2] = None  # a failure in a gradient
     (folder / SCHEDULE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    faults = " ".join(audit(folder).faults)
+    faults = " ".join(audit_run(folder).faults)
     assert "groups were trained in several steps" in faults
     assert "episodes without a reward were trained" in faults
     assert "schedule.jsonl is not what the run wrote" in faults
-    (folder / AUDIT).write_text(audit(folder).json())
+    (folder / AUDIT).write_text(audit_run(folder).json())
     assert "trained twice" in folder_alerts(folder)[0].finding

@@ -10,9 +10,9 @@ import pytest
 import forge
 from forge.cli import main
 from forge.training import policy as training_policy
-from forge.training.checkpoint import checkpoints
+from forge.training.checkpoint import list_checkpoints
 from forge_inspect.alerts import folder_alerts
-from forge_inspect.mismatch import compare
+from forge_inspect.mismatch import compare_batch
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,11 @@ def clean(processes, fork_server, tmp_path_factory):
 
 
 def test_a_run_with_processes_is_sound(clean):
-    verdict = compare(clean)
+    verdict = compare_batch(clean)
     assert verdict.faults == []
     assert (verdict.step, verdict.version) == (3, 2)
     assert "recorded trainer" in {link.second for link in verdict.links}
-    assert len(checkpoints(clean / "checkpoints")) == 2
+    assert len(list_checkpoints(clean / "checkpoints")) == 2
     assert max(link.worst for link in verdict.links) < 2e-5
 
 
@@ -46,7 +46,7 @@ def test_another_forward_pass_is_placed_in_the_trainer(clean, monkeypatch):
     monkeypatch.setattr(
         training_policy, "token_logprobs", lambda hidden, *args, **kwargs: token_logprobs(hidden * 0.9, *args, **kwargs)
     )
-    verdict = compare(clean)
+    verdict = compare_batch(clean)
     assert verdict.component == "the trainer's forward pass"
     differing = [link for link in verdict.links if not link.agrees]
     assert [link.component for link in differing] == ["the trainer's forward pass", "the trainer as it trained"]

@@ -19,7 +19,7 @@ from benchmarks.planned_memory import (
     write_model,
 )
 from forge.cli import main
-from forge_inspect.cli.plan import planned
+from forge_inspect.cli.plan import plan_file
 from forge_inspect.plan.components import count_elements, scoring_memory
 from forge_inspect.plan.devices import DEVICES, PUBLIC, Machines, parse_machines, shape_folder
 from forge_inspect.plan.plan import plan_lines
@@ -75,7 +75,7 @@ def test_every_recipe_for_gpus_fits_them(recipe: Path):
     if "collect:" in recipe.read_text():
         pytest.skip("it collects answers, and trains nothing")
     gpus = "32xH100" if "32b_grpo" in recipe.stem else "8xH100"
-    _, plan_of_recipe = planned(str(recipe), [], gpus)
+    _, plan_of_recipe = plan_file(str(recipe), [], gpus)
     assert plan_of_recipe.fits, "\n".join(plan_lines(plan_of_recipe))
 
 
@@ -178,7 +178,7 @@ def test_each_component_is_planned_by_its_own_model(tmp_path: Path):
     words = ["--algorithm", "ppo", "--critic.model", "Qwen/Qwen3-8B", "--grpo.beta", "0.1"]
     words += ["--grpo.reference", "Qwen/Qwen3-4B", "--services.ref_model.with_gpus", "true"]
     words += ["--services.critic.with_gpus", "true"]
-    _, small = planned("apps/selfplay/debate.yaml", words, "16xH100")
+    _, small = plan_file("apps/selfplay/debate.yaml", words, "16xH100")
     parts = {component.name: component.parts for component in small.components}
     assert parts.keys() == {
         *("trainer", "critic", "ref_model", "generator", "models.judge.generator"),
@@ -196,6 +196,6 @@ def test_each_component_is_planned_by_its_own_model(tmp_path: Path):
     ):
         # A critic has one row in place of a vocabulary's head.
         assert parts[part]["weights"] == pytest.approx(bytes_each * elements[model], rel=0.1), part
-    own_critic, _ = (planned("apps/selfplay/debate.yaml", words[:2], "16xH100")[1].components[n] for n in (1, 0))
+    own_critic, _ = (plan_file("apps/selfplay/debate.yaml", words[:2], "16xH100")[1].components[n] for n in (1, 0))
     assert own_critic.name == "critic"
     assert own_critic.parts["weights"] == pytest.approx(4 * elements["0.6B"], rel=0.3)

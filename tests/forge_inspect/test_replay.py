@@ -19,7 +19,7 @@ import yaml
 from forge.config import ConfigError
 from forge.observability.schedule import seal_line
 from forge_envs import Action, Environment, Step
-from forge_inspect.replay import replay
+from forge_inspect.replay import replay_run
 from tests.recipes.test_recipes import CONFIG, finish, start
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -174,7 +174,7 @@ def test_what_cannot_be_replayed_is_named_before_anything_starts(
     run: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        replay(run, **settings)
+        replay_run(run, **settings)
 
 
 def test_a_run_without_a_schedule_is_one_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.rewards.rules import MathReward
-from forge_math.compare import number
+from forge_math.compare import parse_number
 
 from .answers import RIGHT, WRONG
 
@@ -34,7 +34,7 @@ def test_wrong_answers():
 @pytest.mark.processes
 @pytest.mark.full
 def test_no_answer_is_right_for_two_numbers():
-    targets = {target: value[0] for _, target in [*RIGHT, *WRONG] if (value := number(target)) is not None}
+    targets = {target: value[0] for _, target in [*RIGHT, *WRONG] if (value := parse_number(target)) is not None}
     for response, _ in [*RIGHT, *WRONG]:
         right = {targets[target] for target in targets if reward("", response, target) == 1.0}
         # A percentage agrees with its figure and with its value.
@@ -65,9 +65,9 @@ def test_repeating_decimals_are_exact(whole, fixed, period):
     text = rf"{whole}.{fixed}\overline{{{period}}}"
     digits, repeated = len(str(fixed)), len(str(period))
     value = whole + Fraction(fixed, 10**digits) + Fraction(period, 10**digits * (10**repeated - 1))
-    assert number(text) == (value, False)
+    assert parse_number(text) == (value, False)
 
 
 @given(st.integers(0, 10**9), st.sampled_from(["{}", "{:,}", "${:,}", "{} apples", "{}​", "{} cm²", r"\text{{{}}}"]))
 def test_harmless_forms_keep_the_value(value, form):
-    assert number(form.format(value)) == (value, False)
+    assert parse_number(form.format(value)) == (value, False)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfi
 
 from forge.runtime.store import VersionStore
 from forge.training import checkpoint
-from forge.training.distributed import join
+from forge.training.distributed import join_ranks
 from forge.types import UNKNOWN_EXPERT
 from forge_titan.setup import VERSION, check_model
 from tests.training import layouts, ranks
@@ -51,8 +51,8 @@ def outcomes(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointed"])
 def test_one_process_trains_as_the_default_backend_does(models: dict[str, Path], family: str, settings: Any):
-    theirs = ranks.five_steps(join(), models[family], backend="titan", **settings)
-    assert_as_one([theirs], ranks.five_steps(join(), models[family], **settings))
+    theirs = ranks.five_steps(join_ranks(), models[family], backend="titan", **settings)
+    assert_as_one([theirs], ranks.five_steps(join_ranks(), models[family], **settings))
 
 
 @needs_titan
@@ -63,7 +63,7 @@ def test_a_layout_trains_as_one_process_of_the_default_backend(
     layout, family = name.rsplit(", ", 1)
     results = outcomes[layouts.world(layout)](name)
     steps = layouts.EXPERTS if family == "qwen3_moe" else layouts.STEPS
-    one = ranks.five_steps(join(), models[family], **steps[layout][2])
+    one = ranks.five_steps(join_ranks(), models[family], **steps[layout][2])
     assert_as_one(results, one)
     for result in results:
         np.testing.assert_allclose(result["scores"], one["scores"], atol=1e-5)
@@ -105,7 +105,7 @@ def test_an_export_stops_where_its_start_did(models: dict[str, Path], tmp_path: 
     start = tmp_path / "start"
     shutil.copytree(models["qwen3"], start)
     GenerationConfig(eos_token_id=[1, 2], temperature=0.5, do_sample=True).save_pretrained(start)
-    checkpoint.export(make_trainer(start, backend="titan"), tmp_path / "model", start)
+    checkpoint.export_model(make_trainer(start, backend="titan"), tmp_path / "model", start)
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [1, 2]
 
 

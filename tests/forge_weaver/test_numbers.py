@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_weaver.calibration import Recalibration, auc, brier, ece, log_loss
+from forge_weaver.calibration import Recalibration, auc, brier_score, ece, log_loss
 from forge_weaver.em import Prior
 from forge_weaver.normalise import (
     NormalScores,
-    imputed,
+    impute_scores,
 )
-from forge_weaver.published import loss, minimise
+from forge_weaver.published import minimise_loss, published_loss
 from forge_weaver.selection import best_of, selection_accuracy
 
 NAN = float("nan")
@@ -41,11 +41,11 @@ def test_a_missing_score_is_regressed_on_the_rest():
     holes = full.copy()
     holes[:, 2][rng.random(4000) < 0.3] = NAN
     gone = np.isnan(holes[:, 2])
-    found, precision = imputed(holes)
+    found, precision = impute_scores(holes)
     expected = full[gone, :2] @ np.linalg.solve(covariance[:2, :2], covariance[:2, 2])
     assert np.corrcoef(found[gone, 2], expected)[0, 1] > 0.99
     np.testing.assert_array_equal(found[~gone], full[~gone])
-    again, _ = imputed(holes[:5], precision)
+    again, _ = impute_scores(holes[:5], precision)
     assert not np.isnan(again).any()
 
 
@@ -106,10 +106,10 @@ def test_the_published_objective_has_the_truth_for_its_minimum():
     rng = np.random.default_rng(0)
     tpr, tnr, pi = rng.uniform(0.6, 0.9, 6), rng.uniform(0.6, 0.9, 6), 0.3
     o = moments(tpr, tnr, pi)
-    mu = minimise(o, pi, converged=True, seed=0)
+    mu = minimise_loss(o, pi, converged=True, seed=0)
     np.testing.assert_allclose(mu[1::2, 1], tpr, atol=1e-3)
     np.testing.assert_allclose(mu[0::2, 0], tnr, atol=1e-3)
-    assert loss(mu, o, pi) < 1e-8
+    assert published_loss(mu, o, pi) < 1e-8
 
 
 def test_a_published_step_goes_down_the_gradient():
@@ -126,10 +126,10 @@ def test_a_published_step_goes_down_the_gradient():
         for at in np.ndindex(*mu.shape):
             up, down = mu.copy(), mu.copy()
             up[at], down[at] = up[at] + h, down[at] - h
-            gradient[at] = (loss(up, o, pi) - loss(down, o, pi)) / (2 * h)
+            gradient[at] = (published_loss(up, o, pi) - published_loss(down, o, pi)) / (2 * h)
         velocity = 0.9 * velocity + gradient
         mu = np.clip(mu - 1e-5 * velocity, 0, 1)
-    np.testing.assert_allclose(minimise(o, pi, converged=False, seed=5), mu, atol=1e-6)
+    np.testing.assert_allclose(minimise_loss(o, pi, converged=False, seed=5), mu, atol=1e-6)
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))
@@ -141,7 +141,7 @@ def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[float, bool]]):
 
 def test_calibration_measures():
     p, y = np.array([[0.1, 0.1, 0.9], [0.9, NAN, 0.5]]), np.array([[0.0, 1.0, 1.0], [1.0, 1.0, NAN]])
-    assert brier(p, y) == pytest.approx((0.01 + 0.81 + 0.01 + 0.01) / 4)
+    assert brier_score(p, y) == pytest.approx((0.01 + 0.81 + 0.01 + 0.01) / 4)
     assert ece(p, y) == pytest.approx(0.5 * 0.4 + 0.5 * 0.1)
     assert log_loss(p, y) == pytest.approx(-(3 * np.log(0.9) + np.log(0.1)) / 4)
     assert ece(np.array([1.0]), np.array([1.0])) == 0

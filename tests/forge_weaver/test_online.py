@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.weaver import drift
 from forge_weaver import BinnedDawidSkene, Online, ScoreTable, load
-from forge_weaver.calibration import brier, ece
+from forge_weaver.calibration import brier_score, ece
 
 pytestmark = pytest.mark.costly
 
@@ -27,7 +27,7 @@ def test_gamed_verifiers_raise_alarms_and_cost_little():
     stayed = np.concatenate([static.predict_proba(table) for table in rest])
     gamed = {alarm.split(":")[0] for alarm in online.report.alarms}
     assert gamed == set(first.verifiers[:3])
-    assert brier(followed, truth(rest)) < brier(stayed, truth(rest)) - 0.02
+    assert brier_score(followed, truth(rest)) < brier_score(stayed, truth(rest)) - 0.02
     assert ece(followed, truth(rest)) < ece(stayed, truth(rest)) - 0.02
 
 
@@ -38,7 +38,7 @@ def test_honest_verifiers_raise_none():
     followed = np.concatenate([online.partial_fit(table).predict_proba(table) for table in rest])
     assert online.report.alarms == []
     stayed = np.concatenate([static.predict_proba(table) for table in rest])
-    assert brier(followed, truth(rest)) < brier(stayed, truth(rest))
+    assert brier_score(followed, truth(rest)) < brier_score(stayed, truth(rest))
     assert online.report.class_balance == pytest.approx(np.mean(truth(rest[-1:])), abs=0.1)
 
 

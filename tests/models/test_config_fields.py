@@ -15,11 +15,11 @@ from transformers import AutoConfig
 from forge.config import Arguments, to_dict
 from forge.engines import EmbeddedEngine
 from forge.models import FAMILIES, check_family
-from forge.models.architecture import longest
+from forge.models.architecture import max_length
 from forge.recipes.distill import DistillConfig
 from forge.recipes.dpo import DPOConfig
 from forge.recipes.launch import launch
-from forge.recipes.prepare import prepare
+from forge.recipes.prepare import prepare_run
 from forge.recipes.resume import Start, read_config
 from forge.recipes.reward_model import RewardModelConfig
 from forge.recipes.rl_config import RLConfig
@@ -163,10 +163,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours_in_a_pack(tmp_path: Path, 
     beside = example(0, [(3, 9), (2, 13)])
     assert trainer.logprobs(beside)[: len(alone)] == pytest.approx(alone, abs=1e-5)
     config = AutoConfig.from_pretrained(tmp_path)
-    assert longest(config) == (16 if kind == "longrope" else 20)
+    assert max_length(config) == (16 if kind == "longrope" else 20)
     beyond = example(0, [(3, 9), (2, 23)])
     if kind in ("dynamic", "longrope"):
-        with pytest.raises(ValueError, match=rf"25 tokens: beyond {longest(config)} this model's {kind}"):
+        with pytest.raises(ValueError, match=rf"25 tokens: beyond {max_length(config)} this model's {kind}"):
             trainer.logprobs(beyond)
     else:
         assert trainer.logprobs(beyond)[: len(alone)] == pytest.approx(alone, abs=1e-5)
@@ -231,7 +231,7 @@ def test_rows_are_no_longer_than_the_model_takes(
         return
     cfg = read_config(schema, Arguments.parse(argv))
     before = to_dict(cfg)
-    prepare(cfg, Start())[-1].close()
+    prepare_run(cfg, Start())[-1].close()
     rows_config = cfg.data(str(model))
     assert getattr(rows_config, "max_prompt_tokens" if schema is RLConfig else "max_tokens") == most
     assert to_dict(cfg) == before  # what a resumed run is compared with

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge.models.flops import causal, forward_flops
+from forge.models.flops import count_causal, forward_flops
 from tests.training.cases import tiny_model
 
 LENGTH = 12
@@ -20,5 +20,5 @@ def test_operations_are_those_that_torch_counts(family: str):
     # Eager attention computes the whole square, and this module the half that is attended to.
     expected = forward_flops(model.config, LENGTH, LENGTH * LENGTH, LENGTH)
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-3)
-    assert causal(LENGTH) == sum(range(1, LENGTH + 1))
-    assert causal(3, context=5) == 6 + 7 + 8
+    assert count_causal(LENGTH) == sum(range(1, LENGTH + 1))
+    assert count_causal(3, context=5) == 6 + 7 + 8

@@ -11,11 +11,11 @@ import torch
 from forge.models import FAMILIES
 from forge.models.weight_layouts import (
     HEAD,
-    adapters,
-    follows,
-    layout,
+    engine_layout,
+    is_derived,
     merge_adapters,
-    plain,
+    plain_name,
+    read_adapters,
     split_experts,
 )
 
@@ -46,15 +46,15 @@ def test_the_layout_names_every_tensor_of_transformers_once(model_type: str, tie
         model_type, **CONFIG, head_dim=8, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=None, **extra
     )
     state = AutoModelForCausalLM.from_config(kind).state_dict()
-    parts = [part for whole in layout(kind).values() for part in whole]
+    parts = [part for whole in engine_layout(kind).values() for part in whole]
     assert {part.name: part.shape for part in parts} == {
-        name: tuple(tensor.shape) for name, tensor in split_experts(state.items()) if not follows(name, tied)
+        name: tuple(tensor.shape) for name, tensor in split_experts(state.items()) if not is_derived(name, tied)
     }
     assert len({part.name for part in parts}) == len(parts)
 
 
 def test_fused_parameters_are_in_row_order() -> None:
-    table = layout(config(head_dim=16))
+    table = engine_layout(config(head_dim=16))
     at = "model.layers.1.self_attn."
     assert [(part.name, part.rows) for part in table["layers.1.qkv.weight"]] == [
         (at + "q_proj.weight", 64),
@@ -67,7 +67,7 @@ def test_fused_parameters_are_in_row_order() -> None:
     ]
     assert [(part.rows, part.shape) for part in table["layers.0.qk_norm"]] == [(4, (16,)), (2, (16,))]
     assert "head.weight" in table
-    assert "head.weight" not in layout(config(tied=True))
+    assert "head.weight" not in engine_layout(config(tied=True))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_fused_parameters_are_in_row_order() -> None:
 )
 def test_what_cannot_be_merged_is_refused(suffix: str) -> None:
     with pytest.raises(ValueError, match=rf"{AT}{suffix}"):
-        plain(AT + suffix)
+        plain_name(AT + suffix)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -98,15 +98,15 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def base_of(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What is no factor, under plain names."""
-    return {plain(name): tensor for name, tensor in named.items() if ".lora_" not in name}
+    return {plain_name(name): tensor for name, tensor in named.items() if ".lora_" not in name}
 
 
 def test_merging_in_closed_form() -> None:
     named = tensors()
     a, base, norm, b, bias = (tensor.clone() for tensor in named.values())
-    factors = adapters(named.items())
+    factors = read_adapters(named.items())
     assert factors.keys() == {f"{PLAIN}.lora_A.weight", f"{PLAIN}.lora_B.weight"}
-    assert adapters(factors.items()).keys() == factors.keys()
+    assert read_adapters(factors.items()).keys() == factors.keys()
     factors[f"{PLAIN}.lora_B.weight"] = factors[f"{PLAIN}.lora_B.weight"] * 4  # alpha / rank
     plain_weights = base_of(named)
     merged = dict(merge_adapters(plain_weights.items(), factors))
@@ -127,12 +127,12 @@ def test_a_factor_that_is_missing_is_named(lost: str) -> None:
     named = tensors()
     del named[f"{AT}.{lost}"]
     with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_.* came without '{PLAIN}\.{lost[:6]}"):
-        adapters(named.items())
+        read_adapters(named.items())
 
 
 def test_wrong_shapes_and_bases_are_named() -> None:
     named = tensors()
-    factors, weight = adapters(named.items()), f"{PLAIN}.weight"
+    factors, weight = read_adapters(named.items()), f"{PLAIN}.weight"
     with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* ask for \(3, 4\)"):
         dict(merge_adapters([(weight, torch.zeros(7, 4))], factors))
     with pytest.raises(ValueError, match=r"lora_B.*shape \(7, 3\).* ask for \(6, 3\)"):

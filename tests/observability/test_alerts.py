@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge_inspect.alerts import WINDOW, alerts
+from forge_inspect.alerts import WINDOW, list_alerts
 
 FLAT = {"reward/std": 0.0, "accuracy": 0.0}
 SETTINGS = {"async.max_policy_age": 1, "training.batch_size": 8}
@@ -23,7 +23,7 @@ def a_run(steps: int = 3 * WINDOW, **last: float) -> list[dict[str, float]]:
 
 
 def test_a_run_that_goes_well_has_none():
-    assert alerts(a_run(), SETTINGS) == []
+    assert list_alerts(a_run(), SETTINGS) == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_run_that_goes_well_has_none():
     ],
 )
 def test_what_goes_wrong_has_one(last: dict[str, float], found: str, advice: str):
-    only = alerts(a_run(**last), SETTINGS)
+    only = list_alerts(a_run(**last), SETTINGS)
     assert len(only) == 1, only
     assert only[0].finding.startswith(found)
     assert advice in only[0].advice

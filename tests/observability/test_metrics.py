@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forge.observability import Reduce, Run, phase, record_metric
 from forge.observability.metrics import Snapshot, drain
-from forge.observability.rollouts import batches, texts
+from forge.observability.rollouts import read_batches, texts_by_group
 from forge.types import Episode, Group
 
 
@@ -68,8 +68,8 @@ def test_a_run_folder(tmp_path, capsys):
     assert rows[1]["reward"] == 0.25
     assert rows[1]["train/tokens_per_second"] > 0
     assert rows[1]["seconds/step"] >= rows[1]["seconds/train"]
-    ((_, batch),) = batches(tmp_path / "one/rollouts.arrow")
-    (rollout,) = texts(batch)
+    ((_, batch),) = read_batches(tmp_path / "one/rollouts.arrow")
+    (rollout,) = texts_by_group(batch)
     assert (rollout["step"], rollout["index"], rollout["version"]) == (1, 7, 4)
     assert (rollout["prompt"], rollout["rewards"]) == ("<b>", [1.0, 0.0])
     page = (tmp_path / "one/report.html").read_text()

@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.algorithms import load_algorithm
-from forge.observability.rollouts import IDLE, ROLLOUTS, TRAINER, RolloutLog, batches, cut, schema, texts
+from forge.observability.rollouts import (
+    IDLE,
+    ROLLOUTS,
+    TRAINER,
+    RolloutLog,
+    cut_rollouts,
+    make_schema,
+    read_batches,
+    texts_by_group,
+)
 from forge.training import credit
 from forge.types import Completion, Episode, Group, Turn
 
@@ -41,7 +50,7 @@ def writer(folder: Path, groups: int | str = "all", most: float = 1e9) -> Rollou
 
 
 def read(folder: Path) -> list[dict]:
-    return [row for _, batch in batches(folder / ROLLOUTS) for row in batch.to_pylist()]
+    return [row for _, batch in read_batches(folder / ROLLOUTS) for row in batch.to_pylist()]
 
 
 def steps(log: RolloutLog, numbers: range) -> None:
@@ -73,7 +82,7 @@ def test_every_field_of_a_token_is_there(tmp_path: Path):
     assert row["loss"] == [start + i + TRAINER.index("loss") for i in range(4)]
     assert np.isnan(rows[4]["logprobs"]).all()
     assert rows[4]["advantage"] is None
-    lines = texts(next(batches(tmp_path / ROLLOUTS))[1])
+    lines = texts_by_group(next(read_batches(tmp_path / ROLLOUTS))[1])
     assert [(line["index"], line["rewards"]) for line in lines] == [(7, [0.0, 0.0]), (8, [1.0, 0.0])]
 
 
@@ -98,7 +107,7 @@ def test_pandas_polars_and_datasets_open_it(tmp_path: Path):
     steps(writer(tmp_path), range(1, 4))
     expected = read(tmp_path)
     frame = pa.ipc.open_stream(tmp_path / ROLLOUTS).read_pandas()
-    assert list(frame.columns) == schema().names
+    assert list(frame.columns) == make_schema().names
     assert frame["step"].tolist() == [row["step"] for row in expected]
     datasets = pytest.importorskip("datasets")
     found = datasets.Dataset.from_file(str(tmp_path / ROLLOUTS))
@@ -114,11 +123,11 @@ def test_whatever_a_kill_leaves_of_the_last_step_is_left_out(tmp_path_factory, l
     folder = tmp_path_factory.mktemp("killed")
     steps(writer(folder), range(1, 4))
     path, whole = folder / ROLLOUTS, (folder / ROLLOUTS).stat().st_size
-    ends = [end for end, _ in batches(path)]
+    ends = [end for end, _ in read_batches(path)]
     os.truncate(path, max(0, whole - lost))
     left = [end for end in ends if end <= whole - lost]
-    assert [end for end, _ in batches(path)] == left
-    cut(path, 99)
+    assert [end for end, _ in read_batches(path)] == left
+    cut_rollouts(path, 99)
     assert path.stat().st_size == (left[-1] if left else 0)
     steps(writer(folder), range(len(left) + 1, 5))
     assert sorted({row["step"] for row in read(folder)}) == [1, 2, 3, 4]
@@ -143,14 +152,14 @@ def test_what_was_written_before_a_kill_is_there(tmp_path: Path):
 def test_it_is_cut_back_to_a_step(tmp_path: Path):
     steps(writer(tmp_path), range(1, 6))
     first = read(tmp_path)
-    cut(tmp_path / ROLLOUTS, 2)
+    cut_rollouts(tmp_path / ROLLOUTS, 2)
     assert {row["step"] for row in read(tmp_path)} == {1, 2}
     steps(writer(tmp_path), range(3, 6))
     again = read(tmp_path)
     assert [row["tokens"] for row in again] == [row["tokens"] for row in first]
-    cut(tmp_path / ROLLOUTS, 0)
+    cut_rollouts(tmp_path / ROLLOUTS, 0)
     assert (tmp_path / ROLLOUTS).stat().st_size == 0
-    cut(tmp_path / "none.arrow", 3)
+    cut_rollouts(tmp_path / "none.arrow", 3)
 
 
 def test_the_number_of_groups_and_the_size_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture):

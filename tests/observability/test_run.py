@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge.observability import Run
-from forge.observability.folder import RunLock, cut
+from forge.observability.folder import RunLock, cut_lines
 from forge.observability.metrics import Snapshot
 
 HOLD = """
@@ -41,17 +41,17 @@ def test_cutting_back(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"step": step}) for step in (0, 1, 1, 2, 3)]
     path.write_text("\n".join([*lines, '{"step": 4, "re']))
-    assert [row["step"] for row in cut(path, 9)] == [0, 1, 1, 2, 3]
-    assert [row["step"] for row in cut(path, 1)] == [0, 1, 1]
+    assert [row["step"] for row in cut_lines(path, 9)] == [0, 1, 1, 2, 3]
+    assert [row["step"] for row in cut_lines(path, 1)] == [0, 1, 1]
     assert path.read_text().splitlines() == lines[:3]
-    assert cut(tmp_path / "none.jsonl", 3) == []
+    assert cut_lines(tmp_path / "none.jsonl", 3) == []
 
 
 @pytest.mark.parametrize("damaged", [b"{", b'{"stdp": 1}', b'{"step": null}', b"5", b"\xff"])
 def test_a_damaged_line_is_a_warning(tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"step": 0}\n' + damaged + b'\n{"step": 2}\n')
-    assert cut(path, 9) == [{"step": 0}, {"step": 2}]
+    assert cut_lines(path, 9) == [{"step": 0}, {"step": 2}]
     assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
     assert "rows.jsonl, line 2 is damaged and left out" in caplog.text
 

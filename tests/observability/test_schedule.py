@@ -13,7 +13,7 @@ from forge.observability.schedule import (
     GroupEntry,
     SampleEntry,
     StepEntry,
-    header,
+    header_line,
     published_line,
     seal_line,
 )
@@ -49,7 +49,7 @@ def written(folder: Path, lines: list[str]) -> Path:
 @pytest.fixture
 def lines() -> list[str]:
     first, second = entries()
-    return [header("a:B", ()), published_line(0, "aa"), first.line(), published_line(1, "bb"), second.line()]
+    return [header_line("a:B", ()), published_line(0, "aa"), first.line(), published_line(1, "bb"), second.line()]
 
 
 def test_what_is_written_is_read_again(tmp_path: Path, lines: list[str]) -> None:

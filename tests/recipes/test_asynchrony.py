@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.observability.rollouts import batches
+from forge.observability.rollouts import read_batches
 from tests.recipes.test_recipes import CONFIG, command, finish, rows
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -25,7 +25,7 @@ STILL = CONFIG | {
 def difference_names(path: Path) -> dict[int, set[str]]:
     """The metrics of engine against trainer that each step must have, by the versions of its recorded tokens."""
     names: dict[int, set[str]] = {step: set() for step in range(1, STEPS + 1)}
-    for _, batch in batches(path):
+    for _, batch in read_batches(path):
         for row in batch.select(["step", "dropped", "mask", "versions"]).to_pylist():
             versions = {version for version, sampled in zip(row["versions"], row["mask"], strict=True) if sampled}
             trains = row["step"] - 1

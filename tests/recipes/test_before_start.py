@@ -9,7 +9,7 @@ import pytest
 from forge.config import ConfigError, build
 from forge.data.config import DatasetConfig, PreferencesConfig, SupervisedConfig
 from forge.models import build_small_model
-from forge.recipes.prepare import check_data, prepare
+from forge.recipes.prepare import check_data, prepare_run
 from forge.recipes.resume import Start
 from forge.recipes.rl_config import RLConfig
 from forge.recipes.schema import EvalConfig, RunConfig
@@ -101,7 +101,7 @@ def test_an_evaluation_without_problems_is_one_line(model, tmp_path, caplog, con
     evaluation = {**evaluation, **({"path": str(tmp_path / "test.jsonl")} if evaluation["problems"] else {})}
     values = {"model": str(model), "dataset": {"path": str(tmp_path / "rows.jsonl")}, "eval": evaluation}
     values["run"] = {"name": "x", "root": str(tmp_path / "runs")}
-    *_, record = prepare(build(config, values), Start())
+    *_, record = prepare_run(build(config, values), Start())
     record.close()
     assert ("read by nothing in this configuration: eval.every" in caplog.text) == said
 

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 import forge
 from forge.algorithms import ALGORITHMS, setting_names
 from forge.config import ConfigError, keys_of, section_in
-from forge.recipes.api import _placed
+from forge.recipes.api import _place_setting
 from forge.recipes.launch import BadInput
 from forge.recipes.result import Result
 from forge.recipes.rl_config import RLConfig
@@ -121,6 +121,6 @@ SETTINGS = [(name, setting) for name, algorithm in ALGORITHMS.items() for settin
 @pytest.mark.parametrize(("algorithm", "setting"), SETTINGS)
 def test_every_setting_of_an_algorithm_is_found_by_its_name(algorithm: str, setting: str):
     """No setting is taken for a misspelling of another, as beta for beta2."""
-    [(section, values)] = _placed(RLConfig, setting, 0.5, algorithm).items()
+    [(section, values)] = _place_setting(RLConfig, setting, 0.5, algorithm).items()
     assert section == "grpo" or setting in keys_of(section_in(keys_of(RLConfig)[section].annotation))
     assert values == {setting: 0.5}

@@ -7,7 +7,7 @@ import pytest
 
 import forge
 from forge.config import ConfigError
-from forge.observability.rollouts import batches
+from forge.observability.rollouts import read_batches
 from forge.recipes.rl import Loop
 from forge_envs.samplers import Retire
 
@@ -146,7 +146,7 @@ def test_a_recipe_of_ones_own_leaves_a_whole_run(tmp_path):
 def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
     """(step, group, prompt, reward) of all samples that trained."""
     rows = []
-    for _, batch in batches(folder / "rollouts.arrow", ("step", "group", "prompt", "reward")):
+    for _, batch in read_batches(folder / "rollouts.arrow", ("step", "group", "prompt", "reward")):
         rows += [(row["step"], row["group"], row["prompt"], row["reward"]) for row in batch.to_pylist()]
     return rows
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.training.checkpoint import checkpoints
+from forge.training.checkpoint import list_checkpoints
 from tests.forge_cluster.machines import ROOT, environment, trained
 from tests.system.disks import SmallDisk, small_disk
 
@@ -86,7 +86,7 @@ def test_a_disk_that_is_full_in_mid_run_costs_no_step(step: int, disk: SmallDisk
     assert re.match(rf"error: [^\n]*{named}", lines[0])
     assert re.search(r"needs [\d,]+ bytes, and its disk has [\d,]+ free", lines[0])
     assert [*(disk.path / "tiny").glob("**/*unfinished*")] == []
-    assert checkpoints(disk.path / "tiny/checkpoints")
+    assert list_checkpoints(disk.path / "tiny/checkpoints")
     disk.empty()
     assert ended(disk.inside(words(disk.place, "--resume", "auto"), ROOT)) == (0, [])
     assert trained(disk.path / "tiny") == uninterrupted

@@ -15,7 +15,7 @@ from forge.config import Arguments
 from forge.models import build_small_model
 from forge.recipes.launch import launch
 from forge.recipes.placement import check_gpus, gpus_needed
-from forge.recipes.prepare import prepare
+from forge.recipes.prepare import prepare_run
 from forge.recipes.result import Result
 from forge.recipes.resume import Start, read_config
 from forge.recipes.rl_config import RLConfig as GRPOConfig
@@ -362,9 +362,9 @@ def test_a_failed_start_is_overwritten_but_never_what_the_next_run_reads(tmp_pat
     cfg = read_config(GRPOConfig, Arguments.parse(command(tmp_path, *words)[3:]))
     (data.parent / "metrics.jsonl").write_text("")  # left by a run that made no step
     with pytest.raises(ValueError, match=r"would remove .*rows\.jsonl, which it reads"):
-        prepare(cfg, Start())
+        prepare_run(cfg, Start())
     cfg.dataset.path = str(data.rename(tmp_path / "rows.jsonl"))
-    prepare(cfg, Start())[-1].close()
+    prepare_run(cfg, Start())[-1].close()
 
 
 def small_model(folder: Path) -> str:

@@ -15,12 +15,12 @@ from forge.config import ConfigError, build, to_dict
 from forge.models import build_small_model
 from forge.observability.metrics import Snapshot
 from forge.recipes.launch import launch
-from forge.recipes.prepare import prepare
+from forge.recipes.prepare import prepare_run
 from forge.recipes.resume import Start, find_start
 from forge.recipes.rl_config import RLConfig as GRPOConfig
 from forge.recipes.sft import SFTConfig
 from forge.system.checksums import write_checksums, write_sealed
-from forge.training.checkpoint import checkpoints, extra
+from forge.training.checkpoint import list_checkpoints, read_extra
 from tests.recipes.test_recipes import CONFIG, command, finish, rows, start
 from tests.recipes.test_survival import logged_rollouts, wait
 from tests.trees import components
@@ -84,7 +84,7 @@ def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
     args = command(tmp_path, "--checkpoint.async_write", "true", config=settings)
     kill_after(tmp_path, 7, *args, controller=True)
     run = tmp_path / "runs/test"
-    before = checkpoints(run / "checkpoints")[-1].name
+    before = list_checkpoints(run / "checkpoints")[-1].name
     code, output = finish(sys.executable, "-m", "apps.grpo.main", "--resume", str(run), "--training.steps", "18")
     assert code == 0, output
     assert f"resuming from {run}/checkpoints/{before}" in output
@@ -93,11 +93,11 @@ def test_asynchronously_nothing_trains_twice_and_nothing_is_lost(tmp_path):
     assert [rollout["step"] for rollout in logged] == [1 + i // BATCH for i in range(18 * BATCH)]
     indices = {rollout["index"] for rollout in logged}
     assert len(indices) == 18 * BATCH
-    dropped = extra(checkpoints(run / "checkpoints")[-1])["buffer"]["dropped"]
+    dropped = read_extra(list_checkpoints(run / "checkpoints")[-1])["buffer"]["dropped"]
     assert len(set(range(max(indices) + 1)) - indices) <= sum(dropped[why] for why in ("too_old", "forgotten"))
     assert dropped["repeated"] == 0
     assert all(0 <= rollout["step"] - 1 - rollout["version"] <= 2 for rollout in logged)
-    assert checkpoints(run / "checkpoints")[-1].name == "step_000018"
+    assert list_checkpoints(run / "checkpoints")[-1].name == "step_000018"
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ class Left:
         self.cfg = build(GRPOConfig, plain)
         self.file = folder / "x.yaml"
         self.file.write_text(yaml.safe_dump(to_dict(self.cfg)))
-        *_, record = prepare(self.cfg, Start())
+        *_, record = prepare_run(self.cfg, Start())
         for step in range(6):
             record.log(step, Snapshot(), reward=float(step))
         record.close()
@@ -258,7 +258,7 @@ def test_what_may_change_and_what_is_kept(left):
     before = (left.root / "x-initial/model.safetensors").stat().st_mtime_ns
     cfg = build(GRPOConfig, yaml.safe_load(left.file.read_text()))
     cfg.training.steps, cfg.services.trainer.procs, cfg.eval.every, cfg.run.overwrite = 9, 2, 4, True
-    *_, record = prepare(cfg, find_start(cfg, "auto"))
+    *_, record = prepare_run(cfg, find_start(cfg, "auto"))
     assert (record.start, record.resume) == (4, str(left.checkpoint(4)))
     record.log(5, Snapshot(), reward=50.0)
     record.close()
@@ -275,7 +275,7 @@ def test_what_may_change_and_what_is_kept(left):
 
 
 def test_a_finished_run_is_left_alone_unless_its_model_is_gone_or_more_is_asked(left):
-    *_, record = prepare(left.cfg, find_start(left.cfg, "auto"))
+    *_, record = prepare_run(left.cfg, find_start(left.cfg, "auto"))
     for step in (5, 6):
         record.log(step, Snapshot())
     record.finish()
@@ -300,7 +300,7 @@ def test_a_model_or_data_that_has_changed(tmp_path):
     left = Left(tmp_path, **sections)
     shutil.copytree(model, tmp_path / "moved")
     cfg = build(GRPOConfig, to_dict(left.cfg) | {"model": str(tmp_path / "moved")})
-    assert prepare(cfg, find_start(cfg, "auto"))[0] == str(tmp_path / "moved")
+    assert prepare_run(cfg, find_start(cfg, "auto"))[0] == str(tmp_path / "moved")
     data.write_text('{"question": "b", "answer": "b"}\n')
     assert f"{data} has changed since the run began" in left.error("--resume", str(left.folder))
     data.write_text('{"question": "a", "answer": "b"}\n')

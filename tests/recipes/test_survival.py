@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.recipes.result import Result
-from forge.training.checkpoint import checkpoints, extra
+from forge.training.checkpoint import list_checkpoints, read_extra
 from tests.recipes.test_recipes import CONFIG, command, gone, rows, start
 from tests.trees import components
 
@@ -59,8 +59,8 @@ def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_path):
     batch_size, n_samples = CONFIG["training"]["batch_size"], CONFIG["grpo"]["n_samples"]
     assert [rollout["step"] for rollout in logged] == [1 + i // batch_size for i in range(STEPS * batch_size)]
     # What a kill delayed until it was too old was dropped, counted, and replaced by a group of a new number.
-    last_checkpoint = checkpoints(tmp_path / "runs/test/checkpoints")[-1]
-    dropped = extra(last_checkpoint)["buffer"]["dropped"]["too_old"]
+    last_checkpoint = list_checkpoints(tmp_path / "runs/test/checkpoints")[-1]
+    dropped = read_extra(last_checkpoint)["buffer"]["dropped"]["too_old"]
     indices = {rollout["index"] for rollout in logged}
     assert len(indices) == STEPS * batch_size
     assert len(set(range(max(indices) + 1)) - indices) == dropped

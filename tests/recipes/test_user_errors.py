@@ -13,7 +13,7 @@ import pytest
 from forge.recipes.launch import user_frames
 from forge.rewards.reward import BadScore, FunctionVerifier
 from forge.runtime.controller.errors import RemoteFailure
-from forge_inspect.runs import ending, state
+from forge_inspect.runs import read_ending, read_state
 
 REWARD = """
 class Odd(Exception):
@@ -60,7 +60,7 @@ def test_a_reward_that_raises_on_the_command_line(tmp_path: Path):
     assert "site-packages" not in told
     assert "src/forge" not in told
     folder = tmp_path / "runs/fails"
-    assert (state(folder), ending(folder)) == ("failed", "failed: KeyError: 'answer'")
+    assert (read_state(folder), read_ending(folder)) == ("failed", "failed: KeyError: 'answer'")
     assert f'File "{tmp_path}/rewards.py", line 9, in looked_up' in (folder / "ended.txt").read_text()
     listed = subprocess.run([program, "runs", "runs"], cwd=tmp_path, capture_output=True, text=True)
     assert "failed: KeyError: 'answer'" in listed.stdout
@@ -188,6 +188,6 @@ def test_what_a_reward_raises_says_what_was_scored_also_from_another_process(fun
 def test_a_folder_says_why_its_run_ended(tmp_path: Path, written, expected):
     if written is not None:
         (tmp_path / "ended.txt").write_bytes(written if isinstance(written, bytes) else written.encode())
-    assert (state(tmp_path), ending(tmp_path)) == expected
+    assert (read_state(tmp_path), read_ending(tmp_path)) == expected
     (tmp_path / "finished").touch()
-    assert state(tmp_path) == "finished"
+    assert read_state(tmp_path) == "finished"

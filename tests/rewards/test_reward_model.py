@@ -80,7 +80,7 @@ def reward_model(tmp_path_factory) -> Path:
     """As `apps.reward_model` leaves it: written by the trainer."""
     folder = tmp_path_factory.mktemp("trained")
     start = write_classifier(folder / "start")
-    checkpoint.export(make_trainer(start, head="reward"), folder / "model", start)
+    checkpoint.export_model(make_trainer(start, head="reward"), folder / "model", start)
     return folder / "model"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forge.runtime.inventory import visible_gpus
-from forge.system.devices import GRANTED, accelerator
+from forge.system.devices import GRANTED, find_accelerator
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_gpus_by_number_uuid_or_part(monkeypatch: pytest.MonkeyPatch, value: str
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_a_gpu_that_was_promised_and_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    assert accelerator() is None
+    assert find_accelerator() is None
     monkeypatch.setenv(GRANTED, "1")
     with pytest.raises(
         RuntimeError, match=r"^this process was given GPU 1, and torch .* sees none: .* with_gpus to fal"
     ):
-        accelerator()
+        find_accelerator()
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from forge.models import build_small_model
 from forge.observability import Run
 from forge.observability.folder import LOGS, MARK
 from forge.observability.metrics import Snapshot
-from forge.observability.rollouts import HELD_OUT, ROLLOUTS, batches
+from forge.observability.rollouts import HELD_OUT, ROLLOUTS, read_batches
 from forge.observability.trace import TRACE
 from forge.runtime.store import Journal, VersionStore
 from forge.system.checksums import check_files
@@ -104,7 +104,7 @@ def test_a_file_of_a_run_needs_more_than_is_free(name: str, disk: SmallDisk):
     run.close()
     again = Run("one", {"seed": 3}, steps=4, root=str(disk.path), resume="a checkpoint", start=0)
     assert [row["step"] for row in again.history] == [0.0]
-    assert [*batches(again.folder / ROLLOUTS)] == []
+    assert [*read_batches(again.folder / ROLLOUTS)] == []
     WRITES[name](again)
     again.close()
 
@@ -135,13 +135,13 @@ def test_a_checkpoint_and_an_export_leave_the_earlier_one(left: int, disk: Small
     model = Path(build_small_model(tmp_path / "initial", seed=1, **SMALL))
     trainer, folder = make_trainer(model), disk.path / "checkpoints"
     trainer.train_step(example(0), LOSS)
-    first = checkpoint.save(trainer, folder)
-    checkpoint.export(trainer, disk.path / "model", model)
+    first = checkpoint.save_checkpoint(trainer, folder)
+    checkpoint.export_model(trainer, disk.path / "model", model)
     exported = (disk.path / "model" / "model.safetensors").read_bytes()
     trainer.train_step(example(1), LOSS)
     disk.fill(left)
     with pytest.raises(checkpoint.CheckpointFailed) as caught:
-        checkpoint.save(trainer, folder)
+        checkpoint.save_checkpoint(trainer, folder)
     said = r"step_000002 could not be written: No space left on device; the newest is \S+step_000001; it needs ([\d,]+)"
     numbers = re.search(rf"\A[^\n]*{said} bytes, and its disk has ([\d,]+) free\Z", str(caught.value))
     assert numbers is not None, caught.value
@@ -149,17 +149,17 @@ def test_a_checkpoint_and_an_export_leave_the_earlier_one(left: int, disk: Small
     assert free <= left < needed
     assert [*folder.iterdir()] == [first]
     if left < len(exported):
-        needed, _ = fails(disk.path / "model", lambda: checkpoint.export(trainer, disk.path / "model", model))
+        needed, _ = fails(disk.path / "model", lambda: checkpoint.export_model(trainer, disk.path / "model", model))
         assert 0 <= len(exported) - needed < 20_000  # a header, beside the tensors
     assert (disk.path / "model" / "model.safetensors").read_bytes() == exported
     assert not (disk.path / "model.unfinished").exists()
     check_files(disk.path / "model")
     disk.empty()
     restored = make_trainer(model)
-    checkpoint.load(restored, first)
+    checkpoint.load_checkpoint(restored, first)
     restored.train_step(example(1), LOSS)
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
-    assert checkpoint.save(trainer, folder).stat().st_ino != first.stat().st_ino
+    assert checkpoint.save_checkpoint(trainer, folder).stat().st_ino != first.stat().st_ino
 
 
 def test_the_last_whole_version_of_the_weights_stays_readable(disk: SmallDisk):

@@ -20,9 +20,9 @@ from forge.config import Arguments, ConfigError, build
 from forge.models.hub import write_card
 from forge.observability.console import configure_logging
 from forge.observability.run import Run
-from forge.recipes.resume import changes, read_config
+from forge.recipes.resume import find_changes, read_config
 from forge.recipes.rl_config import RLConfig
-from forge.system.masking import MASK, masked, masked_names, without_secrets
+from forge.system.masking import MASK, mask_secrets, masked_names, without_secrets
 from forge_inspect.watch.report import write_report
 
 SECRET_NAMES = [
@@ -80,8 +80,8 @@ def test_a_harmless_name_is_left_alone(name: str):
 @pytest.mark.parametrize("text", SECRET_TEXTS)
 def test_a_secret_within_a_text_is_masked(text: str):
     for shown in (text, f"could not reach {text}", f"{text}\nafter it", f"({text})"):
-        assert "S3K" not in masked(shown)
-    assert masked(masked(text)) == masked(text)
+        assert "S3K" not in mask_secrets(shown)
+    assert mask_secrets(mask_secrets(text)) == mask_secrets(text)
 
 
 REPEATED = """
@@ -103,7 +103,7 @@ def test_a_long_text_takes_a_time_in_proportion_to_its_length():
 
 @pytest.mark.parametrize("text", PLAIN_TEXTS)
 def test_a_harmless_text_is_left_alone(text: str):
-    assert masked(text) == text
+    assert mask_secrets(text) == text
     assert without_secrets({"system_prompt": [text]}) == {"system_prompt": [text]}
 
 
@@ -118,7 +118,7 @@ def test_all_values_of_an_environment_or_of_headers_are_masked(place: str):
 
 @given(st.text(), st.text(min_size=4, alphabet="S3K"))
 def test_a_password_of_an_address_is_masked_in_any_text(text: str, password: str):
-    assert password not in masked(f"{text} postgresql://user:{password}@host/x").replace(text, "")
+    assert password not in mask_secrets(f"{text} postgresql://user:{password}@host/x").replace(text, "")
 
 
 def test_masks_are_found_again():
@@ -179,7 +179,7 @@ def test_a_resumed_run_is_not_given_a_mask(tmp_path: Path):
 def test_what_is_masked_is_no_change_of_a_run():
     before = {"services.reward.env.A": MASK, "reward.api_key": MASK, "seed": 1}
     config = build(RLConfig, a_config(services={"reward": {"env": {"A": "SEKRET"}}}, seed=2))
-    names = [name for name, _, _ in changes(before, config)]
+    names = [name for name, _, _ in find_changes(before, config)]
     assert "seed" in names
     assert not {"services.reward.env.A", "reward.api_key"} & {*names}
 
@@ -243,4 +243,4 @@ launch.launch(None, None, [])
 
 def test_what_a_variable_of_the_environment_holds_is_masked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "quite-ordinary")
-    assert masked("no answer with quite-ordinary") == f"no answer with {MASK}"
+    assert mask_secrets("no answer with quite-ordinary") == f"no answer with {MASK}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.system.scratch import MACHINE, Scratch, sweep
+from forge.system.scratch import MACHINE, Scratch, sweep_folders
 
 pytestmark = pytest.mark.processes
 
@@ -45,7 +45,7 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(base: Path):
     (base / "forge-run-note").write_text("a file")
     (base / "forge-run-link").symlink_to(used)
     (base / "forge-other").mkdir()
-    assert left in sweep()
+    assert left in sweep_folders()
     assert not left.exists()
     assert used.is_dir()
     assert {path.name for path in base.iterdir()} == {"forge-run-note", "forge-run-link", "forge-other", used.name}
@@ -57,7 +57,7 @@ def test_folders_of_other_hosts_and_of_earlier_versions_stay(base: Path):
     """Their processes may live: other hosts' locks are not seen here, and earlier versions had none."""
     for name in ("forge-run-12-ab3d5f-zkzjsmui", "forge-run-12-zkzjsmui", "forge-weights-12-zkzjsmui"):
         (base / name).mkdir()
-        assert base / name not in sweep()
+        assert base / name not in sweep_folders()
         assert (base / name).is_dir()
 
 
@@ -91,7 +91,7 @@ def test_odd_things_in_a_left_folder_are_removed_and_links_not_followed(base: Pa
         (left / "a" / name).mkdir()
         (left / "a" / name / name).touch()
     (left / "a").chmod(0o000)
-    assert left in sweep()
+    assert left in sweep_folders()
     assert not left.exists()
     assert (kept / "file").read_text() == "precious"
     assert (kept / "folder").is_dir()
@@ -120,5 +120,5 @@ def test_what_is_mounted_in_a_left_folder_stays(base: Path, where: str):
     assert left.is_dir()
     assert f"removed {left}" not in done.stdout
     assert "is mounted in it: unmount it" in done.stderr
-    assert left in sweep()
+    assert left in sweep_folders()
     assert not left.exists()

@@ -21,11 +21,11 @@ async def socket(request: web.Request) -> web.WebSocketResponse:
 
 def served(work, key: str | None = None):
     async def main():
-        app = web.Application(middlewares=[access.guard("127.0.0.1", key)])
+        app = web.Application(middlewares=[access.guard_requests("127.0.0.1", key)])
         app.add_routes([web.get("/", hello), web.post("/", hello), web.get("/ws", socket)])
         async with (
             asyncio.timeout(60),
-            access.listen(app, access.bind("127.0.0.1", 0)) as url,
+            access.serve_application(app, access.bind_socket("127.0.0.1", 0)) as url,
             ClientSession() as http,
         ):
             return await work(http, url)
@@ -134,10 +134,10 @@ def test_what_is_no_json_is_one_line(body, charset, says):
             return web.json_response(str(error), status=400)
 
     async def main():
-        app = web.Application(client_max_size=8 << 20, middlewares=[access.guard("127.0.0.1", None)])
+        app = web.Application(client_max_size=8 << 20, middlewares=[access.guard_requests("127.0.0.1", None)])
         app.add_routes([web.post("/", read)])
         headers = {"Content-Type": f"application/json; charset={charset}"}
-        async with access.listen(app, access.bind("127.0.0.1", 0)) as url, ClientSession() as http:
+        async with access.serve_application(app, access.bind_socket("127.0.0.1", 0)) as url, ClientSession() as http:
             async with http.post(url, data=body, headers=headers) as answer:
                 told = await answer.json()
             async with http.post(url, data=b'{"a": [' + b"1," * 60_000 + b"2]}", headers=headers) as longer:

@@ -27,7 +27,7 @@ from transformers import (
 from forge.algorithms.base import Aggregation
 from forge.data.packing import pack
 from forge.models.tokenizer import character_tokenizer
-from forge.training.distributed import Ranks, join
+from forge.training.distributed import Ranks, join_ranks
 from forge.training.settings import OptimizerSettings
 from forge.training.trainer import PolicyTrainer
 from forge.types import Batch, Episode
@@ -152,7 +152,7 @@ def make_trainer(model: Path, ranks: Ranks | None = None, **settings: Any) -> Po
     known = OptimizerSettings.model_fields
     optimizer = {"learning_rate": 1e-3} | {name: value for name, value in settings.items() if name in known}
     others = {name: value for name, value in settings.items() if name not in known}
-    return PolicyTrainer(model, ranks or join(), OptimizerSettings(**optimizer), **others)
+    return PolicyTrainer(model, ranks or join_ranks(), OptimizerSettings(**optimizer), **others)
 
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:

@@ -95,7 +95,7 @@ def run(
     alone = make_trainer(models["qwen3"])
     for seed in range(3):
         alone.train_step(example(seed), ranks.LOSS)
-    checkpoint.save(alone, folder / "one")
+    checkpoint.save_checkpoint(alone, folder / "one")
     context = mp.get_context("spawn")
     common = (size, folder, models, published, which)
     processes = [context.Process(target=main, args=(rank, *common)) for rank in range(size)]

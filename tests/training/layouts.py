@@ -15,7 +15,7 @@ from torch.distributed import FileStore
 
 from forge.losses import GSPOLoss
 from forge.runtime.store import VersionStore
-from forge.training.distributed import Ranks, join, lay_out, leave
+from forge.training.distributed import Ranks, join_ranks, lay_out, leave_ranks
 from forge.training.settings import Parallelism
 from tests.training.cases import example, make_trainer, weights_of
 from tests.training.ranks import (
@@ -158,7 +158,7 @@ def main(
 ) -> None:
     """One of `size` ranks: run every scenario and write down what each returned, or its traceback."""
     torch.set_num_threads(1)
-    device = join(rank, size, FileStore(str(folder / "rendezvous"), size)).device
+    device = join_ranks(rank, size, FileStore(str(folder / "rendezvous"), size)).device
     outcome: dict[str, Any] = {}
     for name, scenario in which(lambda layout: lay_out(layout, device), size, folder, models, weights).items():
         try:
@@ -168,4 +168,4 @@ def main(
             break  # the others may be waiting in a collective
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
     torch.distributed.barrier()
-    leave()
+    leave_ranks()

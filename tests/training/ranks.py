@@ -61,12 +61,12 @@ def a_head(ranks: Ranks, model: Path, head: Head, folder: Path) -> dict[str, Any
     trainer = make_trainer(model, ranks, head=head)
     batches = [targets(0), targets(1, last=True), targets(2), targets(3, ONE_SEQUENCE)]
     metrics = [trainer.train_step(batch, regression) for batch in batches[:2]]
-    path = checkpoint.save(trainer, folder / "checkpoints")
-    checkpoint.export(trainer, folder / "model", model)
+    path = checkpoint.save_checkpoint(trainer, folder / "checkpoints")
+    checkpoint.export_model(trainer, folder / "model", model)
     predictions = trainer.predict(batches[0])
     after = [trainer.train_step(batch, regression) for batch in batches[2:]]
     restored = make_trainer(model, ranks, head=head)
-    checkpoint.load(restored, path)
+    checkpoint.load_checkpoint(restored, path)
     again = [restored.train_step(batch, regression) for batch in batches[2:]]
     return {
         "metrics": metrics + after,
@@ -95,12 +95,12 @@ def lora(ranks: Ranks, model: Path, head: Head, folder: Path) -> dict[str, Any]:
     for batch in batches:
         batch.ref_logprobs = batch.logprobs
     metrics = [trainer.train_step(batch, loss) for batch in batches[:2]]
-    path = checkpoint.save(trainer, folder / "checkpoints")
+    path = checkpoint.save_checkpoint(trainer, folder / "checkpoints")
     after = [trainer.train_step(batch, loss) for batch in batches[2:]]
     restored = make()
-    checkpoint.load(restored, path)
+    checkpoint.load_checkpoint(restored, path)
     again = [restored.train_step(batch, loss) for batch in batches[2:]]
-    checkpoint.export(trainer, folder / "model", model)
+    checkpoint.export_model(trainer, folder / "model", model)
     return {
         "metrics": metrics + after,
         "after": after,
@@ -164,12 +164,12 @@ def saved(ranks: Ranks, model: Path, folder: Path, **settings: Any) -> dict[str,
     for seed in range(3):
         trainer.train_step(example(seed), LOSS)
     trainer.logprobs(example(0))
-    path = checkpoint.save(trainer, folder / "checkpoints", extra={"position": 7})
-    checkpoint.export(trainer, folder / "model", model)
+    path = checkpoint.save_checkpoint(trainer, folder / "checkpoints", extra={"position": 7})
+    checkpoint.export_model(trainer, folder / "model", model)
     weights = weights_of(trainer)
     after = [trainer.train_step(example(seed), LOSS) for seed in (3, 4)]
     restored = make_trainer(model, ranks, **settings)
-    extra = checkpoint.load(restored, path)
+    extra = checkpoint.load_checkpoint(restored, path)
     again = [restored.train_step(example(seed), LOSS) for seed in (3, 4)]
     return {
         "path": path,
@@ -184,7 +184,7 @@ def saved(ranks: Ranks, model: Path, folder: Path, **settings: Any) -> dict[str,
 def of_one_rank(ranks: Ranks, model: Path, path: Path) -> list[float]:
     """Two ranks go on from a checkpoint of one."""
     trainer = make_trainer(model, ranks)
-    checkpoint.load(trainer, path)
+    checkpoint.load_checkpoint(trainer, path)
     return [trainer.train_step(example(seed), LOSS)["loss"] for seed in (3, 4)]
 
 

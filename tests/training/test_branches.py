@@ -101,7 +101,7 @@ def batch_of(shape: Shape, split: bool, algorithm: Algorithm, aggregation: Aggre
         values = np.zeros(len(own), np.float32)
         values[own] = numbers(name, count, low, high)
         setattr(batch, name, values)
-    credit.assign(batch, algorithm)
+    credit.assign_credit(batch, algorithm)
     return batch
 
 
@@ -189,7 +189,7 @@ def shares(batch: Batch) -> list[float]:
 
 def test_an_episode_stays_whole_in_mini_batches() -> None:
     group = Group([conversation([2, 3, 1], {0, 1}, seed) for seed in range(5)], 0)
-    batch = pack(credit.learnable([group], RLOOLoss()), aggregation="sequence_mean")
+    batch = pack(credit.learnable_episodes([group], RLOOLoss()), aggregation="sequence_mean")
     parts = list(mini_batches(batch, 3, (0,)))
     assert sorted(len(part) for part in parts) == [3, 6, 6]
     assert all(part.weights.sum() == pytest.approx(1.0) for part in parts)

@@ -26,13 +26,13 @@ def test_training_goes_on_bit_by_bit(which: str, tmp_path: Path, request: pytest
     trainer = make_trainer(folder)
     for seed in range(3):
         trainer.train_step(example(seed), LOSS)
-    path = checkpoint.save(trainer, tmp_path, extra={"position": [1, 2], "name": "x"})
+    path = checkpoint.save_checkpoint(trainer, tmp_path, extra={"position": [1, 2], "name": "x"})
     drawn = torch.rand(3)
     after = [trainer.train_step(example(seed), LOSS) for seed in (3, 4)]
 
     restored = make_trainer(folder, learning_rate=1e-3)
     torch.manual_seed(99)
-    assert checkpoint.load(restored, path) == {"position": [1, 2], "name": "x"}
+    assert checkpoint.load_checkpoint(restored, path) == {"position": [1, 2], "name": "x"}
     assert torch.equal(torch.rand(3), drawn)
     assert restored.step == 3
     assert [restored.train_step(example(seed), LOSS) for seed in (3, 4)] == after
@@ -44,7 +44,7 @@ def test_without_its_optimiser_training_would_go_on_otherwise(model: Path, tmp_p
     trainer = make_trainer(model)
     for seed in range(3):
         trainer.train_step(example(seed), LOSS)
-    checkpoint.export(trainer, tmp_path / "model", model)
+    checkpoint.export_model(trainer, tmp_path / "model", model)
     trainer.train_step(example(3), LOSS)
     fresh = make_trainer(tmp_path / "model")
     fresh.train_step(example(3), LOSS)
@@ -53,9 +53,9 @@ def test_without_its_optimiser_training_would_go_on_otherwise(model: Path, tmp_p
 
 def test_a_checkpoint_before_the_first_step(model: Path, tmp_path: Path):
     trainer, restored = make_trainer(model), make_trainer(model)
-    path = checkpoint.save(trainer, tmp_path)
+    path = checkpoint.save_checkpoint(trainer, tmp_path)
     assert largest_difference(weights_of(trainer), weights_of(restored)) == 0.0
-    assert checkpoint.load(restored, path) == {}
+    assert checkpoint.load_checkpoint(restored, path) == {}
     assert restored.train_step(example(), LOSS) == trainer.train_step(example(), LOSS)
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
 
@@ -64,44 +64,48 @@ def test_the_newest_stay(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     for step in (3, 20, 999_999, 1_000_000, 1_000_001):
         trainer.step = step
-        checkpoint.save(trainer, tmp_path, keep=3)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_999999", "step_1000000", "step_1000001"]
+        checkpoint.save_checkpoint(trainer, tmp_path, keep=3)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == [
+        "step_999999",
+        "step_1000000",
+        "step_1000001",
+    ]
     assert len(list(tmp_path.iterdir())) == 3
-    checkpoint.save(trainer, tmp_path, extra={"again": True}, keep=1)
-    (only,) = checkpoint.checkpoints(tmp_path)
-    assert checkpoint.load(trainer, only) == {"again": True}
+    checkpoint.save_checkpoint(trainer, tmp_path, extra={"again": True}, keep=1)
+    (only,) = checkpoint.list_checkpoints(tmp_path)
+    assert checkpoint.load_checkpoint(trainer, only) == {"again": True}
 
 
 def test_what_is_not_complete_is_neither_listed_nor_loaded(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
-    first = checkpoint.save(trainer, tmp_path)
+    first = checkpoint.save_checkpoint(trainer, tmp_path)
     trainer.train_step(example(), LOSS)
     with pytest.raises(UnsafeCheckpoint):
-        checkpoint.save(trainer, tmp_path, extra={"runs code": print})
+        checkpoint.save_checkpoint(trainer, tmp_path, extra={"runs code": print})
     assert list(tmp_path.iterdir()) == [first]
     unfinished = tmp_path / "step_000001.unfinished"
     shutil.copytree(first, unfinished)
-    assert checkpoint.checkpoints(tmp_path) == [first]
+    assert checkpoint.list_checkpoints(tmp_path) == [first]
     for path in (unfinished, tmp_path / "step_000001"):
         with pytest.raises(FileNotFoundError, match="is not a complete checkpoint"):
-            checkpoint.load(trainer, path)
+            checkpoint.load_checkpoint(trainer, path)
     with pytest.raises(DamagedFile, match=r"checksums.txt is missing"):
-        checkpoint.load(trainer, tmp_path)
-    second = checkpoint.save(trainer, tmp_path)
-    assert checkpoint.checkpoints(tmp_path) == [first, second] == sorted(tmp_path.iterdir())
-    assert checkpoint.checkpoints(tmp_path / "nowhere") == []
+        checkpoint.load_checkpoint(trainer, tmp_path)
+    second = checkpoint.save_checkpoint(trainer, tmp_path)
+    assert checkpoint.list_checkpoints(tmp_path) == [first, second] == sorted(tmp_path.iterdir())
+    assert checkpoint.list_checkpoints(tmp_path / "nowhere") == []
 
 
 def test_a_copy_is_written_while_training_goes_on(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     trainer.train_step(example(0), LOSS)
-    expected = checkpoint.save(trainer, tmp_path / "waited for", extra={"name": "x"})
+    expected = checkpoint.save_checkpoint(trainer, tmp_path / "waited for", extra={"name": "x"})
     background = Background(trainer)
     path = background.save(tmp_path / "copied", extra={"name": "x"})
     after = [trainer.train_step(example(seed), LOSS) for seed in (1, 2, 3)]
     background.wait()
     first, second = make_trainer(model), make_trainer(model)
-    assert checkpoint.load(first, path) == checkpoint.load(second, expected) == {"name": "x"}
+    assert checkpoint.load_checkpoint(first, path) == checkpoint.load_checkpoint(second, expected) == {"name": "x"}
     assert largest_difference(weights_of(first), weights_of(second)) == 0.0
     assert [first.train_step(example(seed), LOSS) for seed in (1, 2, 3)] == after
     assert largest_difference(weights_of(first), weights_of(trainer)) == 0.0
@@ -122,21 +126,21 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_disk_that_is_full_leaves_the_older_checkpoint(model: Path, tmp_path: Path, size: int):
     trainer = make_trainer(model)
     trainer.train_step(example(0), LOSS)
-    first = checkpoint.save(trainer, tmp_path, extra={"name": "x"})
+    first = checkpoint.save_checkpoint(trainer, tmp_path, extra={"name": "x"})
     trainer.train_step(example(1), LOSS)
     background, message = Background(trainer), rf"step_000002 could not be written: .*; the newest is {first}"
     with largest_file(size):
         with pytest.raises(checkpoint.CheckpointFailed, match=message):
-            checkpoint.save(trainer, tmp_path)
+            checkpoint.save_checkpoint(trainer, tmp_path)
         background.save(tmp_path)
         with pytest.raises(checkpoint.CheckpointFailed, match=message):
             background.wait()
     assert list(tmp_path.iterdir()) == [first]
     restored = make_trainer(model)
-    assert checkpoint.load(restored, first) == {"name": "x"}
+    assert checkpoint.load_checkpoint(restored, first) == {"name": "x"}
     assert restored.train_step(example(1), LOSS) is not None
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
-    assert checkpoint.save(trainer, tmp_path).name == "step_000002"
+    assert checkpoint.save_checkpoint(trainer, tmp_path).name == "step_000002"
 
 
 @pytest.mark.parametrize("which", ["model", "untied"])
@@ -145,7 +149,7 @@ def test_an_export_loads_in_transformers_with_equal_logits(which: str, tmp_path:
     trainer = make_trainer(folder)
     trainer.train_step(example(), LOSS)
     for _ in range(2):  # the second takes the place of the first
-        checkpoint.export(trainer, tmp_path / "model", folder)
+        checkpoint.export_model(trainer, tmp_path / "model", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     assert exported.dtype == torch.float32
@@ -163,5 +167,5 @@ def test_an_export_loads_in_transformers_with_equal_logits(which: str, tmp_path:
 def test_an_export_does_not_replace_what_is_no_model(model: Path, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("keep me")
     with pytest.raises(FileExistsError, match="is not a model"):
-        checkpoint.export(make_trainer(model), tmp_path, model)
+        checkpoint.export_model(make_trainer(model), tmp_path, model)
     assert (tmp_path / "notes.txt").read_text() == "keep me"

@@ -40,7 +40,7 @@ def episode(length: int, reward: float | None, seed: int = 0) -> Episode:
 def batch(lengths: list[int], rewards: list[float], algorithm) -> Batch:
     """One group, packed, with a reference and a critic."""
     group = Group([episode(n, r, i) for i, (n, r) in enumerate(zip(lengths, rewards, strict=True))], index=0)
-    packed = pack(credit.learnable([group], algorithm))
+    packed = pack(credit.learnable_episodes([group], algorithm))
     random = np.random.default_rng(9)
     packed.ref_logprobs = (packed.logprobs + random.normal(0, 0.3, len(packed.tokens))).astype(np.float32)
     packed.values = random.normal(0, 1, len(packed.tokens)).astype(np.float32)
@@ -58,7 +58,7 @@ def test_kl_in_the_reward_is_what_a_sequence_still_has_before_it():
     algorithm = GRPOLoss(beta=0.5, kl="k1", kl_in="reward")
     packed = batch([2, 3], [1.0, 0.0], algorithm)
     before = [values.copy() for values in rows(packed, "advantages")]
-    credit.assign(packed, algorithm)
+    credit.assign_credit(packed, algorithm)
     for old, new, logp, ref in zip(
         before, rows(packed, "advantages"), rows(packed, "logprobs"), rows(packed, "ref_logprobs"), strict=True
     ):
@@ -69,7 +69,7 @@ def test_kl_in_the_reward_is_what_a_sequence_still_has_before_it():
 def test_reinforce_plus_plus_is_whitened_over_all_tokens():
     algorithm = ReinforcePlusPlusLoss(beta=0.1)
     packed = batch([2, 5], [1.0, 0.0], algorithm)
-    credit.assign(packed, algorithm)
+    credit.assign_credit(packed, algorithm)
     own = packed.advantages[packed.mask]
     assert own.mean() == pytest.approx(0.0, abs=1e-6)
     assert own.std(ddof=1) == pytest.approx(1.0, rel=1e-4)
@@ -78,7 +78,7 @@ def test_reinforce_plus_plus_is_whitened_over_all_tokens():
 def test_a_critics_advantages_are_gae_and_its_returns_are_kept():
     algorithm = PPOLoss(beta=0.2, discount=0.9, trace=0.8)
     packed = batch([4, 2], [1.0, -1.0], algorithm)
-    credit.assign(packed, algorithm)
+    credit.assign_credit(packed, algorithm)
     found, kept = rows(packed, "advantages"), rows(packed, "returns")
     wide = []
     for logp, ref, values, reward, returns in zip(
@@ -111,7 +111,7 @@ def test_what_is_missing_is_named(algorithm, name: str):
     else:
         setattr(packed, name, None)
     with pytest.raises(ValueError, match=f"(PPO|GRPO) needs {name} of every trained token"):
-        credit.assign(packed, algorithm)
+        credit.assign_credit(packed, algorithm)
 
 
 def groups() -> list[Group]:
@@ -136,7 +136,7 @@ LOSSES = [
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_horizon"])
 def test_what_is_skipped_would_have_changed_nothing(algorithm, aggregation):
     """The same loss and gradient with and without the sequences whose advantage is 0."""
-    episodes = credit.learnable(groups(), algorithm)
+    episodes = credit.learnable_episodes(groups(), algorithm)
     whole = pack(episodes, aggregation=aggregation, horizon=8 if aggregation == "fixed_horizon" else None)
     less = credit.skip_idle(whole, algorithm)
     assert (len(whole), len(less)) == (6, 4)
@@ -158,9 +158,9 @@ def test_what_is_skipped_would_have_changed_nothing(algorithm, aggregation):
 
 def test_advantages_of_the_batch():
     mean = (1 + 0 + 1 + 1 + 0 + 0.5) / 6
-    found = credit.learnable(groups(), ReinforceLoss())
+    found = credit.learnable_episodes(groups(), ReinforceLoss())
     assert [e.advantage for e in found] == pytest.approx([r - mean for r in (0.0, 0.5, 1.0, 1.0, 1.0, 0.0)])
-    baseline = credit.learnable(groups(), ReinforcePlusPlusLoss(group_baseline=True))
+    baseline = credit.learnable_episodes(groups(), ReinforcePlusPlusLoss(group_baseline=True))
     assert [e.advantage for e in baseline] == pytest.approx([-0.25, 0.25, 0.0, 0.0, 0.5, -0.5])
 
 
@@ -180,10 +180,10 @@ def turns(rewards: list[float], final: float, *, lengths: tuple[int, ...] = (2, 
 
 def test_rewards_of_turns_come_at_their_ends_and_the_critic_passes_over_what_the_environment_wrote():
     algorithm = PPOLoss(discount=0.9, trace=0.8)
-    packed = pack(credit.learnable([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 1.0)], 0)], algorithm))
+    packed = pack(credit.learnable_episodes([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 1.0)], 0)], algorithm))
     values = np.linspace(-1, 1, len(packed.tokens)).astype(np.float32)
     packed.values = values.copy()
-    credit.assign(packed, algorithm)
+    credit.assign_credit(packed, algorithm)
     earned = [[0, 0.5, 0, 0, 1.0], [0, 0, 0, 0, 1.0]]  # the end of an episode is the end of its last turn too
     for number, rewards in enumerate(earned):
         own = [9 * number + t for t in (2, 3, 6, 7, 8)]
@@ -199,7 +199,7 @@ def test_rewards_of_turns_come_at_their_ends_and_the_critic_passes_over_what_the
 
 def test_groups_of_turns_are_compared_by_all_that_was_earned():
     algorithm = RLOOLoss()
-    packed = pack(credit.learnable([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 0.5)], 0)], algorithm))
+    packed = pack(credit.learnable_episodes([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 0.5)], 0)], algorithm))
     first, second = rows(packed, "advantages")
     assert first.tolist() == [1.0] * 5
     assert second.tolist() == [-1.0] * 5
@@ -213,7 +213,7 @@ def test_branches_share_the_advantage_of_what_all_of_them_earned():
     assert both.outcome == 1.5
     group = Group([both, turns([0.0, 0.0], 0.0)], 0)
     assert group.rewards == [1.5, 0.0]
-    learnt = credit.learnable([group], RLOOLoss())
+    learnt = credit.learnable_episodes([group], RLOOLoss())
     assert [episode.advantage for episode in learnt] == [1.5, 1.5, -1.5]
     assert learnt[0] is earlier
     assert len(pack(learnt)) == 3

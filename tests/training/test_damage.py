@@ -33,7 +33,7 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = make_trainer(model)
     trainer.train_step(example(0), LOSS)
     state = {"groups": [group()], "seen": Seen(3, {5, 7}), "random": random.Random(0).getstate()}
-    return checkpoint.save(trainer, tmp_path_factory.mktemp("saved"), extra=state)
+    return checkpoint.save_checkpoint(trainer, tmp_path_factory.mktemp("saved"), extra=state)
 
 
 def group() -> Group:
@@ -66,7 +66,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_found(saved: Path):
 
 
 def test_every_flipped_bit_of_a_model_that_was_exported_is_found(model: Path, tmp_path: Path):
-    checkpoint.export(make_trainer(model), tmp_path / "model", model)
+    checkpoint.export_model(make_trainer(model), tmp_path / "model", model)
     resolve_model(str(tmp_path / "model"))
     rng = random.Random(0)
     for path in sorted((tmp_path / "model").iterdir()):
@@ -143,7 +143,7 @@ def test_reading_a_checkpoint_of_somebody_else_runs_none_of_their_code(
         path.write_bytes(attack.getvalue())
     write_checksums(given, [path.name for path in given.iterdir() if path.name != "checksums.txt"])
     with pytest.raises(UnsafeCheckpoint, match=r"posix.mkdir|mkdir") as caught:
-        checkpoint.load(make_trainer(model), given)
+        checkpoint.load_checkpoint(make_trainer(model), given)
     assert "\n" not in str(caught.value)
     assert not mark.exists()
     with zipfile.ZipFile(attack) as archive:  # torch itself would have
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_any_python_is_read(
     assert trace in written
     (given / ".metadata").write_bytes(written)
     write_checksums(given, [path.name for path in given.iterdir() if path.name != "checksums.txt"])
-    checkpoint.load(make_trainer(model), given)
+    checkpoint.load_checkpoint(make_trainer(model), given)
 
 
 class Attribute:

@@ -62,7 +62,7 @@ def test_it_is_what_transformers_writes(name: str, tmp_path: Path):
     trainer = make_trainer(model, **settings)
     if "lora" in settings:
         trainer.train_step(example(0), LOSS)  # before it the adapters change nothing
-    checkpoint.export(trainer, tmp_path / "ours", model)
+    checkpoint.export_model(trainer, tmp_path / "ours", model)
     assert_same_model(tmp_path / "ours", by_transformers(trainer, tmp_path / "theirs"))
 
 
@@ -71,7 +71,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path: Path, monkeypatc
     trainer = make_trainer(model)
     largest = 9000  # bytes; the embedding is larger, and has a file of its own
     monkeypatch.setattr(write_weights, "__defaults__", (largest,))
-    checkpoint.export(trainer, tmp_path / "ours", model)
+    checkpoint.export_model(trainer, tmp_path / "ours", model)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "ours").glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == [file.name for file in files]

@@ -66,7 +66,7 @@ def test_an_export_opens_with_transformers_and_the_engine(tmp_path: Path, family
         trainer.train_step(batch, SFTLoss())
     scores = trainer.logprobs(batch)
     assert scores.sum() > before.sum() + 1
-    checkpoint.export(trainer, tmp_path / "written", tmp_path / "first")
+    checkpoint.export_model(trainer, tmp_path / "written", tmp_path / "first")
     ids = torch.from_numpy(batch.tokens)[None]
     logits = AutoModelForCausalLM.from_pretrained(tmp_path / "written", attn_implementation="eager")(ids).logits
     expected = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].detach().numpy()

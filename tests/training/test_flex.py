@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from forge.data.packing import pack
 from forge.training import flex
 from forge.training.attention import PackedLayout, packed_attention
-from forge.training.distributed import join, leave
+from forge.training.distributed import join_ranks, leave_ranks
 from forge.training.flex import Runs, TreeMask
 from forge.training.policy import fuse_norms
 from forge.training.settings import OptimizerSettings
@@ -129,14 +129,14 @@ def test_fsdp_hands_the_mask_to_every_layer_as_it_is(tmp_path, monkeypatch):
     config.intermediate_size, config.num_key_value_heads, config.head_dim = 64, 1, 16
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     batch = pack([Episode(prompt_ids=[5, 6, 7], response_ids=[i, 9, 10], reward=1.0, advantage=1.0) for i in (3, 4)])
-    expected = PolicyTrainer(tmp_path, join(), OptimizerSettings()).logprobs(batch)
+    expected = PolicyTrainer(tmp_path, join_ranks(), OptimizerSettings()).logprobs(batch)
     made, blocks = [], Runs.blocks
     monkeypatch.setattr(Runs, "blocks", lambda runs, window: made.append(window) or blocks(runs, window))
     masked = lambda lengths, device, parents: PackedLayout.masked(TreeMask.of(lengths, parents))  # noqa: E731
     monkeypatch.setattr(PackedLayout, "of", masked)
     try:
-        logprobs = PolicyTrainer(tmp_path, join(mesh=True), OptimizerSettings()).logprobs(batch)
+        logprobs = PolicyTrainer(tmp_path, join_ranks(mesh=True), OptimizerSettings()).logprobs(batch)
     finally:
-        leave()
+        leave_ranks()
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
     assert made == [None]

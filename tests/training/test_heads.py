@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from forge.training import checkpoint
-from forge.training.build import load
+from forge.training.build import load_model
 from forge.training.policy import Head, ScalarModel
 from tests.training.cases import (
     largest_difference,
@@ -120,7 +120,7 @@ def test_an_export_is_a_classifier_with_equal_scores(model: Path, tmp_path: Path
     trainer, batch = make_trainer(model, head=head, learning_rate=1e-2), targets()
     for seed in range(3):
         trainer.train_step(targets(seed), regression)
-    checkpoint.export(trainer, tmp_path / "model", model)
+    checkpoint.export_model(trainer, tmp_path / "model", model)
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", attn_implementation="eager")
     assert exported.config.num_labels == 1
     ours = torch.from_numpy(trainer.predict(batch)[batch.mask])
@@ -137,12 +137,12 @@ def test_an_export_is_a_classifier_with_equal_scores(model: Path, tmp_path: Path
 
 def test_what_is_no_such_model_is_refused(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="head must be policy, value or reward, got 'critic'"):
-        load(model, "critic")  # type: ignore[arg-type]
+        load_model(model, "critic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has 3 classes: a reward model has one scalar per token"):
-        load(write_classifier(tmp_path / "three", num_labels=3), "reward")
+        load_model(write_classifier(tmp_path / "three", num_labels=3), "reward")
     lacking = write_classifier(tmp_path / "lacking")
     tensors = load_file(lacking / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights of a value model, 'model.norm.weight' among them"):
-        load(lacking, "value")
+        load_model(lacking, "value")

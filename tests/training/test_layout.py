@@ -12,7 +12,7 @@ import torch
 from forge.recipes.prepare import check_model
 from forge.recipes.schema import TrainerConfig, TrainingConfig
 from forge.training import checkpoint
-from forge.training.build import build as build_model
+from forge.training.build import build_policy as build_model
 from forge.training.distributed import RankGroup, Ranks
 from forge.training.settings import Parallelism
 from tests.training.cases import example, largest_difference, make_trainer, weights_of, write_model
@@ -124,8 +124,8 @@ def test_a_device_is_given_away_and_taken_again(model: Path, tmp_path: Path):
     for use in (
         lambda: trainer.weights(),
         lambda: list(trainer.export_weights()),
-        lambda: checkpoint.save(trainer, tmp_path),
-        lambda: checkpoint.load(trainer, tmp_path / "step_000002"),
+        lambda: checkpoint.save_checkpoint(trainer, tmp_path),
+        lambda: checkpoint.load_checkpoint(trainer, tmp_path / "step_000002"),
     ):
         use()
         assert trainer.offloaded

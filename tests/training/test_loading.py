@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from forge.runtime.store import VersionStore
 from forge.training import policy as training_policy
 from forge.training.distributed import Ranks
-from forge.training.loading import fill, on_meta
+from forge.training.loading import fill_model, on_meta
 from forge.training.settings import SPLIT_BY_NAME, Parallelism
 from tests.training import layouts
 from tests.training.cases import FAMILIES, TOKENIZER, make_trainer, write_classifier, write_model
@@ -170,4 +170,4 @@ def test_a_tensor_of_another_shape(written: dict[str, Path], tmp_path: Path):
     write_weights(folder, weights | {"model.norm.weight": torch.zeros(3)})
     model, _ = on_meta(AutoModelForCausalLM, folder, torch.float32) or (None, None)
     with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' has shape \(3,\), the model has \(32,\)"):
-        fill(model, folder, torch.device("cpu"))
+        fill_model(model, folder, torch.device("cpu"))

@@ -94,7 +94,7 @@ def test_an_export_is_an_ordinary_model_with_the_adapters_merged(
     trainer = make_trainer(folder, lora=LORA, learning_rate=1e-2)
     for seed in range(3):
         trainer.train_step(example(seed), LOSS)
-    checkpoint.export(trainer, tmp_path / "model", folder)
+    checkpoint.export_model(trainer, tmp_path / "model", folder)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     assert {name for name, _ in exported.named_parameters()} == base_of(folder).keys()
     ids = torch.from_numpy(batch.tokens)
@@ -108,18 +108,18 @@ def test_a_checkpoint_has_the_factors_alone_and_continues_to_the_bit(untied: Pat
     trainer, full = make_trainer(untied, lora=LORA), make_trainer(untied)
     for seed in range(2):
         trainer.train_step(example(seed), LOSS)
-    path = checkpoint.save(trainer, tmp_path / "lora")
+    path = checkpoint.save_checkpoint(trainer, tmp_path / "lora")
     after = [trainer.train_step(example(seed), LOSS) for seed in (2, 3)]
     restored = make_trainer(untied, lora=LORA)
-    checkpoint.load(restored, path)
+    checkpoint.load_checkpoint(restored, path)
     assert [restored.train_step(example(seed), LOSS) for seed in (2, 3)] == after
     assert largest_difference(restored.weights(), trainer.weights()) == 0.0
-    whole = checkpoint.save(full, tmp_path / "full")
+    whole = checkpoint.save_checkpoint(full, tmp_path / "full")
     sizes = [sum(file.stat().st_size for file in folder.glob("*.distcp")) for folder in (path, whole)]
     assert sizes[0] < 0.8 * sizes[1]
     for other, wrong in ((make_trainer(untied, lora=LORA), whole), (full, path)):
         with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\."):
-            checkpoint.load(other, wrong)
+            checkpoint.load_checkpoint(other, wrong)
 
 
 LAYERS = r"\['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj'\]"

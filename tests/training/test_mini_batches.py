@@ -83,11 +83,11 @@ def test_the_order_is_drawn_anew_each_step_and_is_the_same_after_a_resume(model:
     batch = pack(numbered(episodes(LENGTHS)))
     trainer, first, second = make_trainer(model, mini_batches=3), Recorder(), Recorder()
     trainer.train_step(batch, first)
-    path = checkpoint.save(trainer, tmp_path)
+    path = checkpoint.save_checkpoint(trainer, tmp_path)
     trainer.train_step(batch, second)
     assert [seen["episodes"] for seen in first.seen] != [seen["episodes"] for seen in second.seen]
     restored, again = make_trainer(model, mini_batches=3), Recorder()
-    checkpoint.load(restored, path)
+    checkpoint.load_checkpoint(restored, path)
     restored.train_step(batch, again)
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
     assert [seen["episodes"] for seen in again.seen] == [seen["episodes"] for seen in second.seen]

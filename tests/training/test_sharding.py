@@ -10,7 +10,7 @@ import pytest
 
 from forge.runtime.store import VersionStore
 from forge.training import checkpoint
-from forge.training.distributed import join
+from forge.training.distributed import join_ranks
 from tests.training import layouts, ranks
 from tests.training.cases import example, make_trainer
 from tests.training.conftest import Outcome
@@ -36,7 +36,7 @@ def assert_as_one(results: list[Any], one: dict[str, Any], tolerance: float = 1e
 def test_a_layout_trains_as_one_process_does(request: pytest.FixtureRequest, models: dict[str, Path], name: str):
     _, family, settings = layouts.STEPS[name]
     results = request.getfixturevalue("two_ranks" if layouts.world(name) == 2 else "four_ranks")(name)
-    one = ranks.five_steps(join(), models[family], **settings)
+    one = ranks.five_steps(join_ranks(), models[family], **settings)
     assert_as_one(results, one)
     for result in results:
         np.testing.assert_allclose(result["scores"], one["scores"], atol=1e-5)
@@ -51,7 +51,7 @@ def test_a_checkpoint_goes_on_in_every_layout(four_ranks: Outcome, models: dict[
     for result in [*onto_square, *onto_other]:
         assert result == pytest.approx(losses, rel=1e-5, abs=1e-5)
     trainer = make_trainer(models["qwen3"])
-    checkpoint.load(trainer, written[0]["path"])
+    checkpoint.load_checkpoint(trainer, written[0]["path"])
     for seed, expected in zip((3, 4), written[0]["after"], strict=True):
         assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
 

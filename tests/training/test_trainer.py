@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from forge.data.packing import pack
 from forge.losses import GRPOLoss, ReinforceLoss, SFTLoss, SimpleGRPOLoss
-from forge.training.distributed import join
+from forge.training.distributed import join_ranks
 from forge.types import Batch
 from tests.training.cases import episodes, example, largest_difference, make_trainer, weights_of
 from tests.training.ranks import LOSS, SeedFormLoss, five_steps
@@ -35,7 +35,7 @@ def on_policy(batch: Batch) -> Batch:
     ids=str,
 )
 def test_how_a_step_is_computed_does_not_change_it(model: Path, settings: dict[str, Any]):
-    expected, got = five_steps(join(), model), five_steps(join(), model, **settings)
+    expected, got = five_steps(join_ranks(), model), five_steps(join_ranks(), model, **settings)
     for a, b in zip(got["metrics"], expected["metrics"], strict=True):
         a.pop("micro_batches")
         assert a == pytest.approx({name: b[name] for name in a}, rel=1e-5, abs=1e-5)

@@ -141,7 +141,7 @@ def test_a_kill_at_any_moment_changes_nothing(
                 trainer, replaced = make(1), True
                 trainer.teardown()
             assert_same(trainer, calm)
-            assert checkpoint.extra(checkpoint.checkpoints(folder)[-1])["name"] == "c"
+            assert checkpoint.read_extra(checkpoint.list_checkpoints(folder)[-1])["name"] == "c"
             if not replaced:
                 break
             shutil.rmtree(folder)

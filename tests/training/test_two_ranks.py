@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.training import checkpoint
-from forge.training.distributed import join
+from forge.training.distributed import join_ranks
 from forge.training.policy import Head
 from tests.training import ranks
 from tests.training.cases import example, make_trainer, targets, weights_of
@@ -47,7 +47,7 @@ def assert_same_weights(a: dict[str, np.ndarray], b: dict[str, Any], tolerance: 
 )
 def test_two_ranks_train_as_one_does(two_ranks: TwoRanks, model: Path, untied: Path, scenario: str, settings: Any):
     first, second = two_ranks(scenario)
-    one = ranks.five_steps(join(), untied if scenario == "untied" else model, **settings)
+    one = ranks.five_steps(join_ranks(), untied if scenario == "untied" else model, **settings)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
         assert mine == other
         assert_same_metrics(mine, alone, 1e-5)
@@ -60,7 +60,7 @@ def test_two_ranks_train_as_one_does(two_ranks: TwoRanks, model: Path, untied: P
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_two_ranks_train_a_value_as_one_does(two_ranks: TwoRanks, model: Path, tmp_path: Path, head: Head):
     first, second = two_ranks(head)
-    one = ranks.a_head(join(), model, head, tmp_path)
+    one = ranks.a_head(join_ranks(), model, head, tmp_path)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
         assert mine == other
         assert_same_metrics(mine, alone, 1e-5)
@@ -77,7 +77,7 @@ def test_two_ranks_train_a_value_as_one_does(two_ranks: TwoRanks, model: Path, t
 
 def test_two_ranks_make_several_updates_as_one_does(two_ranks: TwoRanks, model: Path):
     first, second = two_ranks("several updates")
-    one = ranks.several_updates(join(), model)
+    one = ranks.several_updates(join_ranks(), model)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
         assert mine == other
         assert mine["updates"] == 4.0
@@ -93,7 +93,7 @@ def test_two_ranks_train_adapters_as_one_does(
     two_ranks: TwoRanks, model: Path, tmp_path: Path, scenario: str, head: Head
 ):
     first, second = two_ranks(scenario)
-    one = ranks.lora(join(), model, head, tmp_path)
+    one = ranks.lora(join_ranks(), model, head, tmp_path)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
         assert mine == other
         assert_same_metrics(mine, alone, 1e-5)
@@ -110,7 +110,7 @@ def test_two_ranks_train_adapters_as_one_does(
 
 
 def test_training_moved_the_weights_far_beyond_the_tolerance(model: Path):
-    one = ranks.five_steps(join(), model)
+    one = ranks.five_steps(join_ranks(), model)
     start = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
     assert all((one["weights"][name] - start[name].detach()).abs().max() > 1e-3 for name in start)
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_two_and_on_one(two_ranks: TwoRan
     assert first["again"] == first["after"] == second["again"]
     assert first["extra"] == second["extra"] == {"position": 7}
     trainer = make_trainer(model)
-    assert checkpoint.load(trainer, first["path"]) == {"position": 7}
+    assert checkpoint.load_checkpoint(trainer, first["path"]) == {"position": 7}
     assert trainer.step == 3
     for seed, expected in zip((3, 4), first["after"], strict=True):
         assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
@@ -142,6 +142,6 @@ def test_an_export_of_two_ranks_is_the_trained_model(two_ranks: TwoRanks):
 
 
 def test_one_rank_needs_no_process_group():
-    ranks_ = join()
+    ranks_ = join_ranks()
     assert (ranks_.rank, ranks_.world_size, ranks_.mesh) == (0, 1, None)
     assert torch.equal(ranks_.sum(torch.ones(2)), torch.ones(2))

@@ -120,21 +120,21 @@ def test_settings_of_optimisers_that_mean_nothing(settings: dict, message: str):
 def test_training_resumes_to_the_bit(wide: Path, tmp_path: Path, kind: str):
     trainer, restored = (make_trainer(wide, **KINDS[kind]) for _ in range(2))
     train(trainer, 0, 1, 2)
-    path = checkpoint.save(trainer, tmp_path)
+    path = checkpoint.save_checkpoint(trainer, tmp_path)
     after = train(trainer, 3, 4)
-    checkpoint.load(restored, path)
+    checkpoint.load_checkpoint(restored, path)
     assert train(restored, 3, 4) == after
     assert largest_difference(exact_weights(restored), exact_weights(trainer)) == 0.0
 
 
 def test_a_checkpoint_of_another_optimiser(model: Path, tmp_path: Path):
-    path = checkpoint.save(make_trainer(model, optimizer="torch.optim:Adam"), tmp_path)
+    path = checkpoint.save_checkpoint(make_trainer(model, optimizer="torch.optim:Adam"), tmp_path)
     with pytest.raises(
         ValueError, match=r"was written with the optimizer torch.optim:Adam, and this trainer has adamw$"
     ):
-        checkpoint.load(make_trainer(model), path)
-    path = checkpoint.save(make_trainer(model, **HALF), tmp_path)
+        checkpoint.load_checkpoint(make_trainer(model), path)
+    path = checkpoint.save_checkpoint(make_trainer(model, **HALF), tmp_path)
     with pytest.raises(ValueError, match=r"with the optimizer adamw, and this trainer has adamw with float32 state$"):
-        checkpoint.load(make_trainer(model, optimizer_dtype="float32", **HALF), path)
+        checkpoint.load_checkpoint(make_trainer(model, optimizer_dtype="float32", **HALF), path)
     # The dtype of the weights, named.
-    checkpoint.load(make_trainer(model, optimizer_dtype="bfloat16", **HALF), path)
+    checkpoint.load_checkpoint(make_trainer(model, optimizer_dtype="bfloat16", **HALF), path)

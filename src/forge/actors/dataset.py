@@ -61,19 +61,19 @@ class DatasetActor(ForgeActor):
     @endpoint
     def sample(self) -> Sample:
         """The next `(prompt, target)`. Rows left out on the way are counted in `data/skipped`."""
-        sample = self.again.popleft() if self.again else self._next("sample", "prompts")
+        sample = self.again.popleft() if self.again else self._take_next("sample", "prompts")
         self.issued.append(sample)
         return sample
 
     @endpoint
     def supervised(self, n: int) -> list[Episode]:
         """The next n episodes to be imitated; fewer where the last epoch ends."""
-        return self._drawn(n, "supervised", "supervised")
+        return self._draw_items(n, "supervised", "supervised")
 
     @endpoint
     def pairs(self, n: int) -> list[Episode]:
         """The next n pairs as 2n episodes: chosen, rejected, chosen, rejected; fewer where the last epoch ends."""
-        drawn: list[Pair] = self._drawn(n, "pairs", "preferences")
+        drawn: list[Pair] = self._draw_items(n, "pairs", "preferences")
         return [episode for pair in drawn for episode in pair]
 
     @endpoint
@@ -120,19 +120,19 @@ class DatasetActor(ForgeActor):
         self.again = deque(samples[index] for index in pending if index in samples)
         return [index for index in pending if index not in samples]
 
-    def _drawn(self, n: int, endpoint: str, kind: Kind) -> list[Any]:
+    def _draw_items(self, n: int, endpoint: str, kind: Kind) -> list[Any]:
         """ValueError: there is none left."""
         drawn: list[Any] = []
         while len(drawn) < n:
             try:
-                drawn.append(self._next(endpoint, kind))
+                drawn.append(self._take_next(endpoint, kind))
             except DataEnded:
                 if not drawn:
                     raise
                 break
         return drawn
 
-    def _next(self, endpoint: str, kind: Kind) -> Any:
+    def _take_next(self, endpoint: str, kind: Kind) -> Any:
         if self.kind != kind:
             raise ValueError(f"{endpoint} needs a dataset of kind {kind}; this one is of {self.kind}")
         skipped = self.dataset.skipped

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..engines import EngineSettings, load_engine
 from ..engines.interface import EngineFailed
-from ..models.flops import causal, forward_flops
+from ..models.flops import count_causal, forward_flops
 from ..models.hub import check_model_name
 from ..models.tokenizer import open_tokenizer
 from ..models.weight_layouts import has_adapters, merge_adapters
@@ -24,10 +24,10 @@ from ..observability import Reduce, phase, record_metric
 from ..observability.metrics import record_span
 from ..runtime.controller import ForgeActor, Options, Service, endpoint
 from ..runtime.store import Store, VersionStore
-from ..system.devices import accelerator
+from ..system.devices import find_accelerator
 from ..types import Completion, Prompt, Sampling
-from .identity import POLICY, check_current, differing
-from .publication import connect, controller_store, publish_before_updates
+from .identity import POLICY, check_current, describe_difference
+from .publication import connect_store, controller_store, publish_before_updates
 from .staleness import StaleWeights
 from .streams import Streams
 
@@ -105,12 +105,12 @@ class Generator(ForgeActor):
         import torch
         from transformers import AutoConfig
 
-        self.store = connect(self.store_ref)
+        self.store = connect_store(self.store_ref)
         self.architecture = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
         self.tokenizer = open_tokenizer(self.model)
         self.special = frozenset(self.tokenizer.all_special_ids)
         device = None
-        if self.settings.engine == "embedded" and (kind := accelerator()):
+        if self.settings.engine == "embedded" and (kind := find_accelerator()):
             # Where processes are shared with a trainer each of them sees the devices of all.
             index = self.context.replica % torch.accelerator.device_count()
             device = torch.device(kind.type, index)
@@ -138,8 +138,8 @@ class Generator(ForgeActor):
             ValueError: a bad sampling setting, or a prompt that leaves no room for a token.
             StaleWeights: this generator missed an update.
         """
-        settings = Sampling(n=1 if n is None else n, **self._sampling(prompt, sampling))
-        with self._ending(), self._busy():
+        settings = Sampling(n=1 if n is None else n, **self._merge_sampling(prompt, sampling))
+        with self._exit_on_failure(), self._trace_busy():
             submitted = self.engine.submit(self._token_ids(prompt), settings, priority=priority)
             completions = await asyncio.wrap_future(submitted)
         self._check_current()
@@ -148,7 +148,7 @@ class Generator(ForgeActor):
             completion.text, completion.sampled_by = text, str(self.context)
         prompt_length = len(completions[0].prompt_ids)
         lengths = [len(c.token_ids) for c in completions]
-        attended = causal(prompt_length) + sum(causal(length, prompt_length) for length in lengths)
+        attended = count_causal(prompt_length) + sum(count_causal(length, prompt_length) for length in lengths)
         flops = forward_flops(self.architecture, prompt_length + sum(lengths), attended, sum(lengths))
         record_metric("generator/tokens", sum(lengths), Reduce.SUM)
         for completion in completions:
@@ -173,8 +173,8 @@ class Generator(ForgeActor):
         Raises:
             ValueError: as of `generate`.
         """
-        settings = Sampling(**self._sampling(prompt, sampling))
-        with self._ending():
+        settings = Sampling(**self._merge_sampling(prompt, sampling))
+        with self._exit_on_failure():
             return self.streams.open(self._token_ids(prompt), settings, priority, stream)
 
     @endpoint
@@ -187,7 +187,7 @@ class Generator(ForgeActor):
             StreamLost: the stream is of another replica, or of a lost one, or it was not read for a minute.
             StaleWeights: this generator missed an update.
         """
-        with self._ending():
+        with self._exit_on_failure():
             pieces = await self.streams.next(stream)
         self._check_current()
         for _, piece in pieces:
@@ -221,8 +221,8 @@ class Generator(ForgeActor):
         self.updating += 1
         self.asked += 1
         try:
-            with phase("update_weights"), self._ending():
-                loaded = await asyncio.to_thread(self._load, self.store, version, self.asked)
+            with phase("update_weights"), self._exit_on_failure():
+                loaded = await asyncio.to_thread(self._load_version, self.store, version, self.asked)
                 if loaded is None:
                     return self.engine.version  # of a later request
                 digest, swapped = loaded
@@ -231,7 +231,7 @@ class Generator(ForgeActor):
             self.updating -= 1
         # What the engine decodes with says which version it is: not what was asked for.
         if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
-            difference = differing(self.store, version, self.engine.version, self.weights_key)
+            difference = describe_difference(self.store, version, self.engine.version, self.weights_key)
             raise StaleWeights(
                 f"{self.context} was given version {version} ({digest}) and serves version {self.engine.version} "
                 f"({self.engine.identity or 'unknown'}){difference}"
@@ -239,7 +239,7 @@ class Generator(ForgeActor):
         return self.engine.version
 
     @contextmanager
-    def _busy(self) -> Iterator[None]:
+    def _trace_busy(self) -> Iterator[None]:
         """Spans in the trace while at least one request runs: a new one whenever a request ends."""
         if not self.running:
             self.since = time.time()
@@ -254,7 +254,7 @@ class Generator(ForgeActor):
                 self.since = now
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
+    def _exit_on_failure(self) -> Iterator[None]:
         """Exit if the engine fails: the supervisor replaces this replica."""
         try:
             yield
@@ -263,7 +263,7 @@ class Generator(ForgeActor):
             sys.stderr.flush()
             os._exit(1)
 
-    def _load(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
+    def _load_version(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
         """Read and check a version while decoding continues; only the swap is left to the engine. None if a later
         request came first: an abandoned one must not bring old weights back. A version of adapters alone is merged
         into the weights that this generator started from."""
@@ -286,7 +286,7 @@ class Generator(ForgeActor):
     async def release(self) -> None:
         """Free the device for a trainer, once the running sequences have ended. New requests wait; the next weight
         update takes the device back."""
-        with phase("release"), self._ending():
+        with phase("release"), self._exit_on_failure():
             await asyncio.wrap_future(self.engine.release())
 
     @endpoint
@@ -308,7 +308,7 @@ class Generator(ForgeActor):
         if isinstance(self.store, VersionStore) and not self.updating:
             check_current(self.store, self.engine.version, str(self.context), self.weights_key)
 
-    def _sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    def _merge_sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
         """The settings of a request over this generator's; a conversation has tokens that end it."""
         settings = {**self.defaults, **sampling}
         # Of the prompt, as one run may have conversations and plain texts.

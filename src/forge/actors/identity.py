@@ -42,7 +42,7 @@ class Identities:
             self._published = self._store.identities(self._key)
             identities = self._published.get(origin.version, set())
             if origin.identity not in identities and (origin.identity or identities):
-                raise UnknownWeights(self._explain(origin))
+                raise UnknownWeights(self._explain_unknown(origin))
 
     def recent(self, version: int, max_policy_age: int | None) -> dict[int, set[str]]:
         """The versions that tokens which have yet to train may state, for a checkpoint at `version`."""
@@ -54,7 +54,7 @@ class Identities:
         """Add identities that were published before this run was resumed."""
         self._store.adopt(self._key, published)
 
-    def _explain(self, origin: Origin) -> str:
+    def _explain_unknown(self, origin: Origin) -> str:
         claim = f"{origin.sampled_by or 'a generator'} says that it sampled with version {origin.version}"
         if not origin.identity:
             return f"{claim}, but not with which weights"
@@ -63,7 +63,7 @@ class Identities:
         same_weights = [version for version, digests in self._published.items() if origin.identity in digests]
         if not same_weights:
             return f"{claim}, but its weights (checksum {origin.identity}) were never published"
-        tensor = differing(self._store, origin.version, same_weights[-1], self._key)
+        tensor = describe_difference(self._store, origin.version, same_weights[-1], self._key)
         return f"{claim}, but its weights are those of version {same_weights[-1]}{tensor}"
 
 
@@ -73,11 +73,11 @@ def check_current(store: VersionStore, version: int, who: str, key: str = POLICY
     if len(newer) > 1:
         raise StaleWeights(
             f"{who} still serves version {version}, though {newer} were published since: it missed an update"
-            f"{differing(store, newer[-1], version, key)}"
+            f"{describe_difference(store, newer[-1], version, key)}"
         )
 
 
-def differing(store: Store, version: int, second_version: int, key: str = POLICY) -> str:
+def describe_difference(store: Store, version: int, second_version: int, key: str = POLICY) -> str:
     """The tensor in which two versions differ, as the end of a sentence; empty if one of them is no longer stored."""
     try:
         tensor = store.manifest(key, version).first_difference(store.manifest(key, second_version))

@@ -37,8 +37,8 @@ class Ledger:
 
     def begin(self) -> None:
         """Start an empty journal, if this is the first process: an earlier run may have left one."""
-        if self._owner.context.incarnation == 0 and self._writes:
-            self._journal.rewrite([])
+        if self._owner.context.incarnation == 0 and self._list_writes:
+            self._open_journal.rewrite([])
             self._records = 0
 
     @property
@@ -53,17 +53,17 @@ class Ledger:
 
     def complete(self, change: Any, answer: Any) -> Any:
         """Record a change that completes the request. Redoing it (see `replay`) must give the same answer."""
-        if self._writes:
-            self._journal.append(("change", request_id(), change))
+        if self._list_writes:
+            self._open_journal.append(("change", request_id(), change))
             self._records += 1
-        self._remember(request_id(), answer)
+        self._remember_answer(request_id(), answer)
         return answer
 
     def restart(self, state: Any, answer: Any) -> Any:
         """Complete the request with a new journal that begins at `state`."""
-        self._remember(request_id(), answer)
-        if self._writes:
-            self._rewrite(state)
+        self._remember_answer(request_id(), answer)
+        if self._list_writes:
+            self._rewrite_journal(state)
         return answer
 
     @property
@@ -74,8 +74,8 @@ class Ledger:
     def rebase(self, state: Any, since: int) -> None:
         """Begin the journal at `state`, which replaces all changes before the point `since` (see `now`); those after it
         stay."""
-        if self._writes:
-            self._rewrite(state, since)
+        if self._list_writes:
+            self._rewrite_journal(state, since)
 
     def replay(self, restore: Callable[[Any], Any], redo: Callable[[Any], Any]) -> None:
         """Pass the recorded state, if any, to `restore`, and each change after it to `redo`, which returns its answer.
@@ -86,35 +86,35 @@ class Ledger:
         if self._path is None:
             raise Unrecoverable(f"{self._owner.context} was replaced and {self._lost}")
         try:
-            for kind, head, body in self._journal.replay():
+            for kind, head, body in self._open_journal.replay():
                 self._records += 1
                 if kind == "state":
                     self._answers = head
                     restore(body)
                 else:
-                    self._remember(head, redo(body))
+                    self._remember_answer(head, redo(body))
         # Whatever else goes wrong, such as a peer that is killed meanwhile, may go better in the next process.
         except (FileNotFoundError, ValueError) as error:
             raise Unrecoverable(
-                f"{self._owner.context} was replaced and cannot continue from {self._journal.path}: {error}"
+                f"{self._owner.context} was replaced and cannot continue from {self._open_journal.path}: {error}"
             ) from error
 
     @cached_property
-    def _journal(self) -> Journal:
+    def _open_journal(self) -> Journal:
         assert self._path is not None
         replica = self._owner.context.replica
         return Journal(f"{self._path}.{replica}.0" if replica else self._path)
 
     @property
-    def _writes(self) -> bool:
+    def _list_writes(self) -> bool:
         return self._path is not None and not self._owner.context.rank
 
-    def _rewrite(self, state: Any, since: int | None = None) -> None:
-        later = [] if since is None else islice(self._journal.replay(), since, None)
-        self._journal.rewrite(chain([("state", self._answers, state)], later))
+    def _rewrite_journal(self, state: Any, since: int | None = None) -> None:
+        later = [] if since is None else islice(self._open_journal.replay(), since, None)
+        self._open_journal.rewrite(chain([("state", self._answers, state)], later))
         self._records = 1 if since is None else 1 + self._records - since
 
-    def _remember(self, request: str | None, answer: Any) -> None:
+    def _remember_answer(self, request: str | None, answer: Any) -> None:
         if request is None or self._path is None:
             return
         self._answers[request] = answer

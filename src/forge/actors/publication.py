@@ -16,13 +16,13 @@ from ..runtime.store import Store, VersionStore
 from .identity import POLICY
 
 
-async def share(store: Store) -> Any:
+async def share_store(store: Store) -> Any:
     """Return a store that the processes on all machines of this run can use; without other machines the same."""
     machines = runtime().placement.machines
     return store if machines is None or not isinstance(store, VersionStore) else await machines.share(store)
 
 
-def connect(store: Any) -> Store | None:
+def connect_store(store: Any) -> Store | None:
     """Resolve a component's store in its process: the store itself, or what was shared."""
     return store.connect() if hasattr(store, "connect") else store
 
@@ -40,8 +40,8 @@ def publish_by(store: Store, trainer: Service, key: str = POLICY) -> None:
 def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
     """Publish a version of a policy that the store does not hold before generators are updated to it."""
 
-    async def publish(version: int) -> None:
+    async def publish_version(version: int) -> None:
         if key in store.publishers and not store.exists(key, version):
             await store.publishers[key](version)
 
-    generators.before_fanout |= {"update_weights": publish, "update": publish}
+    generators.before_fanout |= {"update_weights": publish_version, "update": publish_version}

@@ -58,19 +58,19 @@ class ReferenceModel(ForgeActor):
         import torch
 
         from ..runtime.process_groups import process_store
-        from ..training.build import build, resolve_dtype, round_products
-        from ..training.distributed import join
+        from ..training.build import build_policy, resolve_dtype, round_products
+        from ..training.distributed import join_ranks
 
         context = self.context
         if context.world_size == 1:
-            self.ranks = join(context.replica)  # several may see the devices of all
+            self.ranks = join_ranks(context.replica)  # several may see the devices of all
         else:
             store = process_store(context.rendezvous, context.world_size, context.rank)
-            self.ranks = join(context.rank, context.world_size, store, self.layout)
+            self.ranks = join_ranks(context.rank, context.world_size, store, self.layout)
         self.dtype = dtype = resolve_dtype(self.passes.dtype, self.ranks.device)
         self.rounded = self.sharded or self.ranks.mesh is not None
         weights_dtype = dtype if self.rounded else getattr(torch, self.passes.weights_dtype)
-        built = build(
+        built = build_policy(
             self.model, "policy", self.ranks, seq_len=self.passes.seq_len, dtype=dtype, weights_dtype=weights_dtype
         )
         self.policy = built.requires_grad_(False).eval()
@@ -79,26 +79,26 @@ class ReferenceModel(ForgeActor):
 
     def teardown(self) -> None:
         """Leave the process group."""
-        from ..training.distributed import leave
+        from ..training.distributed import leave_ranks
 
         if self.context.world_size > 1:  # else a group is that of a trainer in the same process
-            leave()
+            leave_ranks()
 
     @endpoint
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities of the batch's trained tokens, [tokens], 0 elsewhere."""
-        from ..training.build import precision
-        from ..training.distributed import reshard
-        from ..training.step import score
+        from ..training.build import precision_context
+        from ..training.distributed import reshard_model
+        from ..training.step import score_tokens
 
         with phase("reference") if self.context.rank == 0 else nullcontext():
             batch = replace(batch, experts=None)  # those of another model
-            with nullcontext() if self.rounded else precision(self.ranks, self.dtype):
-                logprobs = score(
+            with nullcontext() if self.rounded else precision_context(self.ranks, self.dtype):
+                logprobs = score_tokens(
                     lambda part: self.policy(part, self.temperature).logprobs,
                     batch,
                     max_tokens=self.passes.seq_len,
                     ranks=self.ranks,
                 )
-            reshard(self.policy)
+            reshard_model(self.policy)
             return logprobs

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ..config.arguments import whole
+from ..config.arguments import check_whole
 from ..observability import Reduce, phase, record_metric
 from ..runtime.controller import ForgeActor, Unrecoverable, endpoint
 from ..types import Episode, Group, Seen
@@ -62,16 +62,16 @@ class ReplayBuffer(ForgeActor):
         keep_dropped: int = 0,
         keep_outcomes: bool = False,
     ) -> None:
-        whole(capacity, "capacity")
+        check_whole(capacity, "capacity")
         for name, value in (("replace", replace), ("start", start), ("keep_dropped", keep_dropped)):
-            whole(value, name, 0)
+            check_whole(value, name, 0)
         for name, optional, least in (
             ("batch_size", batch_size, 1),
             ("steps", steps, 0),
             ("max_policy_age", max_policy_age, 0),
         ):
             if optional is not None:
-                whole(optional, name, least)
+                check_whole(optional, name, least)
         if order not in ("fifo", "random"):
             raise ValueError(f"order must be fifo or random, got {order!r}")
         self.capacity = capacity
@@ -117,26 +117,26 @@ class ReplayBuffer(ForgeActor):
         """Put one item in, waiting for room. Returns False if it was dropped: unscored, repeated, without signal, or
         too old by then."""
         async with self.changed:
-            while (reason := self._unfit(item)) is None and len(self.items) >= self.capacity:
+            while (reason := self._reason_to_drop(item)) is None and len(self.items) >= self.capacity:
                 await self.changed.wait()
-            index = _index(item)
+            index = _item_index(item)
             if index is not None and reason != "repeated":
                 self.seen.add(index)
                 # With what is dropped as well: a prompt that is solved by all answers may have no signal.
                 if self.keep_outcomes:
-                    self.outcomes[index] = [reward for reward in _rewards(item) if reward is not None]
+                    self.outcomes[index] = [reward for reward in _item_rewards(item) if reward is not None]
             if reason is not None:
                 self.replaced += reason == "no_signal"
-                self._drop(reason, [item])
+                self._drop_items(reason, [item])
                 return False
-            scored = _scored(item)
+            scored = _keep_scored(item)
             assert scored is not None
             if isinstance(item, Group) and isinstance(scored, Group):
                 numbers = range(len(item.episodes))
                 lost = [i for i in numbers if item.episodes[i].reward is None and not item.episodes[i].had_no_turn]
-                self._count("unscored_episodes", len(lost))
+                self._count_dropped("unscored_episodes", len(lost))
                 if lost:
-                    self._keep("unscored", _part(item, lost))
+                    self._keep_dropped_item("unscored", _select_samples(item, lost))
             self.items.append(scored)
             self.changed.notify_all()
             return True
@@ -150,7 +150,7 @@ class ReplayBuffer(ForgeActor):
         if batch_size > self.capacity:
             raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
         async with self.changed:
-            self._expire(version)
+            self._drop_expired(version)
             with phase("wait_for_batch"):
                 await self.changed.wait_for(lambda: len(self.items) >= batch_size)
             if self.order == "random":
@@ -166,14 +166,14 @@ class ReplayBuffer(ForgeActor):
     async def expire(self, version: int) -> int:
         """Drop the items that are too old to train `version`; returns their number."""
         async with self.changed:
-            return self._expire(version)
+            return self._drop_expired(version)
 
     @endpoint
     async def clear(self) -> None:
         """Drop all items; they count as forgotten."""
         # Rollouts are admitted in their place, and callers of `add` that wait for room go ahead.
         async with self.changed:
-            self._drop("forgotten", self.items)
+            self._drop_items("forgotten", self.items)
             self.items = []
 
     @endpoint
@@ -234,7 +234,7 @@ class ReplayBuffer(ForgeActor):
             self.admitted = self.served * (self.batch_size or 0) + len(self.items)
             for index in forgotten:
                 self.seen.add(index)
-                self._count("forgotten")
+                self._count_dropped("forgotten")
             self.changed.notify_all()
             return len(self.items)
 
@@ -244,10 +244,10 @@ class ReplayBuffer(ForgeActor):
         steps = self.staleness.admitted_steps(self.served)
         return self.admitted < self.batch_size * (steps if self.steps is None else min(steps, self.steps))
 
-    def _unfit(self, item: Item) -> str | None:
+    def _reason_to_drop(self, item: Item) -> str | None:
         """The reason for which `add` would drop an item now; None if it would keep it."""
-        index = _index(item)
-        scored = _scored(item)
+        index = _item_index(item)
+        scored = _keep_scored(item)
         if index is not None and index in self.seen:
             return "repeated"
         if scored is None:
@@ -258,41 +258,41 @@ class ReplayBuffer(ForgeActor):
             return "no_signal"
         return None
 
-    def _expire(self, version: int) -> int:
+    def _drop_expired(self, version: int) -> int:
         self.version = max(self.version, version)
         expired = [item for item in self.items if not self.staleness.fresh(item, self.version)]
         if expired:
             self.items = [item for item in self.items if self.staleness.fresh(item, self.version)]
-            self._drop("too_old", expired)
+            self._drop_items("too_old", expired)
         return len(expired)
 
-    def _drop(self, reason: str, items: Sequence[Item]) -> None:
+    def _drop_items(self, reason: str, items: Sequence[Item]) -> None:
         """Count items that are dropped, and admit rollouts in their place."""
         self.admitted -= len(items)
-        self._count(reason, len(items))
+        self._count_dropped(reason, len(items))
         for item in items:
-            self._keep(reason, item)
+            self._keep_dropped_item(reason, item)
         self.changed.notify_all()
 
-    def _keep(self, reason: str, item: Item) -> None:
+    def _keep_dropped_item(self, reason: str, item: Item) -> None:
         if len(self.kept) < self.keep_dropped and isinstance(item, Group):
             self.kept.append((reason, item))
 
-    def _count(self, reason: str, number: int = 1) -> None:
+    def _count_dropped(self, reason: str, number: int = 1) -> None:
         if number:
             self.dropped[reason] += number
             record_metric(f"dropped/{reason}", number, Reduce.SUM)
 
 
-def _index(item: Item) -> int | None:
+def _item_index(item: Item) -> int | None:
     return item.index if isinstance(item, Group) and item.index >= 0 else None
 
 
-def _rewards(item: Item) -> list[float | None]:
+def _item_rewards(item: Item) -> list[float | None]:
     return [episode.outcome for episode in item.episodes] if isinstance(item, Group) else [item.outcome]
 
 
-def _scored(item: Item) -> Item | None:
+def _keep_scored(item: Item) -> Item | None:
     """The item with its scored episodes alone; None if too few remain of a policy."""
     if isinstance(item, Episode):
         return item if item.reward is not None else None
@@ -303,9 +303,9 @@ def _scored(item: Item) -> Item | None:
     counts = Counter(item.episodes[i].policy for i in scored)
     if any(counts[policy] < min(2, count) for policy, count in all_counts.items()):
         return None
-    return item if len(scored) == len(item.episodes) else _part(item, scored)
+    return item if len(scored) == len(item.episodes) else _select_samples(item, scored)
 
 
-def _part(group: Group, samples: list[int]) -> Group:
+def _select_samples(group: Group, samples: list[int]) -> Group:
     """Some episodes of a group, by their numbers."""
     return replace(group, episodes=[group.episodes[i] for i in samples], samples=tuple(samples))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from ..engines.interface import Engine, extend, part
+from ..engines.interface import Engine, extend_completion, slice_completion
 from ..observability import Reduce, record_metric
 from ..types import Completion, Sampling
 
@@ -77,12 +77,12 @@ class _Stream:
 
     def tell(self, sample: int, piece: Completion) -> None:
         """Take new tokens from the engine, in its thread."""
-        self.loop.call_soon_threadsafe(self._take, sample, piece)
+        self.loop.call_soon_threadsafe(self._take_piece, sample, piece)
 
     def ended(self, _: Future[list[Completion]]) -> None:
         """Note that the request has ended, in the thread that completed it."""
         if not self.loop.is_closed():  # as it may be when the engine is closed last
-            self.loop.call_soon_threadsafe(self._end)
+            self.loop.call_soon_threadsafe(self._end_stream)
 
     async def next(self) -> list[tuple[int, Completion]]:
         self.last_read = time.monotonic()
@@ -91,7 +91,7 @@ class _Stream:
                 await self.something.wait()
         except TimeoutError:
             return []
-        pieces = self._some()
+        pieces = self._take_some()
         if not self.done and not self.pieces:
             self.something.clear()
         elif not pieces:
@@ -99,7 +99,7 @@ class _Stream:
         record_metric("generator/tokens", sum(len(piece.token_ids) for piece in pieces.values()), Reduce.SUM)
         return list(pieces.items())
 
-    def _some(self) -> dict[int, Completion]:
+    def _take_some(self) -> dict[int, Completion]:
         """The tokens that one call returns."""
         pieces: dict[int, Completion] = {}
         room = MOST
@@ -110,19 +110,19 @@ class _Stream:
             width = 1 + max(map(len, piece.top_logprobs), default=0)
             count = min(size, max(1, room // width))
             room -= max(1, count) * width
-            pieces[sample] = part(piece, 0, count)
+            pieces[sample] = slice_completion(piece, 0, count)
             if count < size:
-                self.pieces[sample] = part(piece, count, size)
+                self.pieces[sample] = slice_completion(piece, count, size)
                 break
         return pieces
 
-    def _take(self, sample: int, piece: Completion) -> None:
+    def _take_piece(self, sample: int, piece: Completion) -> None:
         if sample in self.pieces:
-            extend(self.pieces[sample], piece)
+            extend_completion(self.pieces[sample], piece)
         else:
             self.pieces[sample] = piece
         self.something.set()
 
-    def _end(self) -> None:
+    def _end_stream(self) -> None:
         self.done = True
         self.something.set()

@@ -20,7 +20,7 @@ from ..training.settings import OptimizerSettings, Parallelism, PolicySettings
 from ..types import Batch, Episode, Group
 from .identity import POLICY, Identities
 from .ledger import Ledger
-from .publication import connect, controller_store, publish_by
+from .publication import connect_store, controller_store, publish_by
 from .staleness import Staleness
 
 if TYPE_CHECKING:
@@ -134,17 +134,19 @@ class Trainer(ForgeActor):
         import torch
 
         from ..runtime.process_groups import process_store
-        from ..training.distributed import join
+        from ..training.distributed import join_ranks
         from ..training.trainer import PolicyTrainer
 
         self.ledger.begin()
-        self.store = connect(self.store_ref)
+        self.store = connect_store(self.store_ref)
         self.identities = None if self.store is None else Identities(self.store, self.weights_key)
         context = self.context
         cpu_offload = self.settings.get("cpu_offload", False)
         in_bfloat16 = self.settings.get("dtype") == "bfloat16" and torch.accelerator.is_available()
         store = process_store(context.rendezvous, context.world_size, context.rank)
-        ranks = join(context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16)
+        ranks = join_ranks(
+            context.rank, context.world_size, store, self.layout, cpu_offload=cpu_offload, mesh=in_bfloat16
+        )
         with self._on_device():
             self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
 
@@ -159,25 +161,25 @@ class Trainer(ForgeActor):
         """Load the last checkpoint and repeat the batches since then. Unrecoverable: there is no checkpoint."""
         from ..training import checkpoint
 
-        def redo(change: tuple[Batch, Any, bool] | Write) -> Any:
+        def redo_change(change: tuple[Batch, Any, bool] | Write) -> Any:
             if isinstance(change, Write):  # it was being written when the process was lost
-                self.writing = change, (path := self._begin(change)), self.ledger.now
+                self.writing = change, (path := self._begin_write(change)), self.ledger.now
                 return path
             batch, answer, same_step = change
             self.trainer.train_step(batch, self.loss, same_step=same_step)
             return answer
 
         with self._on_device():
-            self.ledger.replay(lambda path: checkpoint.load(self.trainer, path), redo)
+            self.ledger.replay(lambda path: checkpoint.load_checkpoint(self.trainer, path), redo_change)
 
     def teardown(self) -> None:
         """Finish a checkpoint that is being written, and leave the process group."""
-        from ..training.distributed import leave
+        from ..training.distributed import leave_ranks
 
         try:
-            self._settle()
+            self._settle_write()
         finally:
-            leave()
+            leave_ranks()
 
     @endpoint
     def train_step(
@@ -205,7 +207,7 @@ class Trainer(ForgeActor):
             return self.ledger.answer
         # The ranks train at the same time: only rank 0 records the time of the phase.
         with phase(self.report) if self.context.rank == 0 else nullcontext():
-            batch = self._pack(batch, targets)
+            batch = self._pack_items(batch, targets)
             if batch.unit != self.unit:
                 raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
             # Further updates are of the step that was counted last.
@@ -214,7 +216,7 @@ class Trainer(ForgeActor):
                 self.identities.check(batch)
             with self._on_device():
                 results = self.trainer.train_step(batch, self.loss, same_step=same_step)
-        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_work(batch))
+        results["flops"] = 3 * self.trainer.passes.epochs * forward_flops(self.architecture, *_count_work(batch))
         metrics = {f"{self.report}/{name}": value for name, value in results.items()}
         # After the step, not before it: a batch that kills the trainer must not kill every trainer that follows.
         answer = metrics if targets is None else results["loss"]
@@ -272,7 +274,7 @@ class Trainer(ForgeActor):
     def save_checkpoint(
         self, folder: str, extra: dict[str, Any] | None = None, keep: int = 2, wait: bool = True
     ) -> str:
-        """Write a checkpoint, see `forge.training.checkpoint.save`; returns its path.
+        """Write a checkpoint, see `forge.training.checkpoint.save_checkpoint`; returns its path.
 
         Args:
             wait: False copies the state in memory, and returns while the copy is being written: whatever comes next to
@@ -286,7 +288,7 @@ class Trainer(ForgeActor):
         if self.ledger.repeated:
             return self.ledger.answer
         with phase("checkpoint") if self.context.rank == 0 else nullcontext():
-            self._settle()
+            self._settle_write()
             identities = (
                 {}
                 if self.identities is None
@@ -294,14 +296,14 @@ class Trainer(ForgeActor):
             )
             write = Write(folder, {**(extra or {}), IDENTITIES: identities}, keep)
             if not wait:
-                path = self._begin(write)
+                path = self._begin_write(write)
                 self.ledger.complete(write, path)
                 self.writing = write, path, self.ledger.now
                 return path
-            path = str(checkpoint.save(self.trainer, folder, extra=write.extra, keep=None))
+            path = str(checkpoint.save_checkpoint(self.trainer, folder, extra=write.extra, keep=None))
             if Path(folder).resolve() == self.recovery:
                 self.ledger.restart(str(Path(path).resolve()), path)
-            self._prune(write, path)
+            self._prune_checkpoints(write, path)
         return path
 
     @endpoint
@@ -310,9 +312,9 @@ class Trainer(ForgeActor):
         from ..training import checkpoint
 
         if self.ledger.repeated:
-            return checkpoint.extra(path)
-        self._settle()
-        extra = checkpoint.load(self.trainer, path)
+            return checkpoint.read_extra(path)
+        self._settle_write()
+        extra = checkpoint.load_checkpoint(self.trainer, path)
         if self.identities is not None and self.context.rank == 0:
             self.identities.adopt(extra.get(IDENTITIES, {}))
         self.ledger.restart(str(Path(path).resolve()), None)
@@ -323,8 +325,8 @@ class Trainer(ForgeActor):
         """Write the policy and its tokenizer in Hugging Face format."""
         from ..training import checkpoint
 
-        self._settle()
-        checkpoint.export(self.trainer, folder, self.model)
+        self._settle_write()
+        checkpoint.export_model(self.trainer, folder, self.model)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -345,14 +347,14 @@ class Trainer(ForgeActor):
         if self.colocated and hasattr(self, "trainer"):
             self.trainer.offload()
 
-    def _begin(self, write: Write) -> str:
+    def _begin_write(self, write: Write) -> str:
         """Copy the state, and write the copy while training continues."""
         from ..training.checkpoint import Background
 
         self.background = self.background or Background(self.trainer)
         return str(self.background.save(write.folder, extra=write.extra))
 
-    def _settle(self) -> None:
+    def _settle_write(self) -> None:
         """Wait for the checkpoint that is being written, and stand on it from here on."""
         if self.writing is None or self.background is None:
             return
@@ -360,16 +362,16 @@ class Trainer(ForgeActor):
         self.background.wait()
         if Path(write.folder).resolve() == self.recovery:
             self.ledger.rebase(str(Path(path).resolve()), since)
-        self._prune(write, path)
+        self._prune_checkpoints(write, path)
 
-    def _prune(self, write: Write, path: str) -> None:
+    def _prune_checkpoints(self, write: Write, path: str) -> None:
         """Not before the journal stands on `path`: until then it may stand on a checkpoint that is now to go."""
         from ..training import checkpoint
 
         if self.context.rank == 0:
-            checkpoint.prune(write.folder, write.keep, path)
+            checkpoint.prune_checkpoints(write.folder, write.keep, path)
 
-    def _pack(self, items: Any, targets: Sequence[Mapping[str, Any]] | None) -> Batch:
+    def _pack_items(self, items: Any, targets: Sequence[Mapping[str, Any]] | None) -> Batch:
         shares: dict[str, Any] = {"aggregation": self.aggregation, "horizon": self.horizon, "unit": self.unit}
         if targets is not None:
             return pack_tensors(items, targets, **shares)
@@ -384,7 +386,7 @@ class Trainer(ForgeActor):
         return pack(episodes, **shares)
 
 
-def _work(batch: Batch) -> tuple[float, float, float]:
+def _count_work(batch: Batch) -> tuple[float, float, float]:
     """Tokens, tokens attended to, and tokens predicted, of a forward pass."""
     lengths = batch.lengths.astype(float)
     return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(batch.mask.sum())

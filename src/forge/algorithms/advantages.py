@@ -32,7 +32,7 @@ def group_relative(
         ValueError: fewer than two rewards, as a group of one has no baseline; or a reward that is not finite.
     """
     # Rewards that differ by rounding alone are equal.
-    centred = _centred(rewards)
+    centred = _subtract_mean(rewards)
     if not normalize:
         return centred
     deviation = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - (0 if std == "population" else 1)))
@@ -57,23 +57,23 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     Raises:
         ValueError: fewer than two rewards.
     """
-    return [c * len(rewards) / (len(rewards) - 1) for c in _centred(rewards)]
+    return [c * len(rewards) / (len(rewards) - 1) for c in _subtract_mean(rewards)]
 
 
 def against_batch(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     """Each reward against the mean of the whole batch, [groups][samples]; groups may have one sample."""
-    mean = _mean([reward for group in groups for reward in group])
+    mean = _exact_mean([reward for group in groups for reward in group])
     return [[reward - mean for reward in group] for group in groups]
 
 
-def _centred(rewards: Sequence[float]) -> list[float]:
+def _subtract_mean(rewards: Sequence[float]) -> list[float]:
     if len(rewards) < 2:
         raise ValueError(f"group-relative advantages need at least 2 samples of a prompt, got {len(rewards)}")
-    mean = _mean(rewards)
+    mean = _exact_mean(rewards)
     return [reward - mean for reward in rewards]
 
 
-def _mean(rewards: Sequence[float]) -> float:
+def _exact_mean(rewards: Sequence[float]) -> float:
     """The mean; of equal rewards without rounding, so that they have no advantage over one another."""
     if not all(map(math.isfinite, rewards)):
         raise ValueError(f"rewards must be finite, got {list(rewards)}: an unscored episode has the reward None")

@@ -120,10 +120,10 @@ class Algorithm:
     @property
     def further(self) -> tuple[str, ...]:
         """The names of the further tensors that `token_loss` takes."""
-        return tuple(name for name in self._named if name not in ("ratio", "logprobs", "advantages"))
+        return tuple(name for name in self._parameter_names if name not in ("ratio", "logprobs", "advantages"))
 
     @property
-    def _named(self) -> tuple[str, ...]:
+    def _parameter_names(self) -> tuple[str, ...]:
         """The names of the parameters of `token_loss`, in any order."""
         parameters = inspect.signature(self.token_loss).parameters.values()
         return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
@@ -158,7 +158,7 @@ class Algorithm:
         logprobs = where_trained(logprobs, weights)
         advantages = where_trained(advantages, weights)
         behaviour = where_trained(behaviour_logprobs, weights)
-        old = self._old(logprobs, behaviour, proximal_logprobs, weights)
+        old = self._old_logprobs(logprobs, behaviour, proximal_logprobs, weights)
         # What an override names besides may be an argument of this call, or a further tensor.
         ratio = self.ratio(logprobs, old, weights, sequences)
         tensors: dict[str, Any] = {
@@ -173,7 +173,7 @@ class Algorithm:
             **further,
         }
         # By name, as a parameter in another place would silently get another tensor.
-        per_token = self.token_loss(**{name: tensors[name] for name in self._named})
+        per_token = self.token_loss(**{name: tensors[name] for name in self._parameter_names})
         if self.correction is not None:
             importance = self.correction.ratio(old, behaviour, weights, sequences)
             per_token = per_token * self.correction.bounded(importance)
@@ -200,7 +200,7 @@ class Algorithm:
     ) -> dict[str, Tensor]:
         """Per token, 1 or 0. `clip_fraction`: a bound of the loss removed or reduced the gradient.
         `correction_fraction`: a bound of the correction changed the importance weight."""
-        old = self._old(logprobs, behaviour_logprobs, proximal_logprobs, weights)
+        old = self._old_logprobs(logprobs, behaviour_logprobs, proximal_logprobs, weights)
         clipped = self.clipped(self.ratio(logprobs, old, weights, sequences), advantages)
         metrics = {} if clipped is None else {"clip_fraction": clipped.float()}
         if self.correction is not None:
@@ -208,7 +208,7 @@ class Algorithm:
             metrics["correction_fraction"] = (self.correction.bounded(importance) != importance).float()
         return metrics
 
-    def _old(self, logprobs: Tensor, behaviour: Tensor, proximal: Tensor | None, weights: Tensor) -> Tensor:
+    def _old_logprobs(self, logprobs: Tensor, behaviour: Tensor, proximal: Tensor | None, weights: Tensor) -> Tensor:
         if self.correction is None:
             return behaviour
         return logprobs.detach() if proximal is None else where_trained(proximal, weights)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Aggregation
-from .terms import in_order, pairs, sequence_sums, weighted_sum, where_trained
+from .terms import in_order, sequence_sums, sum_pairs, weighted_sum, where_trained
 
 
 @dataclass(eq=False)
@@ -50,14 +50,14 @@ class BradleyTerryLoss:
         # Sums over a sequence would add up several scores.
         if (sequence_sums((weights != 0).float(), sequences) > 1).any():
             raise ValueError("a sequence has several trained tokens: a score is read at one, its last (as_scores)")
-        chosen, rejected = pairs(scores, sequences)
+        chosen, rejected = sum_pairs(scores, sequences)
         loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
         # The empty sum keeps the graph connected in a micro-batch without pairs.
-        weight = torch.stack(pairs(weights, sequences)).sum(0)
+        weight = torch.stack(sum_pairs(weights, sequences)).sum(0)
         return weighted_sum(loss, weight) + 0.0 * scores.sum()
 
     @torch.no_grad()
     def metrics(self, values: Tensor, weights: Tensor, sequences: Tensor | None = None) -> dict[str, Tensor]:
         """Per pair: `margin` of the scores and `accuracy`; a tie is half right."""
-        chosen, rejected = pairs(where_trained(values, weights), sequences)
+        chosen, rejected = sum_pairs(where_trained(values, weights), sequences)
         return {"margin": chosen - rejected, "accuracy": in_order(chosen, rejected)}

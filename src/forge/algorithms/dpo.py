@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Aggregation
-from .terms import in_order, log_ratio, pairs, weighted_sum, where_trained
+from .terms import in_order, log_ratio, sum_pairs, weighted_sum, where_trained
 
 
 @dataclass(eq=False)
@@ -53,12 +53,12 @@ class DPOLoss:
         Raises:
             ValueError: an odd number of sequences, or packed tokens without `sequences`.
         """
-        chosen, rejected = self._rewards(logprobs, ref_logprobs, weights, sequences)
+        chosen, rejected = self._implicit_rewards(logprobs, ref_logprobs, weights, sequences)
         # Both labels, in the shares that smoothing assumes.
         margin = chosen - rejected
         smooth = self.label_smoothing
         loss = -(1.0 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
-        weight = torch.stack(pairs(weights, sequences)).sum(0)
+        weight = torch.stack(sum_pairs(weights, sequences)).sum(0)
         # Nothing but the empty sum depends on a micro-batch without pairs: it stays part of the graph.
         return weighted_sum(loss, weight) + 0.0 * where_trained(logprobs, weights).sum()
 
@@ -67,7 +67,7 @@ class DPOLoss:
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Per pair: `margin` of the implicit rewards (times beta), `accuracy`, and the two rewards."""
-        chosen, rejected = self._rewards(logprobs, ref_logprobs, weights, sequences)
+        chosen, rejected = self._implicit_rewards(logprobs, ref_logprobs, weights, sequences)
         return {
             "margin": chosen - rejected,
             "accuracy": in_order(chosen, rejected),
@@ -75,8 +75,8 @@ class DPOLoss:
             "reward_rejected": rejected,
         }
 
-    def _rewards(
+    def _implicit_rewards(
         self, logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, sequences: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         logs = where_trained(log_ratio(logprobs, ref_logprobs), weights)
-        return pairs(self.beta * logs, sequences)
+        return sum_pairs(self.beta * logs, sequences)

@@ -45,7 +45,7 @@ def gae(
     return advantages, torch.where(trained, advantages + values, torch.zeros_like(values))
 
 
-def whiten(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+def whiten_values(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     """`(values - mean) / sqrt(variance + epsilon)`, [tokens], with the variance of a sample (n - 1); 0 where the values
     differ by rounding alone."""
     # Equal values up to rounding have no spread to divide by.
@@ -55,11 +55,11 @@ def whiten(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return ((wide - wide.mean()) * torch.rsqrt(wide.var() + epsilon)).to(values.dtype)
 
 
-def padded(values: Tensor, counts: list[int]) -> Tensor:
+def pad_sequences(values: Tensor, counts: list[int]) -> Tensor:
     """Packed [tokens] with `counts` tokens a sequence as [sequences, longest], zeros on the right."""
     return pad_sequence(list(values.split(counts)), batch_first=True)
 
 
-def packed(values: Tensor, counts: list[int]) -> Tensor:
+def pack_sequences(values: Tensor, counts: list[int]) -> Tensor:
     """The inverse of `padded`: [tokens]."""
     return torch.cat([row[:count] for row, count in zip(values, counts, strict=True)])

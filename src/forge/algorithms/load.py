@@ -66,7 +66,9 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if inspect.isclass(target):
         settable = [*vars(target).get("__dataclass_fields__", settings)]
         if unknown := [name for name in settings if name not in settable]:
-            raise ValueError(f"{subject} has no setting {unknown[0]!r}{_hint(unknown[0], [*settable, *known])}")
+            raise ValueError(
+                f"{subject} has no setting {unknown[0]!r}{_hint_algorithms(unknown[0], [*settable, *known])}"
+            )
         target = construct(target, settings, "grpo", known)
         settings = {}
     if isinstance(target, Algorithm):
@@ -113,7 +115,7 @@ def setting_names(algorithm: Any) -> frozenset[str]:
     return frozenset(inspect.signature(target).parameters) if callable(target) else frozenset()
 
 
-def _hint(name: str, settable: list[str]) -> str:
+def _hint_algorithms(name: str, settable: list[str]) -> str:
     """The end of the error about an unknown setting: the algorithms that have it, or the nearest name."""
     # A setting of other algorithms is rarely a typing error.
     owners = [owner for owner in ALGORITHMS if name in setting_names(owner)]

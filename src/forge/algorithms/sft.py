@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .terms import weighted_sum, wide
+from .terms import to_wide, weighted_sum
 
 
 class SFTLoss:
@@ -12,4 +12,4 @@ class SFTLoss:
 
     def __call__(self, logprobs: Tensor, weights: Tensor) -> Tensor:
         """`logprobs` and `weights` of one shape. Returns a scalar, in nats."""
-        return -weighted_sum(wide(logprobs), weights)
+        return -weighted_sum(to_wide(logprobs), weights)

@@ -18,19 +18,19 @@ Estimator = Literal["k1", "k2", "k3"]
 BOUND = 20.0
 
 
-def wide(values: Tensor) -> Tensor:
+def to_wide(values: Tensor) -> Tensor:
     """Half precision raised to float32; float32 and float64 as they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def where_trained(values: Tensor, weights: Tensor) -> Tensor:
     """`wide(values)` where `weights` is not 0, else 0: whatever stands elsewhere (NaN included) passes no gradient."""
-    return torch.where(weights != 0, wide(values), 0.0)
+    return torch.where(weights != 0, to_wide(values), 0.0)
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """`log(pi(a) / old(a))` per token, bounded to +-20."""
-    return (wide(logprobs) - wide(old_logprobs)).clamp(-BOUND, BOUND)
+    return (to_wide(logprobs) - to_wide(old_logprobs)).clamp(-BOUND, BOUND)
 
 
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def sequence_means(values: Tensor, weights: Tensor, sequences: Tensor | None) ->
     return sequence_sums(values * trained, sequences) / sequence_sums(trained, sequences).clamp(min=1.0)
 
 
-def pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
+def sum_pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sums over sequences that come in pairs, the preferred one first: ([pairs], [pairs]).
 
     Raises:

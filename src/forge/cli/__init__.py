@@ -70,12 +70,12 @@ def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         try:
             import_module(path).add_to(commands)
         except ImportError as error:  # an optional package is missing
-            commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_unavailable(error))
+            commands.add_parser(name, help=f"unavailable: {error}").set_defaults(run=_make_unavailable(error))
     return parser
 
 
-def _unavailable(error: ImportError) -> Callable[[argparse.Namespace], None]:
-    def run(_: argparse.Namespace) -> None:
+def _make_unavailable(error: ImportError) -> Callable[[argparse.Namespace], None]:
+    def raise_error(_: argparse.Namespace) -> None:
         raise SystemExit(f"error: {error}")
 
-    return run
+    return raise_error

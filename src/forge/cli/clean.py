@@ -16,8 +16,8 @@ def add_to(commands: Subparsers) -> None:
 
 def run(_: argparse.Namespace) -> None:
     """Remove abandoned folders, and print each of them."""
-    from ..system.files import printable
-    from ..system.scratch import sweep
+    from ..system.files import escape_controls
+    from ..system.scratch import sweep_folders
 
-    for folder in sweep():
-        print(f"removed {printable(folder)}")
+    for folder in sweep_folders():
+        print(f"removed {escape_controls(folder)}")

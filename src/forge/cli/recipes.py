@@ -43,7 +43,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the recipe; invalid input ends the program with one line."""
-    from ..config.arguments import Arguments, bundled, read_file
+    from ..config.arguments import Arguments, find_bundled, read_file
     from ..config.sections import ConfigError
     from ..recipes.signals import end_at_signals
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     words = ["--config", args.config, *args.overrides]
     try:
         Arguments.parse(words)
-        read_file(bundled(Path(args.config)))  # before imports that take seconds, and the first process
+        read_file(find_bundled(Path(args.config)))  # before imports that take seconds, and the first process
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     from ..runtime.controller import forked_processes

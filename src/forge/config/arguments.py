@@ -53,7 +53,7 @@ class Arguments:
                     raise ConfigError(f"{name} needs a value")
                 value = words.pop(0)
             if name == "--config":
-                arguments.config = bundled(Path(value))
+                arguments.config = find_bundled(Path(value))
             elif name == "--resume":
                 arguments.resume = value
             else:
@@ -61,7 +61,7 @@ class Arguments:
         return arguments
 
 
-def bundled(path: Path) -> Path:
+def find_bundled(path: Path) -> Path:
     """Return the configuration of the installed recipes for a path such as `apps/grpo/tiny.yaml`, if the working
     directory has no such file; any other path as it is."""
     if path.exists() or path.parts[:1] != ("apps",):
@@ -100,7 +100,7 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     """
     values = read_file(path)
     for name, text in overrides:
-        _set(values, cls, name, text)
+        _set_value(values, cls, name, text)
     # The config.yaml of a run has masked secrets: with "***" a service would fail late, and say something else.
     names = [*masked_names(values)]
     if names:
@@ -151,11 +151,11 @@ def read_file(path: Path) -> dict[str, Json]:
     return values or {}
 
 
-def _set(values: dict[str, Json], cls: type, name: str, text: str) -> None:
+def _set_value(values: dict[str, Json], cls: type, name: str, text: str) -> None:
     path = name.split(".")
-    if _hint(cls, path) is None and _hint(cls, ["services", *path]) is not None:
+    if _find_type(cls, path) is None and _find_type(cls, ["services", *path]) is not None:
         path = ["services", *path]
-    hint = _hint(cls, path)
+    hint = _find_type(cls, path)
     value = _parse_override(text, Any if hint is None else hint)
     for key in path[:-1]:
         if values.get(key) is None:  # a section that the file omits, or sets to null
@@ -166,7 +166,7 @@ def _set(values: dict[str, Json], cls: type, name: str, text: str) -> None:
     values[path[-1]] = value
 
 
-def _hint(cls: Type, path: list[str]) -> Type:
+def _find_type(cls: Type, path: list[str]) -> Type:
     """Return the type of a setting; None if it does not exist."""
     hint: Type = cls
     for key in path:
@@ -181,7 +181,7 @@ def _hint(cls: Type, path: list[str]) -> Type:
     return hint
 
 
-def whole(value: object, name: str, least: int = 1) -> int:
+def check_whole(value: object, name: str, least: int = 1) -> int:
     """The value, if it is a whole number of at least `least`. ValueError: it is not; names the setting."""
     # A bool passes as an int, and True as 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -20,7 +20,7 @@ Json = Any  # a value of a configuration
 Type = Any  # a type annotation
 
 
-def nearest(name: object, names: Iterable[object]) -> str:
+def hint_nearest(name: object, names: Iterable[object]) -> str:
     """Return the hint that ends an error about an unknown name: the closest existing name, or all of them."""
     if isinstance(name, bool):
         return "; YAML reads a bare yes, no, on or off as true or false: quote the key"
@@ -35,7 +35,7 @@ def nearest(name: object, names: Iterable[object]) -> str:
 def nearest_setting(name: object, names: Iterable[object]) -> str:
     """Return `nearest`, or what stands here for another library's setting."""
     explanation = explain_names([str(name)])
-    return f": {explanation}" if explanation else nearest(name, names)
+    return f": {explanation}" if explanation else hint_nearest(name, names)
 
 
 def explain_names(names: Sequence[str], python: bool = False) -> str:
@@ -94,7 +94,7 @@ def construct(
         named = [p for p in signature_parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         parameters = {p.name: p for p in named[inspect.isclass(target) :]} | parameters
         # A dataclass has the names of its annotations in the modules of itself and its bases.
-        hints = _hints(target if dataclasses.is_dataclass(target) else call) | hints
+        hints = _type_hints(target if dataclasses.is_dataclass(target) else call) | hints
         if all(p.kind is not p.VAR_KEYWORD for p in signature_parameters):
             break
     unknown = [name for name in settings if name not in parameters]
@@ -122,7 +122,7 @@ def construct(
         raise ValueError(f"{key}: {error}") from error
 
 
-def _hints(target: Object) -> dict[str, Type]:
+def _type_hints(target: Object) -> dict[str, Type]:
     try:
         return typing.get_type_hints(target)
     except NameError:  # names that only type checkers import: any value is accepted

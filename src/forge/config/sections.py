@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, Union
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from ..system.masking import masked, without_secrets
-from .plugin import explain_names, nearest
+from ..system.masking import mask_secrets, without_secrets
+from .plugin import explain_names, hint_nearest
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -86,7 +86,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return values | parts
 
     @model_validator(mode="after")
-    def _checked(self) -> Self:
+    def _check_values(self) -> Self:
         self._check()
         return self
 
@@ -132,14 +132,14 @@ def build(cls: type[T], values: Json, key: str = "") -> T:
 def to_dict(config: BaseModel) -> dict[str, Json]:
     """Return plain data of a configuration; `build` reads it back. Objects that were passed from Python become
     `module:name`, rows become their number and digest."""
-    return _plain(config.model_dump(by_alias=True))
+    return _to_plain(config.model_dump(by_alias=True))
 
 
-def _plain(value: object) -> Json:
+def _to_plain(value: object) -> Json:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "describe"):
@@ -148,12 +148,12 @@ def _plain(value: object) -> Json:
     return f"{nameable.__module__}:{nameable.__qualname__}"
 
 
-def flat(values: dict[str, Json], prefix: str = "") -> dict[str, Json]:
+def flatten_config(values: dict[str, Json], prefix: str = "") -> dict[str, Json]:
     """Return plain data of a configuration by dotted names."""
     settings: dict[str, Json] = {}
     for name, value in values.items():
-        key = _join(prefix, name)
-        settings |= flat(value, key) if value and isinstance(value, dict) else {key: value}
+        key = _join_key(prefix, name)
+        settings |= flatten_config(value, key) if value and isinstance(value, dict) else {key: value}
     return settings
 
 
@@ -213,7 +213,7 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     """Describe one error of several: an unknown key first, for it explains a missing one."""
     # A file of another library has many unknown keys: one line says what stands for them.
     unknown = [error for error in errors.errors() if error["type"] in UNKNOWN]
-    foreign = [leaf for error in unknown for leaf in _leaves(_location(error, key), error["input"])]
+    foreign = [leaf for error in unknown for leaf in _leaf_names(_locate_error(error, key), error["input"])]
     if explanation := explain_names(foreign) if foreign else "":
         return f"unknown key{'s' if len(foreign) > 1 else f' {foreign[0]!r}'}: {explanation}"
     error: Mapping[str, Json] = min(errors.errors(), key=lambda error: error["type"] not in UNKNOWN)
@@ -228,22 +228,22 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         if isinstance(item, int):
             key += f"[{item}]"
         elif section is not None and typing.get_origin(hint) is dict:
-            key = _join(key, item)
+            key = _join_key(key, item)
             hint = section
         elif section is not None and item in keys_of(section):
-            key = _join(key, item)
+            key = _join_key(key, item)
             hint = keys_of(section)[item].annotation
         elif section is not None and kind in UNKNOWN:
             name = error["input"] if kind == "invalid_key" else item
             candidates = [] if key else _sections_with(section, name)
             if candidates:
                 return f"unknown key {item!r}; did you mean {' or '.join(map(repr, candidates))}?"
-            return f"unknown key {_join(key, item)!r}{nearest(name, keys_of(section))}"
+            return f"unknown key {_join_key(key, item)!r}{hint_nearest(name, keys_of(section))}"
         # All other items name members of unions.
     if kind == "missing":
-        return f"{key!r} must be set{_form(key, hint)}"
+        return f"{key!r} must be set{_describe_form(key, hint)}"
     if kind == "value_error":
-        text = masked(str(error["ctx"]["error"]))
+        text = mask_secrets(str(error["ctx"]["error"]))
         return text if text.startswith(key) else f"{key}: {text}"
     expected = f"of another kind ({error['msg']})"
     if kind in TYPES:
@@ -256,20 +256,20 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
         expected = "not empty"
     elif kind == "literal_error":
         choices = choices_in(hint)
-        similar = nearest(value, choices).partition("; known here")[0]  # the choices are listed already
+        similar = hint_nearest(value, choices).partition("; known here")[0]  # the choices are listed already
         return f"{key} must be one of {', '.join(map(str, choices))}; got {value!r}{similar}"
-    form = _form(key, hint, value) if kind == "model_type" else ""
+    form = _describe_form(key, hint, value) if kind == "model_type" else ""
     return f"{key or 'the configuration'} must be {expected}, got {value!r:.80}{form}"
 
 
-def _leaves(name: str, value: Json) -> list[str]:
+def _leaf_names(name: str, value: Json) -> list[str]:
     """Return the dotted names of the settings in a value; its own if it has none."""
     if not isinstance(value, dict) or not value:
         return [name]
-    return [leaf for key, item in value.items() for leaf in _leaves(f"{name}.{key}", item)]
+    return [leaf for key, item in value.items() for leaf in _leaf_names(f"{name}.{key}", item)]
 
 
-def _location(error: Mapping[str, Json], key: str) -> str:
+def _locate_error(error: Mapping[str, Json], key: str) -> str:
     """The dotted name of the key that an error is about."""
     return ".".join(filter(None, (key, *map(str, error["loc"]))))
 
@@ -286,7 +286,7 @@ def _sections_with(section: type[Section], name: str) -> list[str]:
     return [f"{key}.{name}" for key, part in inner.items() if part is not None and name in keys_of(part)]
 
 
-def _form(section_key: str, hint: Type, value: object = None) -> str:
+def _describe_form(section_key: str, hint: Type, value: object = None) -> str:
     """Describe how a section is written, for errors: with its required key, or its first one."""
     section = section_in(hint)
     if section is None or not section_key or typing.get_origin(hint) in (list, dict):
@@ -297,5 +297,5 @@ def _form(section_key: str, hint: Type, value: object = None) -> str:
     return f": write {section_key}: {{{key}: {text}}}, or --{section_key}.{key} {text} on the command line"
 
 
-def _join(prefix: str, name: str) -> str:
+def _join_key(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else str(name)

@@ -32,7 +32,7 @@ _ALIASES = {"human": "user", "gpt": "assistant"}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def messages(row: Row, field: str) -> list[Message]:
+def read_messages(row: Row, field: str) -> list[Message]:
     """The conversation in a field of a row, written as {role, content} or {from, value}, as {role, content}; other keys
     of a message stay.
 
@@ -107,12 +107,12 @@ class ChatFormat:
                 "the tokenizer has no chat template: use a chat model's, or set chat_template to a jinja template"
             )
         self._special = SpecialTokens(tokenizer)
-        self._begin()
+        self._begin_text()
 
-    def _begin(self) -> None:
+    def _begin_text(self) -> None:
         if self._own_template:
             self.template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
-        self.writer = Writer(self.template, self._render)
+        self.writer = Writer(self.template, self._render_text)
         self.turns = Turns(self.render, self.writer, self._special)
 
     def with_tools(self, tools: object) -> ChatFormat:
@@ -128,22 +128,22 @@ class ChatFormat:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"the tools of a conversation must be a list of schemas, not {type(tools).__name__}")
         check_values(tools, "tools")
-        _ = self._backend  # shared by all
+        _ = self._untrimmed_tokenizer  # shared by all
         # A copy of this format: only what depends on the tools is made again.
         offering = copy.copy(self)
         offering.options = {**self.options, "tools": tools}
-        offering._begin()
+        offering._begin_text()
         return offering
 
     def render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation. ValueError: the template raises an error, or has no place for tool calls."""
         # What others wrote ends no turn and begins none; an assistant may write special tokens, such as those of calls.
         plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
-        return self._render(list(map(self.writer.message, plain)), add_generation_prompt=add_generation_prompt)
+        return self._render_text(list(map(self.writer.message, plain)), add_generation_prompt=add_generation_prompt)
 
-    def _render(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def _render_text(self, conversation: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         options = {**self.options, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return self._safely(
+        return self._call_template(
             lambda: str(self.tokenizer.apply_chat_template(list(conversation), chat_template=self.template, **options))
         )
 
@@ -168,20 +168,20 @@ class ChatFormat:
             raise ValueError("no assistant turn to learn from: " + ", ".join(m["role"] for m in conversation))
         turns = turns[-1:] if train_on == "last" else turns
         text = self.render(conversation)
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
         tokens, offsets = encoding.ids, encoding.offsets
         # The template marks what the assistant writes, or it follows from the texts before and after each turn.
         if _MARK.search(self.template):
             if turns != [len(conversation) - 1]:
                 self.turns.check_ends()
-            start = len(self._context(conversation, turns[0], text)) if turns[0] else 0
-            spans = [(max(start, begin), end) for begin, end in self._marked(conversation) if end > start]
+            start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0
+            spans = [(max(start, begin), end) for begin, end in self._find_marked(conversation) if end > start]
         else:
             # Each turn ends where generation would stop: at a special token, if one follows its text.
             closers = {end for token, (_, end) in zip(tokens, offsets, strict=True) if token in self._special.ids}
             rewritten: Rewritten | None = None
             try:
-                spans = [self._answer(conversation, turn, text, closers) for turn in turns]
+                spans = [self._encode_answer(conversation, turn, text, closers) for turn in turns]
             except Rewritten as error:
                 rewritten = error
             omitted = any(thought_of(conversation[i])[0] not in text for i in turns)
@@ -191,7 +191,7 @@ class ChatFormat:
                 except Rewritten as error:
                     raise rewritten or error from None
                 spans = [turn_spans[turn] for turn in turns]
-                encoding = self._backend.encode(text, add_special_tokens=False)
+                encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
                 tokens, offsets = encoding.ids, encoding.offsets
             elif rewritten:
                 raise rewritten
@@ -206,7 +206,7 @@ class ChatFormat:
         return tuple(dict.fromkeys(ids if eos is None else [*ids, eos]))  # type: ignore[arg-type]
 
     @cached_property
-    def _backend(self) -> Any:
+    def _untrimmed_tokenizer(self) -> Any:
         """The tokenizer with untrimmed offsets: some tokenizers exclude spaces from them."""
         from tokenizers import processors
 
@@ -218,7 +218,7 @@ class ChatFormat:
         backend.no_padding()
         return backend
 
-    def _context(self, conversation: Sequence[Message], turn: int, text: str) -> str:
+    def _encode_context(self, conversation: Sequence[Message], turn: int, text: str) -> str:
         """The policy's prompt for this turn."""
         context = self.render(conversation[:turn], add_generation_prompt=True)
         if not text.startswith(context):
@@ -230,10 +230,10 @@ class ChatFormat:
             raise Rewritten(f"message {turn + 1}: the chat template renders its context differently {remedy}")
         return context
 
-    def _answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
+    def _encode_answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
         if turn == 0:
             raise ValueError("message 1 is an assistant's, with nothing to answer: omit it, or set train_on: last")
-        context = self._context(conversation, turn, text)
+        context = self._encode_context(conversation, turn, text)
         upto = text if turn == len(conversation) - 1 else self.render(conversation[: turn + 1])
         if not text.startswith(upto) or not upto.startswith(context):
             raise Rewritten(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
@@ -251,13 +251,13 @@ class ChatFormat:
         closed = len(context) + len(answer.rstrip())
         return len(context), closed if closed in closers else len(upto)
 
-    def _marked(self, conversation: Sequence[Message]) -> list[Span]:
+    def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
         """The character spans that the template marks."""
         # return_assistant_tokens_mask would lose turns that begin with a space if the tokenizer trims its offsets.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.tokenizer.special_tokens_map, **self.options, "add_generation_prompt": False}
-        rendered: Any = self._safely(
+        rendered: Any = self._call_template(
             lambda: render_jinja_template(
                 [list(conversation)], chat_template=self.template, return_assistant_tokens_mask=True, **options
             )
@@ -265,7 +265,7 @@ class ChatFormat:
         _, spans = rendered
         return [(begin, end) for begin, end in spans[0] if end > begin]
 
-    def _safely(self, call: Callable[[], A]) -> A:
+    def _call_template(self, call: Callable[[], A]) -> A:
         try:
             return call()
         except Exception as error:  # templates are programs and raise anything

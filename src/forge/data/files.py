@@ -71,13 +71,13 @@ class StoredColumns(Sequence[Row]):
 def from_columns(row: Row) -> Row:
     """A row as it was before it was stored in columns, where every mapping within it has the keys of all rows: those
     that are null are absent. A column that is null stays."""
-    return {name: _present(value) for name, value in row.items()}
+    return {name: _drop_nulls(value) for name, value in row.items()}
 
 
-def _present(value: object) -> object:
+def _drop_nulls(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _present(item) for name, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_values(value: object, location: str) -> None:
@@ -109,13 +109,13 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
     """
     if isinstance(path, Rows):
         return list(path)
-    file = _local(path)
+    file = _local_path(path)
     # Folders and hub ids are read by `datasets`, files by this module.
     rows: Sequence[Row]
     if file is None or file.is_dir():
-        rows = StoredColumns(_load(path, file, split=split, subset=subset, streaming=False))
+        rows = StoredColumns(_load_dataset(path, file, split=split, subset=subset, streaming=False))
     elif file.suffix == ".parquet":
-        _datasets("a parquet file")
+        _import_datasets("a parquet file")
         import pyarrow.parquet as parquet
 
         try:
@@ -131,19 +131,19 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 
 def open_stream(path: str, *, split: str, subset: str | None = None) -> IterableDataset:
     """`open_rows` as a stream: rows are read, and their errors raised, when they are needed."""
-    file = _local(path)
+    file = _local_path(path)
     if file is None or file.is_dir():
-        return _load(path, file, split=split, subset=subset, streaming=True)
+        return _load_dataset(path, file, split=split, subset=subset, streaming=True)
     if file.suffix == ".parquet":
-        _datasets("a parquet file")
+        _import_datasets("a parquet file")
     builder, encoding = _BUILDERS[file.suffix], {"encoding": "utf-8-sig"} if file.suffix != ".parquet" else {}
-    datasets = _datasets("streaming")
+    datasets = _import_datasets("streaming")
     return datasets.load_dataset(
         builder, data_files=str(file), split="train", streaming=True, trust_remote_code=False, **encoding
     )
 
 
-def _local(path: str) -> Path | None:
+def _local_path(path: str) -> Path | None:
     """The file or folder of a path, or None if it is a hub id."""
     file = Path(path).expanduser()
     if file.is_dir():
@@ -198,7 +198,7 @@ def _read_json(file: Path) -> list[Row]:
     return [row for _, row in numbered]
 
 
-def _datasets(subject: str) -> Any:
+def _import_datasets(subject: str) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -206,8 +206,8 @@ def _datasets(subject: str) -> Any:
     return datasets
 
 
-def _load(path: str, folder: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
-    datasets = _datasets(
+def _load_dataset(path: str, folder: Path | None, *, split: str, subset: str | None, streaming: bool) -> Any:
+    datasets = _import_datasets(
         f"the dataset {path!r} (no such local file or folder, so a Hugging Face id)" if not folder else path
     )
     if folder and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):

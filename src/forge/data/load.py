@@ -78,7 +78,7 @@ class Mixture(Generic[T]):
 
     def __next__(self) -> T:
         source = self._next_source(self.counts)
-        item = _numbered(next(self.sources[source]), self.served)
+        item = _renumber_item(next(self.sources[source]), self.served)
         self.counts[source] += 1
         return item
 
@@ -89,7 +89,7 @@ class Mixture(Generic[T]):
             order.append(self._next_source(counts))
             counts[order[-1]] += 1
         streams = [iter(source.held_out(count)) for source, count in zip(self.sources, counts, strict=True)]
-        return [_numbered(next(streams[number]), index) for index, number in enumerate(order)]
+        return [_renumber_item(next(streams[number]), index) for index, number in enumerate(order)]
 
     def targets(self) -> Iterator[str]:
         """The targets of all sources that have some."""
@@ -120,7 +120,7 @@ class Mixture(Generic[T]):
         return min(ready, key=lambda i: (counts[i] + 1 - slack) / self.shares[i])
 
 
-def _numbered(item: Any, index: int) -> Any:
+def _renumber_item(item: Any, index: int) -> Any:
     return item._replace(prompt=dataclasses.replace(item.prompt, index=index)) if isinstance(item, Sample) else item
 
 

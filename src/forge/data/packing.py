@@ -58,28 +58,28 @@ def pack(
     # Shares of the loss, which an episode's branches divide.
     counts = np.array([sum(row.mask) for row in rows])
     episode_counts = np.bincount(row_episodes, counts)
-    share = _shares(episodes, episode_counts, aggregation, horizon)[row_episodes]
+    share = _loss_shares(episodes, episode_counts, aggregation, horizon)[row_episodes]
     branched = len(rows) > len(episodes)
 
-    def flat(columns: Iterable[Sequence], dtype: type) -> np.ndarray:
+    def flatten_columns(columns: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
 
     # Columns of all rows, one after the other; NaN where the sampler of a trained token is unknown.
-    mask = flat((row.mask for row in rows), np.bool_)
+    mask = flatten_columns((row.mask for row in rows), np.bool_)
     lengths = np.array([len(row.tokens) for row in rows])
     logprobs = (
         [math.nan if trained else 0.0 for trained in row.mask] if row.logprobs is None else row.logprobs for row in rows
     )
     return Batch(
-        tokens=flat((row.tokens for row in rows), np.int64),
+        tokens=flatten_columns((row.tokens for row in rows), np.int64),
         lengths=lengths,
         mask=mask,
-        logprobs=flat(logprobs, np.float32),
-        versions=flat((row.versions for row in rows), np.int64),
-        advantages=_advantages(advantages, lengths, mask),
+        logprobs=flatten_columns(logprobs, np.float32),
+        versions=flatten_columns((row.versions for row in rows), np.int64),
+        advantages=_advantages_of_tokens(advantages, lengths, mask),
         weights=np.repeat(share.astype(np.float32), lengths) * mask,
-        rewards=_rewards(episodes),
-        experts=_experts(rows),
+        rewards=_rewards_of_tokens(episodes),
+        experts=_experts_of_tokens(rows),
         episodes=row_episodes if branched else None,
         branch_shares=(counts / np.maximum(1, episode_counts[row_episodes])).astype(np.float32) if branched else None,
         origins=frozenset().union(*(row.origins for row in rows)),
@@ -87,7 +87,9 @@ def pack(
     )
 
 
-def _advantages(advantages: Sequence[float | Sequence[float]], lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _advantages_of_tokens(
+    advantages: Sequence[float | Sequence[float]], lengths: np.ndarray, mask: np.ndarray
+) -> np.ndarray:
     """[tokens]: the advantages of sequences, one number for all of its trained tokens or one for each."""
     # Most have one number, which is repeated at once.
     numbers = [0.0 if isinstance(advantage, Sequence) else advantage for advantage in advantages]
@@ -171,7 +173,7 @@ def pack_tensors(
     return batch
 
 
-def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
+def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> list[list[Batch]]:
     """One list of micro-batches for each data-parallel rank, all of the same length.
 
     Units that begin with the same prompt stay together where they can, so that it is computed once. The longest go
@@ -213,7 +215,7 @@ def split(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1) -> li
     return [micro_batches[rank::ranks] for rank in range(ranks)]
 
 
-def _shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, horizon: int | None) -> np.ndarray:
+def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, horizon: int | None) -> np.ndarray:
     """[episodes]: the share of the loss of each token of an episode, which has `counts` trained tokens."""
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
         raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
@@ -230,7 +232,7 @@ def _shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: str, h
     raise ValueError(f"unknown aggregation {aggregation!r}: use token_mean, sequence_mean or fixed_horizon")
 
 
-def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
+def _rewards_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
     """[tokens]: the reward of each turn and step at its last token, and the rest of what a branch earned at its last
     trained token; None if an episode or a branch has no reward."""
     rows: list[np.ndarray] = []
@@ -251,7 +253,7 @@ def _rewards(episodes: Sequence[Episode]) -> np.ndarray | None:
     return np.concatenate(rows)
 
 
-def _experts(episodes: Sequence[Episode]) -> np.ndarray | None:
+def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
     """[tokens, layers, k]: the recorded experts, unknown for episodes without; None if no episode has any."""
     shape = next((episode.experts.shape[1:] for episode in episodes if episode.experts is not None), None)
     if shape is None:
@@ -271,7 +273,7 @@ def _fill_bins(
     """Greedy longest-first bin packing: the units of `count` bins; None if they do not fit. Units that share a prompt
     are halved until they are no more than a bin's fair share."""
 
-    def cost(units: list[int]) -> int:
+    def cost_of(units: list[int]) -> int:
         return tree.cost(unit * batch.unit + i for unit in units for i in range(batch.unit))
 
     fair_share = min(max_tokens, math.ceil(len(tree.source) / count))
@@ -280,7 +282,7 @@ def _fill_bins(
     pending = by_prompt[::-1]
     while pending:
         units = pending.pop()
-        tokens = cost(units)
+        tokens = cost_of(units)
         if tokens > fair_share and len(units) > 1:
             pending += [units[len(units) // 2 :], units[: len(units) // 2]]
         else:

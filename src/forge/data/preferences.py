@@ -6,13 +6,13 @@ from random import Random
 from typing import Any
 
 from ..types import Episode, Pair
-from .chat import ChatFormat, Message, messages
+from .chat import ChatFormat, Message, read_messages
 from .config import PreferencesConfig
 from .files import Row, Rows
-from .prompts import QUESTION_FIELDS, PromptFormat, plain
+from .prompts import QUESTION_FIELDS, PromptFormat, read_text_field
 from .sources import load_task
 from .stream import RowStream
-from .supervised import Marked, check_effects, closed, differing, document, token_ids
+from .supervised import Marked, check_effects, close_tokens, encode_document, find_differing, token_ids
 
 TOKEN_FIELDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 TEXT_SETTINGS = ("chosen_field", "rejected_field", "thoughts")  # that do nothing where rows are tokens
@@ -48,7 +48,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         section = self.settings
         self._as_scores = as_scores
         self._fields = (section.chosen_field, section.rejected_field)
-        self._set_fields = differing(section)
+        self._set_fields = find_differing(section)
         self._task = None if section.task is None else load_task(section.task)
         if self._task is not None and self._fields != ("chosen", "rejected"):
             raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
@@ -91,7 +91,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             wrong = task.wrong(row["answer"], Random(f"{task.name}/{self.seed}/{number}"))
             row = {**row, "chosen": row["answer"], "rejected": wrong}
         # Equal in text or in tokens: nothing to prefer.
-        answers = [closed(*marked) for marked in self._encode(row) or ()]
+        answers = [close_tokens(*marked) for marked in self._encode_pair(row) or ()]
         if not answers or answers[0][0] == answers[1][0]:
             self.leave_out(f"alike in {' and '.join(self._fields)}")
             return None
@@ -101,22 +101,22 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         masks = [[False] * (len(m) - 1) + [True] if self._as_scores else m for _, m in (chosen, rejected)]
         return Pair(Episode.given(chosen[0], masks[0]), Episode.given(rejected[0], masks[1]))
 
-    def _encode(self, row: Row) -> tuple[Marked, Marked] | None:
+    def _encode_pair(self, row: Row) -> tuple[Marked, Marked] | None:
         """Both answers in their context; None if they are equal."""
         if self._has_tokens:
-            return self._given(row, "chosen_ids"), self._given(row, "rejected_ids")
+            return self._read_answer_ids(row, "chosen_ids"), self._read_answer_ids(row, "rejected_ids")
         if self._chat is not None:
-            chosen, rejected, since = self._conversations(row)
+            chosen, rejected, since = self._read_conversations(row)
             if chosen == rejected:
                 return None
             return self._chat.encode(chosen, since=since), self._chat.encode(rejected, since=since)
         prompt = self._format.render(row)[0] if self._format is not None else ""
-        chosen_text, rejected_text = (plain(row, name) for name in self._fields)
+        chosen_text, rejected_text = (read_text_field(row, name) for name in self._fields)
         if chosen_text == rejected_text:
             return None
         if self._format is not None:
             return self._format.answered(prompt, chosen_text), self._format.answered(prompt, rejected_text)
-        first, second = document(chosen_text, self.tokenizer), document(rejected_text, self.tokenizer)
+        first, second = encode_document(chosen_text, self.tokenizer), encode_document(rejected_text, self.tokenizer)
         if first == second:
             return None
         # Both end with eos, so they differ before the end of the shorter one.
@@ -126,15 +126,15 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         first_mask, second_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
         return (first, first_mask), (second, second_mask)
 
-    def _given(self, row: Row, name: str) -> Marked:
+    def _read_answer_ids(self, row: Row, name: str) -> Marked:
         """An answer of tokens in its context."""
         prompt = token_ids(row, "prompt_ids", self.tokenizer)
         answer_ids = token_ids(row, name, self.tokenizer)
         return [*prompt, *answer_ids], [False] * len(prompt) + [True] * len(answer_ids)
 
-    def _conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
+    def _read_conversations(self, row: Row) -> tuple[list[Message], list[Message], int]:
         """Both conversations, and the number of messages that they begin with in common."""
-        chosen, rejected = (self._conversation(row, name) for name in self._fields)
+        chosen, rejected = (self._read_conversation(row, name) for name in self._fields)
         alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
         since = next(alike, min(len(chosen), len(rejected)))
         for name, conversation in zip(self._fields, (chosen, rejected), strict=True):
@@ -145,15 +145,15 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
                 )
         return chosen, rejected, since
 
-    def _conversation(self, row: Row, name: str) -> list[Message]:
+    def _read_conversation(self, row: Row, name: str) -> list[Message]:
         """The whole conversation; an answer alone follows the prompt. ValueError: it begins with another prompt."""
-        conversation, field = messages(row, name), self._prompt_field
+        conversation, field = read_messages(row, name), self._prompt_field
         answer_only = conversation[0]["role"] == "assistant"
         if field is None or not (answer_only or "prompt_field" in self._set_fields):
             return conversation
         # The prompt may be text or messages, with a system message or without.
         listed = isinstance(row.get(field), list)
-        prompt = messages(row, field) if listed else [{"role": "user", "content": plain(row, field)}]
+        prompt = read_messages(row, field) if listed else [{"role": "user", "content": read_text_field(row, field)}]
         if answer_only:
             return [*prompt, *conversation]
         first = next((i for i, message in enumerate(conversation) if message["role"] not in _SYSTEM), 0)

@@ -85,7 +85,7 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, saved: int = SAVED) -
     # Big-endian bytes sort as the tokens do, a prefix before what continues it.
     keys = [row.astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    common = np.array([_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
+    common = np.array([_common_length(rows[a], rows[b]) for a, b in itertools.pairwise(order)], np.int64)
     runs: list[tuple[list[int], int, int, int]] = []  # its sequences, first and last position, parent
     # Intervals of `order`, with the tokens of theirs that are in a run already, and the run that ends there. Each
     # becomes a run of its common tokens, if that saves enough, and is divided where its sequences first differ.
@@ -133,7 +133,7 @@ def prefix_ids(batch: Batch) -> np.ndarray:
     return np.unique(rows.view(f"V{rows.shape[1]}")[:, 0], return_inverse=True)[1]
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
     """Length of the common prefix."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]

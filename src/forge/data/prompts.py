@@ -15,7 +15,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from ..types import Prompt, Sample
-from .chat import ChatFormat, Message, messages
+from .chat import ChatFormat, Message, read_messages
 from .config import DatasetConfig, RowsConfig
 from .files import Row, Rows, check_values
 from .stream import RowStream
@@ -69,10 +69,10 @@ class PromptFormat:
                 ) from error
             if groups < 1:
                 raise ValueError(f"target_pattern {self.target_pattern!r} needs a group (...) around the target")
-        if (self.choices_field is not None) != ("choices" in self._names()):
+        if (self.choices_field is not None) != ("choices" in self._column_names()):
             raise ValueError("choices_field and {choices} in the prompt_template need each other")
 
-    def _names(self) -> set[str]:
+    def _column_names(self) -> set[str]:
         try:
             names = {name for _, name, _, _ in Formatter().parse(self.prompt_template) if name is not None}
         except ValueError as error:
@@ -89,14 +89,16 @@ class PromptFormat:
         """The row's field for every name in the template. ValueError: one is missing; lists the existing ones."""
         has = list(row)
         question = self.prompt_field or next((name for name in QUESTION_FIELDS if name in has), "question")
-        template_fields = {name: question if name == "question" else name for name in self._names() - {"choices"}}
+        template_fields = {
+            name: question if name == "question" else name for name in self._column_names() - {"choices"}
+        }
         options = [self.choices_field] if isinstance(self.choices_field, str) else self.choices_field or []
         needed = [self.prompt_field, *template_fields.values(), *options, self.target_field]
         for name in needed:
             if name is not None and name not in has:
                 remedy = "; set target_field to null for prompts without a target, or to the column of the answer"
                 hint = remedy if name == self.target_field else ""
-                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{similar(name, has) or hint}")
+                raise ValueError(f"no field {name!r}: it has {', '.join(has)}{hint_similar(name, has) or hint}")
         return template_fields
 
     def is_conversation(self, row: Row) -> bool:
@@ -113,21 +115,21 @@ class PromptFormat:
         missing or empty field, or no match."""
         if self.is_conversation(row):
             name = self.fields(row)["question"]
-            return messages(row, name)[-1]["content"], self._target(row, [])
+            return read_messages(row, name)[-1]["content"], self._read_target(row, [])
         # The question from its template, with lettered options if there are any.
-        values = {name: plain(row, column) for name, column in self.fields(row).items()}
-        options = self._options(row)
+        values = {name: read_text_field(row, column) for name, column in self.fields(row).items()}
+        options = self._read_options(row)
         values["choices"] = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         text = self.prompt_template.format(**values)
         if not text.strip():
             raise ValueError("the prompt is empty")
-        return text, self._target(row, options)
+        return text, self._read_target(row, options)
 
-    def _target(self, row: Row, options: list[str]) -> str:
+    def _read_target(self, row: Row, options: list[str]) -> str:
         """The target of a row, or the part that the pattern selects; of options the letter."""
         if self.target_field is None:
             return ""
-        target = plain(row, self.target_field)
+        target = read_text_field(row, self.target_field)
         if self.target_pattern is not None:
             match = re.search(self.target_pattern, target)
             if match is None or match[1] is None:
@@ -135,20 +137,20 @@ class PromptFormat:
             target = match[1].strip()
         if not target.strip():
             raise ValueError(f"field {self.target_field!r}, the target, is empty")
-        return self._letter(row[self.target_field], target, options) if options else target
+        return self._find_letter(row[self.target_field], target, options) if options else target
 
-    def _options(self, row: Row) -> list[str]:
+    def _read_options(self, row: Row) -> list[str]:
         """The options of multiple choice in the order of their letters; empty without `choices_field`. ValueError: two
         are equal, or one is empty."""
         # One letter must be right: equal or empty options would make it two.
-        options = self._listed(row)
+        options = self._list_options(row)
         if len(set(options)) < len(options) or not all(options):
             raise ValueError(
                 f"two options are equal, or one is empty, so that no letter is right alone: {options!r:.80}"
             )
         return options
 
-    def _listed(self, row: Row) -> list[str]:
+    def _list_options(self, row: Row) -> list[str]:
         if self.choices_field is None:
             return []
         if isinstance(self.choices_field, str):
@@ -156,13 +158,13 @@ class PromptFormat:
             if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
                 raise ValueError(f"field {self.choices_field!r} must be a list of 2 to 26 options, not {options!r:.60}")
             numbered = {f"{self.choices_field}[{number}]": option for number, option in enumerate(options)}
-            return [plain(numbered, name).strip() for name in numbered]
-        options = [plain(row, name).strip() for name in self.choices_field]
+            return [read_text_field(numbered, name).strip() for name in numbered]
+        options = [read_text_field(row, name).strip() for name in self.choices_field]
         # By the row itself: the same in every epoch and process, and not always the first is right.
         random.Random(repr(sorted(options))).shuffle(options)
         return options
 
-    def _letter(self, value: object, target: str, options: list[str]) -> str:
+    def _find_letter(self, value: object, target: str, options: list[str]) -> str:
         """The letter of the option that a target names: by its position from 0 if the row's value is a whole number, by
         its letter or text otherwise."""
         target = target.strip()
@@ -191,7 +193,7 @@ class PromptFormat:
             ValueError: something other than messages, an answer at their end, or a tokenizer without a chat template.
         """
         name = self.fields(row)["question"]
-        talk = messages(row, name)
+        talk = read_messages(row, name)
         if talk[-1]["role"] == "assistant":
             raise ValueError(f"field {name!r} ends with the assistant's message: a prompt is what comes before it")
         if self.system_prompt and talk[0]["role"] != "system":
@@ -225,7 +227,7 @@ class PromptFormat:
         it, which are eos, or with a chat template those that end a turn. ValueError: there are none."""
         if self.chat is not None:
             return self.chat.encode(self.conversation(text, answer))
-        return supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
+        return encode_supervised(Sample(Prompt(*self.encode(text)), answer), self.tokenizer)
 
     def conversation(self, text: str, answer: str | None = None) -> list[Message]:
         """The messages of the system prompt, the user's text and the answer, where there is one."""
@@ -268,7 +270,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         for name in self.settings.required_columns:
             if name not in row:
                 has = ", ".join(row)
-                raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{similar(name, row)}")
+                raise ValueError(f"no column {name!r}, which the reward takes: it has {has}{hint_similar(name, row)}")
         text, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
         # A conversation ends where its template ends a turn, whatever the other prompts of a run are.
@@ -326,7 +328,7 @@ def plain_value(value: object) -> Any:
     raise ValueError(f"holds a {type(value).__name__}: rewards get text, numbers, lists and mappings")
 
 
-def similar(name: str, names: Iterable[str]) -> str:
+def hint_similar(name: str, names: Iterable[str]) -> str:
     """The hint that names the nearest of some columns; empty where none is near."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -351,7 +353,7 @@ def with_one_bos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int
     return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
-def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def encode_supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     """Token ids of prompt, target and eos, and a mask: True on the target and eos. For prompts without a chat template,
     see `PromptFormat.answered`. ValueError: the tokenizer has no eos token."""
     if tokenizer.eos_token_id is None:
@@ -361,7 +363,7 @@ def supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
-def plain(row: Row, name: str) -> str:
+def read_text_field(row: Row, name: str) -> str:
     """A field of a row as text. ValueError: it is missing, or neither text nor a number."""
     if name not in row:
         raise ValueError(f"no field {name!r}: it has {', '.join(row)}")

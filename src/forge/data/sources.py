@@ -133,9 +133,9 @@ class StreamedRows:
         self._shuffle = shuffle
         self._seed = seed
         self._size = block
-        self._open(0, 0, None)
+        self._open_epoch(0, 0, None)
 
-    def _open(self, epoch: int, number: int, start: Position | None) -> None:
+    def _open_epoch(self, epoch: int, number: int, start: Position | None) -> None:
         self.epoch = epoch
         self._number = number
         # Read on from the state at the block's start: the rows before it are not read again.
@@ -144,10 +144,10 @@ class StreamedRows:
             self._stream.load_state_dict(start)
         self._rows = iter(self._stream)
         self._start = start
-        self._block = self._fill()
+        self._block = self._fill_window()
         self._offset = 0
 
-    def _fill(self) -> list[Numbered]:
+    def _fill_window(self) -> list[Numbered]:
         rows = map(from_columns, itertools.islice(self._rows, self._size))
         # The order follows from seed, epoch and block alone.
         block = list(enumerate(rows, self._number * self._size + 1))
@@ -160,10 +160,10 @@ class StreamedRows:
         if self._offset == len(self._block):
             self._start = self._stream.state_dict()
             self._number += 1
-            self._block = self._fill()
+            self._block = self._fill_window()
             self._offset = 0
             if not self._block:
-                self._open(self.epoch + 1, 0, None)
+                self._open_epoch(self.epoch + 1, 0, None)
                 return None
         self._offset += 1
         return self._block[self._offset - 1]
@@ -178,7 +178,7 @@ class StreamedRows:
 
     def load(self, state: Position) -> None:
         """Continue at a position, without reading the rows before its block."""
-        self._open(state["epoch"], state["block"], state["start"])
+        self._open_epoch(state["epoch"], state["block"], state["start"])
         self._offset = state["offset"]
 
 
@@ -234,20 +234,20 @@ class TaskRows:
         self.difficulty = difficulty
         self._split = split
         self._index = 0
-        self._row(0)  # an invalid split or difficulty is an error here
+        self._make_row(0)  # an invalid split or difficulty is an error here
 
-    def _row(self, index: int) -> Numbered:
+    def _make_row(self, index: int) -> Numbered:
         row = self.task.row(index, split=self._split, seed=self.seed, difficulty=self.difficulty)
         return index + 1, _as_dict(row)
 
     def read(self) -> Numbered | None:
         """The next row with its number; never None."""
         self._index += 1
-        return self._row(self._index - 1)
+        return self._make_row(self._index - 1)
 
     def scan(self) -> Iterator[Numbered]:
         """All rows in order, without end."""
-        return map(self._row, itertools.count())
+        return map(self._make_row, itertools.count())
 
     def held_out(self, n: int) -> Iterator[Numbered]:
         """`n` distinct questions of the test split."""

@@ -18,7 +18,7 @@ _CONTROL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
 _PASSES = 8  # a space may make another special token of the text around it; bounds a vocabulary in which that recurs
 
 
-def whole(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """The text with "?" for lone surrogates, which JSON can hold and which have no tokens."""
     return text.encode("utf-8", "replace").decode()
 
@@ -67,7 +67,7 @@ class SpecialTokens:
     def inert_values(self, value: Any) -> Any:
         """`inert` for all texts in a JSON value, such as a message, which may hold lone surrogates."""
         if isinstance(value, str):
-            return self.inert(whole(value))
+            return self.inert(replace_surrogates(value))
         if isinstance(value, dict):
             return {name: self.inert_values(item) for name, item in value.items()}
         return [self.inert_values(item) for item in value] if isinstance(value, list) else value
@@ -75,7 +75,7 @@ class SpecialTokens:
 
 def inert_anywhere(text: str) -> str:
     """`SpecialTokens.inert` for a model whose tokenizer is unknown: whatever looks like a special token."""
-    return _LIKE_SPECIAL.sub(lambda match: f"{match[0]} ", whole(text))
+    return _LIKE_SPECIAL.sub(lambda match: f"{match[0]} ", replace_surrogates(text))
 
 
 UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
@@ -85,7 +85,7 @@ BYTES = dict(zip(map(chr, PRINTABLE), PRINTABLE, strict=True))
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)}
 
 
-def spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:
+def spell_token(tokenizer: Any, token: int) -> tuple[str, bytes]:
     """One token's text and bytes. Parts of a character are written as OpenAI does, such as `bytes:\\xf0\\x9f`."""
     text = tokenizer.decode([token])
     if UNFINISHED not in text:

@@ -143,7 +143,7 @@ class RowStream(ABC, Generic[T, C]):
             if numbered is None:
                 continue
             try:
-                item = self._made(*numbered, index=self.served)
+                item = self._make_item(*numbered, index=self.served)
             except BadRow as error:
                 self._leave_out_bad(error)
                 item = None
@@ -180,7 +180,7 @@ class RowStream(ABC, Generic[T, C]):
         rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
         items: list[T] = []
         while len(items) < n and (numbered := next(rows, None)) is not None:
-            item = self._made(*numbered, index=len(items))
+            item = self._make_item(*numbered, index=len(items))
             if item is not None:
                 items.append(item)
         if len(items) < n:
@@ -234,7 +234,7 @@ class RowStream(ABC, Generic[T, C]):
         if reason not in self._reasons:
             self._reasons.append(reason)
 
-    def _made(self, number: int, row: Row, *, index: int) -> T | None:
+    def _make_item(self, number: int, row: Row, *, index: int) -> T | None:
         try:
             return self.make(number, row, index)
         except TooLong as error:
@@ -269,7 +269,7 @@ class RowStream(ABC, Generic[T, C]):
                 break
             rows += 1
             try:
-                item = self._made(number, row, index=0)
+                item = self._make_item(number, row, index=0)
             except BadRow as error:
                 if not isinstance(self._source, StreamedRows):
                     raise
@@ -280,7 +280,7 @@ class RowStream(ABC, Generic[T, C]):
                 continue
             items += 1
             self._items.add(hash(content_of(item)))
-            if letters := self._unknown(item, row):
+            if letters := self._find_unknown(item, row):
                 unknown.append((number, letters))
         # Nothing to train on is an error; less than there seemed to be is a warning.
         if not rows:
@@ -303,7 +303,7 @@ class RowStream(ABC, Generic[T, C]):
         """Whether an item is one of those that were checked."""
         return hash(content_of(item)) in self._items
 
-    def _unknown(self, item: T, row: Row) -> str:
+    def _find_unknown(self, item: T, row: Row) -> str:
         """The characters of a row for which the tokenizer has no token; "" where it has all."""
         # Some tokenizers use eos or bos as the unknown token, which says nothing.
         unknown = self.tokenizer.unk_token_id
@@ -314,7 +314,7 @@ class RowStream(ABC, Generic[T, C]):
         if not any(unknown in tokens for tokens in read):
             return ""
         # Character by character, to name those that are missing.
-        letters = {letter for text in [*texts, *_texts(row)] for letter in text}
+        letters = {letter for text in [*texts, *_texts_of(row)] for letter in text}
         encoded = {letter: self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters}
         return ", ".join(repr(letter) for letter in sorted(letters) if unknown in encoded[letter])[:80]
 
@@ -326,10 +326,10 @@ def content_of(item: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(episode.tokens) for episode in (item if isinstance(item, Pair) else [item]))
 
 
-def _texts(value: object) -> Iterator[str]:
+def _texts_of(value: object) -> Iterator[str]:
     """All texts in a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
+            yield from _texts_of(inner)

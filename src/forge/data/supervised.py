@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..types import Episode, Prompt, Sample
-from .chat import MESSAGE_FIELDS, ChatFormat, messages
+from .chat import MESSAGE_FIELDS, ChatFormat, read_messages
 from .config import RowsConfig, SupervisedConfig
 from .files import Row, Rows
-from .prompts import PROMPT_FIELDS, PromptFormat, plain, with_one_bos
+from .prompts import PROMPT_FIELDS, PromptFormat, read_text_field, with_one_bos
 from .stream import RowStream
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         if self._too_long == "truncate" and self._limit is None:
             raise ValueError("too_long: truncate needs max_tokens")
         self._text_field, self._messages_field = section.text_field, section.messages_field
-        self._set_fields = differing(section)
+        self._set_fields = find_differing(section)
         self.check()
 
     def begin(self, row: Row) -> None:
@@ -77,8 +77,8 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
     def make(self, number: int, row: Row, index: int) -> Episode | None:
         """The episode of a row, with a mask of the trained tokens; None if it is skipped."""
         # Also a row of weight 0 must be valid.
-        weight = self._weight(row)
-        tokens, mask = closed(*self._encode(row))
+        weight = self._weight_of(row)
+        tokens, mask = close_tokens(*self._encode_row(row))
         if weight == 0:
             self.leave_out("of weight 0")
             return None
@@ -91,7 +91,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             return None
         return Episode.given(tokens, mask, weight=weight)
 
-    def _encode(self, row: Row) -> Marked:
+    def _encode_row(self, row: Row) -> Marked:
         if self._has_tokens:
             tokens = token_ids(row, "token_ids", self.tokenizer)
             if len(row["trained"]) != len(tokens):
@@ -103,16 +103,16 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             answer = row.get(name)
             if isinstance(answer, str):
                 answer = [{"role": "assistant", "content": answer}]
-            return chat.encode([*talk, *messages({name: answer}, name)], since=len(talk))
+            return chat.encode([*talk, *read_messages({name: answer}, name)], since=len(talk))
         if self._format is not None:
             return self._format.answered(*self._format.render(row))
         if self._chat is not None:
-            talk = messages(row, str(self._messages_field))
+            talk = read_messages(row, str(self._messages_field))
             return self._chat.with_tools(row.get("tools")).encode(talk, train_on=self.settings.train_on)
-        tokens = document(plain(row, str(self._text_field)), self.tokenizer)
+        tokens = encode_document(read_text_field(row, str(self._text_field)), self.tokenizer)
         return tokens, [False] + [True] * (len(tokens) - 1)
 
-    def _weight(self, row: Row) -> float:
+    def _weight_of(self, row: Row) -> float:
         field = self.settings.weight_field
         if field is None:
             return 1.0
@@ -124,7 +124,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         return float(value)
 
 
-def closed(tokens: list[int], mask: list[bool]) -> Marked:
+def close_tokens(tokens: list[int], mask: list[bool]) -> Marked:
     """Cut after the last trained token. ValueError: there is none, or the first token is trained."""
     if not any(mask):
         raise ValueError("it holds nothing to learn")
@@ -144,7 +144,7 @@ def token_ids(row: Row, name: str, tokenizer: PreTrainedTokenizerBase) -> list[i
     return ids
 
 
-def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens of a text, closed by eos. ValueError: it is empty, or the tokenizer has no eos token."""
     if not text.strip():
         raise ValueError("the text is empty")
@@ -154,7 +154,7 @@ def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokens if tokens[-1] == tokenizer.eos_token_id else [*tokens, tokenizer.eos_token_id]
 
 
-def differing(settings: RowsConfig) -> dict[str, Any]:
+def find_differing(settings: RowsConfig) -> dict[str, Any]:
     """The settings of prompts that differ from their defaults."""
     fields = type(settings).model_fields
     return {n: settings[n] for n in PROMPT_FIELDS if n in fields and settings[n] != fields[n].default}

@@ -82,20 +82,20 @@ class Writer:
                     "tool calls" if self.form() is None else f"{len(calls)} tool calls beside the text of a message"
                 )
                 raise ValueError(f"the chat template has no place for {subject}: take one that writes them")
-            message["tool_calls"] = [_call(call, as_text) for call in calls]
+            message["tool_calls"] = [_make_call(call, as_text) for call in calls]
         return message
 
     def form(self, with_text: bool = False, several: bool = False) -> bool | None:
         """Whether the template reads arguments as JSON text; None: it has no place for tool calls."""
         if (with_text, several) not in self._forms:
             self._forms[with_text, several] = next(
-                (f for f in (False, True) if self._writes(f, with_text, several)), None
+                (f for f in (False, True) if self._check_writing(f, with_text, several)), None
             )
         return self._forms[with_text, several]
 
-    def _writes(self, as_text: bool, with_text: bool, several: bool) -> bool:
+    def _check_writing(self, as_text: bool, with_text: bool, several: bool) -> bool:
         names = ["qzname", "qzother"][: 1 + several]
-        calls = [_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in names]
+        calls = [_make_call({"name": name, "arguments": {"qzkey": name + "0"}}, as_text) for name in names]
         answer = {"role": "assistant", "content": "qztext" if with_text else "", "tool_calls": calls}
         try:
             text = self._render([{"role": "user", "content": "ask"}, answer])
@@ -110,12 +110,12 @@ class Writer:
         calls = message.pop("tool_calls", None)
         if not calls or self.form(several=len(calls) > 1) is None:
             return {**message, "content": mark}
-        plain = [_call({**_call(call, False), "arguments": {}}, False) for call in calls]
+        plain = [_make_call({**_make_call(call, False), "arguments": {}}, False) for call in calls]
         plain[-1]["function"]["arguments"] = {"mark": mark}
         return {**message, "content": "", "tool_calls": plain}
 
 
-def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+def _make_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     """A call in OpenAI's format, which also has what templates ask for: a type, and an id of nine characters."""
     function = dict(call.get("function") or {"name": call["name"], "arguments": call.get("arguments", {})})
     arguments = call["arguments"] if "arguments" in call else function.get("arguments", {})
@@ -268,16 +268,16 @@ class Turns:
                 raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
             pieces.append(piece[end[1] :])
         # The same texts must stand in the whole conversation, or the template changes more than thoughts.
-        self._compare(conversation, turns, pieces)
+        self._compare_pieces(conversation, turns, pieces)
         text, spans = pieces[0], {}
         for turn, piece in zip(turns, pieces[1:], strict=True):
             begin = len(text)
-            text += self._answer(conversation, turn)
+            text += self._answer_text(conversation, turn)
             spans[turn] = (begin, len(text))
             text += piece
         return text, spans
 
-    def _answer(self, conversation: Sequence[Message], turn: int) -> str:
+    def _answer_text(self, conversation: Sequence[Message], turn: int) -> str:
         """The text that the policy writes in its turn, with the token that ends it."""
         context = self._render(conversation[:turn], add_generation_prompt=True)
         rendered, (closer, suffix) = self._render(conversation[: turn + 1]), self.ending(conversation, turn)
@@ -300,7 +300,7 @@ class Turns:
             raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers begin")
         return answer + closer
 
-    def _compare(self, conversation: Sequence[Message], turns: list[int], pieces: list[str]) -> None:
+    def _compare_pieces(self, conversation: Sequence[Message], turns: list[int], pieces: list[str]) -> None:
         """Compare the pieces with the texts between the turns of the whole conversation. Rewritten: they differ."""
         marks = {turn: f"{MARK}{number}\ue002" for number, turn in enumerate(turns)}
         marked = [self._writer.marked(m, marks[i]) if i in marks else m for i, m in enumerate(conversation)]

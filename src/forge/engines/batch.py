@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..types import Completion
-from .cache import WIDTH, rounded
+from .cache import WIDTH, round_up
 from .decoder import Decoder
 from .graphs import Drawn, StepGraphs
 from .prefill import Prefill
@@ -28,11 +28,11 @@ from .requests import (
     UnusableWeights,
     WeightHistory,
     WeightSpan,
-    accept,
+    accept_tokens,
     allowed_tokens,
-    due,
-    fail,
-    stream,
+    fail_request,
+    stream_tokens,
+    take_due,
 )
 from .restrictions import Words
 from .rows import RowState
@@ -73,7 +73,7 @@ class RunningBatch:
         self.steps = self.generated = 0
         self._max_length = 0  # maximum positions of a running row, or of the prompt in the prefill row
         self.history = WeightHistory(decoder.weights.version, decoder.weights.identity)
-        self.state = RowState(rounded(slots, WIDTH), decoder.cache.longest, decoder.vocab, decoder.device)
+        self.state = RowState(round_up(slots, WIDTH), decoder.cache.longest, decoder.vocab, decoder.device)
         self.restrictions = self.state.restrictions
         self.count = torch.zeros((), dtype=torch.long, device=decoder.device)  # of rows, for a captured step
         # Properties of all rows that `step` needs; `admit` updates them.
@@ -104,17 +104,17 @@ class RunningBatch:
         running rows are preempted to recompute their keys and values."""
         if preempt:
             for i in (running := self._running_rows()):
-                self.rows[i].resumed = self._completion(i)
+                self.rows[i].resumed = self._read_completion(i)
             # The ones that started first resume first.
             rows = sorted((self.rows[i] for i in running), key=lambda row: row.start, reverse=True)
             self.preempted.extendleft(rows)
-            self._erase(running)
+            self._erase_rows(running)
             self.rows, self.free_rows = [], []
             for row in self.paused:
                 row.prefix = None
         self._drop_prefixes(waiting)
         self.decoder.weights = weights
-        due_rows, self.paused = due(self.paused, waiting, weights.version)
+        due_rows, self.paused = take_due(self.paused, waiting, weights.version)
         self.preempted.extend(due_rows)
         # What ended before the oldest row started drew no token that is still to be reported.
         oldest = min((row.start for row in self.rows), default=self.steps)
@@ -133,7 +133,7 @@ class RunningBatch:
         rows = (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
         return can_start or any(row.spans for row in rows)
 
-    def _erase(self, rows: list[int]) -> None:
+    def _erase_rows(self, rows: list[int]) -> None:
         """Zero what rows have in the cache, but for the prompt that is being computed in the prefill row."""
         for row in rows:
             self.decoder.cache.erase(row, self.prefill.length if row == self.decoder.cache.prefill_row else 0)
@@ -144,7 +144,7 @@ class RunningBatch:
     def drop(self, request: EngineRequest) -> None:
         """Free the rows of a request that was cancelled or has failed."""
         dropped = [i for i in self._running_rows() if self.rows[i].request is request]
-        self._erase(dropped)
+        self._erase_rows(dropped)
         self.free_rows += dropped
         self.preempted = deque(row for row in self.preempted if row.request is not request)
         self.paused = [row for row in self.paused if row.request is not request]
@@ -153,7 +153,7 @@ class RunningBatch:
         """Assign free rows to preempted samples, then to `waiting` ones, in order; close the gaps between rows."""
         compacted = self.decoder.cache.limit is not None and bool(self.free_rows)
         if compacted:
-            self._compact()  # the cache may have fewer rows than before
+            self._compact_rows()  # the cache may have fewer rows than before
         # A long prompt has its piece first; then samples get rows, as the plan says.
         self._max_length = max((row.max_length for row in self.rows), default=0)
         self.free_rows.sort()
@@ -165,22 +165,22 @@ class RunningBatch:
         if free and (first := next(queue, None)):
             spent = self._prefill_long(first)
             queue = chain([first], queue)
-        admissions = self._plan(queue, free, spent)
+        admissions = self._plan_admissions(queue, free, spent)
         if admissions or self.free_rows or compacted:
             if admissions:
-                self._place(admissions, waiting)
-            self._compact()
+                self._place_admissions(admissions, waiting)
+            self._compact_rows()
             self._describe_rows()
 
     def _prefill_long(self, item: EngineRequest | RunningSample) -> int:
         """Compute a piece of the prompt whose turn it is if it is too long for one step; returns the piece's length."""
         cache = self.decoder.cache
         length = max(self._max_length, item.max_length)
-        if self._capacity(length) <= self.running and self._capacity(length) < cache.capacity(length):
+        if self._row_capacity(length) <= self.running and self._row_capacity(length) < cache.capacity(length):
             # Longer sequences have ended: a shorter cache has more rows.
             cache.resize(cache.padded_length(length), len(self.rows))
             self.state.positions[len(self.rows) :] = 0  # of idle rows, which decode as well
-        if self._capacity(length) <= self.running:
+        if self._row_capacity(length) <= self.running:
             return 0
         self._max_length = length
         context = item.tokens[:-1]
@@ -191,7 +191,9 @@ class RunningBatch:
             return 0
         return self.prefill.compute_piece(item, context, blocks, len(self.rows), length)
 
-    def _plan(self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent: int) -> list[Admission]:
+    def _plan_admissions(
+        self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent: int
+    ) -> list[Admission]:
         """Which samples get which of the `free` rows; `spent` prompt tokens were computed in this step already.
 
         Changes nothing but the order in which the prefix cache drops blocks.
@@ -202,7 +204,7 @@ class RunningBatch:
         longest = self._max_length
         for item in queue:
             longest = max(longest, item.max_length)
-            room = min(self._capacity(longest) - self.running, len(free)) - count
+            room = min(self._row_capacity(longest) - self.running, len(free)) - count
             if room <= 0:
                 break
             context = item.tokens[:-1]
@@ -227,7 +229,7 @@ class RunningBatch:
             count += len(rows)
         return admissions
 
-    def _place(self, admissions: list[Admission], waiting: deque[EngineRequest]) -> None:
+    def _place_admissions(self, admissions: list[Admission], waiting: deque[EngineRequest]) -> None:
         """Take the admitted samples from their queues, and fill their rows."""
         placed: dict[int, RunningSample] = {}
         for item, rows, *_ in admissions:
@@ -264,23 +266,23 @@ class RunningBatch:
         self._max_offset = max((row.context - row.start for row in self.rows), default=0)
         samplings = [row.request.sampling for row in self.rows]
         self.state.any_greedy = any(s.temperature == 0 for s in samplings)
-        self.restrictions.describe(self.rows, self._index)
+        self.restrictions.describe(self.rows, self._make_index)
         self._constrained = [i for i, row in enumerate(self.rows) if row.matcher]
-        self._constrained_index = self._index(self._constrained) if self._constrained else None
+        self._constrained_index = self._make_index(self._constrained) if self._constrained else None
         self._streamed = [i for i, row in enumerate(self.rows) if row.request.listener]
         self._scheduled = [i for i, row in enumerate(self.rows) if row.spans]
         self._with_top = [i for i, s in enumerate(samplings) if s.top_logprobs]
-        self._with_top_index = self._index(self._with_top) if self._with_top else None
+        self._with_top_index = self._make_index(self._with_top) if self._with_top else None
 
-    def _index(self, rows: list[int]) -> Tensor:
+    def _make_index(self, rows: list[int]) -> Tensor:
         """Rows as an index on the device, which a list would become in every step."""
         return torch.tensor(rows, device=self.decoder.device)
 
-    def _capacity(self, length: int) -> int:
+    def _row_capacity(self, length: int) -> int:
         """The number of rows that fit into the cache if one of them grows to `length` positions."""
         return self.decoder.cache.capacity(max(length, self.decoder.cache.length))
 
-    def _compact(self) -> None:
+    def _compact_rows(self) -> None:
         """Move the last rows into the free ones, so that all rows in use are the first ones."""
         while self.free_rows:
             last = len(self.rows) - 1
@@ -296,16 +298,16 @@ class RunningBatch:
 
     def step(self) -> list[EngineRequest]:
         """Draw one token for every row; returns the requests that became complete. Call `admit` before."""
-        drawn, ended_by_text = self._advance()
+        drawn, ended_by_text = self._draw_tokens()
         complete = []
         for i, end in enumerate(drawn.ended_at.tolist()):  # `nonzero` would wait for the device once more
             if end < 0 and i not in ended_by_text:
                 continue
             row = self.rows[i]
-            completion = self._completion(i)
+            completion = self._read_completion(i)
             if math.isnan(sum(completion.logprobs)):
-                fail(row.request, UnusableWeights(completion))
-                self._erase([i, self.decoder.cache.prefill_row])
+                fail_request(row.request, UnusableWeights(completion))
+                self._erase_rows([i, self.decoder.cache.prefill_row])
                 self.free_rows.append(i)
                 continue
             stopped = i in ended_by_text or completion.token_ids[-1] in row.request.stops
@@ -317,24 +319,24 @@ class RunningBatch:
         self.generated += len(self.rows)
         if self._streamed:
             streamed = [self.rows[i] for i in self._streamed]
-            stream(streamed, self._streamed, drawn.tokens, drawn.logprobs, self.history.current)
+            stream_tokens(streamed, self._streamed, drawn.tokens, drawn.logprobs, self.history.current)
         if self._scheduled:
-            self._pause()
+            self._pause_scheduled()
         return complete
 
-    def _advance(self) -> tuple[Drawn, set[int]]:
+    def _draw_tokens(self) -> tuple[Drawn, set[int]]:
         """Draw one token for every row; returns these, and the rows whose answer a text has ended."""
         rows = len(self.rows)
         state = self.state
         cache = self.decoder.cache
-        length = min(rounded(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
+        length = min(round_up(self._max_offset + self.steps + 1, self.decoder.granule), cache.longest)
         cache.reserve(length, rows, self._max_length)
         # At least two rows: other kernels multiply a single one, and round differently.
-        width = rounded(rows, WIDTH) if rows > WIDTH else max(rows, 2)
+        width = round_up(rows, WIDTH) if rows > WIDTH else max(rows, 2)
         self.steps += 1
         is_plain = self._constrained_index is None and self._with_top_index is None
         if self.graphs is not None and is_plain and self.restrictions.can_be_captured:
-            return Drawn(*(result[:rows] for result in self._captured(self.graphs, rows, width, length))), set()
+            return Drawn(*(result[:rows] for result in self._draw_captured(self.graphs, rows, width, length))), set()
         logits = self.decoder.decode(state.tokens[:width], state.positions[:width], length)[:rows]
         logits /= state.temperature[:rows, None]
         policy = self.restrictions.policy(logits)
@@ -349,25 +351,25 @@ class RunningBatch:
             for i, top in zip(self._with_top, top_logprobs(logits[self._with_top_index]), strict=True):
                 self.rows[i].top.append(dict(islice(top.items(), self.rows[i].request.sampling.top_logprobs)))
         if self._constrained_index is not None:
-            accept(map(self.rows.__getitem__, self._constrained), drawn.tokens[self._constrained_index].tolist())
+            accept_tokens(map(self.rows.__getitem__, self._constrained), drawn.tokens[self._constrained_index].tolist())
         return drawn, self.restrictions.follow(drawn.tokens, self.words) if self.words else set()
 
-    def _pause(self) -> None:
+    def _pause_scheduled(self) -> None:
         """Take out the rows whose next token is of later weights; they keep their keys and values."""
         for i in {*self._scheduled}.difference(self.free_rows):
             row = self.rows[i]
             drawn = len(row.resumed.token_ids) + self.steps - row.start
             if row.next_version(drawn) > self.history.current.version:
-                row.resumed = self._completion(i)
+                row.resumed = self._read_completion(i)
                 row.prefix = tuple(part.clone() for part in self.decoder.cache.read(i, row.context))
                 self.paused.append(row)
                 self.free_rows.append(i)
 
-    def _captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
+    def _draw_captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
         """Draw by a graph, for idle rows as well, which stay where they are: `rows` may change between its runs."""
         restricted = self.restrictions.is_bounding
 
-        def advance() -> Drawn:
+        def draw_step() -> Drawn:
             logits = self.decoder.decode(self.state.tokens[:width], self.state.positions[:width], length)
             logits /= self.state.temperature[:width, None]
             if restricted:
@@ -376,9 +378,9 @@ class RunningBatch:
 
         self.count.fill_(rows)
         inputs = (self.decoder.weights, self.decoder.cache.keys, self.decoder.cache.values, self.state.stops)
-        return graphs.run((width, length, restricted, self.state.any_greedy), inputs, advance)
+        return graphs.run((width, length, restricted, self.state.any_greedy), inputs, draw_step)
 
-    def _completion(self, i: int) -> Completion:
+    def _read_completion(self, i: int) -> Completion:
         """All tokens of the sample in row i until now, including those before it was preempted."""
         row = self.rows[i]
         resumed = row.resumed

@@ -21,7 +21,7 @@ BLOCK = 128  # the cache has room for a multiple of this many positions
 WIDTH = 8  # rows are padded to a multiple: kernels are prepared for every new number of rows
 
 
-def rounded(count: int, multiple: int) -> int:
+def round_up(count: int, multiple: int) -> int:
     """`count`, rounded up to a multiple."""
     return -(-count // multiple) * multiple
 
@@ -49,9 +49,9 @@ class KeyValueCache:
         granule: int = 1,
     ):
         self.rows = rows
-        self.longest = rounded(max_seq_len, BLOCK)
+        self.longest = round_up(max_seq_len, BLOCK)
         self.limit = limit
-        self.step = rounded(granule, BLOCK)
+        self.step = round_up(granule, BLOCK)
         heads = config.num_key_value_heads
         self.heads = torch.arange(heads, device=device)
         self.min_length = min(2 * BLOCK, self.longest)
@@ -85,7 +85,7 @@ class KeyValueCache:
 
     def padded_length(self, length: int) -> int:
         """The positions that a row of `length` tokens needs: decoding asks for multiples of `step`."""
-        return min(rounded(length, self.step), self.longest)
+        return min(round_up(length, self.step), self.longest)
 
     def clear(self) -> None:
         """Free all memory; the next `reserve` allocates again."""
@@ -101,7 +101,7 @@ class KeyValueCache:
     def reserve(self, length: int, rows: int, max_length: int | None = None) -> None:
         """Make room for `length` positions, keeping the first `rows` rows and the prefill row. With a limit there is
         never more room than for `max_length`, which these rows may need."""
-        length = rounded(length, BLOCK)
+        length = round_up(length, BLOCK)
         if length <= self.length:
             return
         # Doubling copies each position a bounded number of times; with a limit, no further than these rows may need.

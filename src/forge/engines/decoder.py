@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..models.architecture import attention_kinds, rotary_parameters
 from ..models.weight_layouts import head_size
-from .cache import BLOCK, KeyValueCache, rounded
+from .cache import BLOCK, KeyValueCache, round_up
 from .experts import Experts
 from .weights import Layer, Weights
 
@@ -55,7 +55,7 @@ class Decoder:
         self.scale = config.query_pre_attn_scalar**-0.5 if gemma else self.D**-0.5
         # Only a CPU in float32 promises the same bits at any length.
         exact = device.type == "cpu" and dtype == torch.float32
-        longest = rounded(max_seq_len, BLOCK)
+        longest = round_up(max_seq_len, BLOCK)
         self.granule = attention_granule(self.H // self.K, self.D, self.scale, longest) if exact else granule
         self.cache = KeyValueCache(config, rows, max_seq_len, dtype, device, record, cache_bytes, self.granule)
         self.eps = config.rms_norm_eps
@@ -89,7 +89,7 @@ class Decoder:
         cache = self.cache
         G = self.H // self.K
         index = cache.index(self.row_ids[:rows], positions)
-        rotations = self._rotations(positions)
+        rotations = self._rotations_at(positions)
         biases = []
         for _, window in self.kinds:
             unseen = self.steps[:length] > positions[:, None]
@@ -103,11 +103,11 @@ class Decoder:
         # Rows and key-value heads are one batch dimension, without a copy; the heads of a group share its keys.
         keys, values = (c.flatten(1, 2)[:, : rows * self.K, :length].unbind() for c in (cache.keys, cache.values))
         tables = cache.tables()
-        x = self._embed(tokens)
+        x = self._embed_tokens(tokens)
         choices: list[Tensor] = []
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
-            q, k, v = self._qkv(layer, x, rotations[kind])
+            q, k, v = self._project_qkv(layer, x, rotations[kind])
             cache.write(tables[i], index, k, v)
             q = q.flatten(0, 1)
             probs = torch.baddbmm(biases[kind], q, keys[i].transpose(1, 2), alpha=self.scale).softmax(-1)
@@ -117,7 +117,7 @@ class Decoder:
                 out = torch.embedding_bag(tables[i][1], *bag_indices, mode=0, per_sample_weights=probs.view(-1))[0]
             self._finish_layer(layer, x, out.view(rows, -1), choices)
         cache.write_choices(self.row_ids[:rows], positions, choices)
-        return self.weights.head.wide(self._norm(x, self.weights.norm))
+        return self.weights.head.wide(self._normalise(x, self.weights.norm))
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
         """Write keys and values of each prompt's tokens into its row of the cache, which must have room.
@@ -131,22 +131,22 @@ class Decoder:
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
         prompt = torch.arange(len(prompts)).repeat_interleave(lengths)
         positions = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths - first)[prompt]
-        blocks = self._blocks(prompt, positions, torch.tensor(rows), first, lengths + first)
+        blocks = self._split_blocks(prompt, positions, torch.tensor(rows), first, lengths + first)
         token_rows = torch.tensor(rows)[prompt].to(self.device)
         index = self.cache.index(token_rows, positions.to(self.device))
         # Padded, as kernels are prepared for every new number of tokens; results of padding are never stored.
         real = len(tokens)
-        count = 32 if real <= 32 else rounded(real, 64)
+        count = 32 if real <= 32 else round_up(real, 64)
         tokens = F.pad(tokens, (0, count - real))
         positions = F.pad(positions, (0, count - real)).to(self.device)
-        rotations = self._rotations(positions)
-        x = self._embed(tokens)
+        rotations = self._rotations_at(positions)
+        x = self._embed_tokens(tokens)
         choices: list[Tensor] = []
         last = len(self.weights.layers) - 1
         tables = self.cache.tables()
         for i, layer in enumerate(self.weights.layers):
             kind = self.kind_of[i]
-            q, k, v = self._qkv(layer, x, rotations[kind])
+            q, k, v = self._project_qkv(layer, x, rotations[kind])
             self.cache.write(tables[i], index, k[:real], v[:real])
             if i == last:
                 self.cache.write_choices(token_rows, positions[:real], [experts[:real] for experts in choices])
@@ -166,7 +166,9 @@ class Decoder:
                 attended.index_copy_(0, block.tokens, out[block.slots])
             self._finish_layer(layer, x, attended, choices)
 
-    def _blocks(self, prompt: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor) -> list[_Block]:
+    def _split_blocks(
+        self, prompt: Tensor, positions: Tensor, rows: Tensor, starts: Tensor, ends: Tensor
+    ) -> list[_Block]:
         """Split prompt tokens into attention calls of `queries` positions of every prompt that has some, or all.
 
         prompt, positions: (N,). rows, starts, ends: (prompts,). A block begins at a multiple of its size whatever the
@@ -203,11 +205,11 @@ class Decoder:
             blocks.append(_Block(inside.to(self.device), slots.to(self.device), len(block_rows), index, masks))
         return blocks
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.weights.embed)
         return x if self.embed_scale is None else x * self.embed_scale
 
-    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
+    def _rotations_at(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
         """Cosines and sines (N, 1, 1, D) of these positions, and the order of dimensions, by kind of attention."""
         rotations = {
             key: rotary and (rotary.cos[positions][:, None, None], rotary.sin[positions][:, None, None], rotary.order)
@@ -215,19 +217,19 @@ class Decoder:
         }
         return [rotations[kind.rotary] for kind in self.kinds]
 
-    def _qkv(
+    def _project_qkv(
         self, layer: Layer, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor | None] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x (N, C) -> q (N, K, G, D), k and v (N, K, D), rotated; tokens and heads of each flatten to a view."""
-        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), self.K, -1, self.D)
+        qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), self.K, -1, self.D)
         qk, v = qkv[:, :, :-1], qkv[:, :, -1]
         if layer.qk_norm is not None and layer.qk_norm.dim() > 1:
-            qk = self._norm(qk, layer.qk_norm)
+            qk = self._normalise(qk, layer.qk_norm)
         elif layer.qk_norm is not None:
             # One norm over all heads of q, and one over those of k.
             parts = qk[:, :, :-1].flatten(1), qk[:, :, -1].flatten(1)
             norms = layer.qk_norm.split([part.shape[1] for part in parts])
-            normed = [self._norm(part, norm) for part, norm in zip(parts, norms, strict=True)]
+            normed = [self._normalise(part, norm) for part, norm in zip(parts, norms, strict=True)]
             qk = torch.cat([part.view(len(x), self.K, -1, self.D) for part in normed], 2)
         if rotation is not None:
             cos, sin, order = rotation
@@ -238,8 +240,8 @@ class Decoder:
     def _finish_layer(self, layer: Layer, x: Tensor, attended: Tensor, choices: list[Tensor]) -> None:
         """Output projection and feed-forward, added to the residual stream x (N, C) in place. A mixture appends the
         experts of each token to `choices`, (N, k)."""
-        x += self._norm(layer.output(attended), layer.attended_norm)
-        h = self._norm(x, layer.mlp_norm)
+        x += self._normalise(layer.output(attended), layer.attended_norm)
+        h = self._normalise(x, layer.mlp_norm)
         ffn = layer.feed_forward
         if isinstance(ffn, Experts):
             out, experts = ffn(h, self.act)
@@ -247,9 +249,9 @@ class Decoder:
         else:
             gate, up = ffn.gate_up(h).chunk(2, -1)
             out = ffn.down(self.act(gate).mul_(up))
-        x += self._norm(out, layer.fed_norm)
+        x += self._normalise(out, layer.fed_norm)
 
-    def _norm(self, x: Tensor, norm: Tensor | None) -> Tensor:
+    def _normalise(self, x: Tensor, norm: Tensor | None) -> Tensor:
         return x if norm is None else rms_norm(x, norm, self.eps)
 
 
@@ -274,13 +276,16 @@ def attention_granule(group: int, size: int, scale: float, longest: int) -> int:
     queries, keys = (torch.randn(8, rows, size, generator=random) for rows in (group, limit))
     bias = torch.zeros(8, 1, limit)
 
-    def scores(length: int) -> Tensor:
+    def compute_scores(length: int) -> Tensor:
         return torch.baddbmm(bias[:, :, :length], queries, keys[:, :length].transpose(1, 2), alpha=scale)
 
     # The longest product is the reference; a granule is right if all its multiples agree with it.
-    expected = scores(limit)
+    expected = compute_scores(limit)
     granule = 16
-    equal = {length: torch.equal(scores(length), expected[:, :, :length]) for length in range(granule, limit, granule)}
+    equal = {
+        length: torch.equal(compute_scores(length), expected[:, :, :length])
+        for length in range(granule, limit, granule)
+    }
     while granule < limit and not all(equal[length] for length in range(granule, limit, granule)):
         granule *= 2
     return min(granule, limit)
@@ -305,12 +310,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return normed if weight.dim() == 1 else normed * weight
     # On a CPU F.rms_norm has two temporary tensors of x's size. Each operation here rounds correctly; torch.hypot would
     # replace three of them, but its results depend on the number of rows.
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(float32(1 / size))
-    return (x / square.add_(float32(eps)).sqrt_()).mul_(weight)
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(as_float32(1 / size))
+    return (x / square.add_(as_float32(eps)).sqrt_()).mul_(weight)
 
 
 @lru_cache
-def float32(number: float) -> Tensor:
+def as_float32(number: float) -> Tensor:
     """A number as a tensor: converting it at each operation would take as long as the operation."""
     return torch.tensor(number, dtype=torch.float32)
 

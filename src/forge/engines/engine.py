@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..config.plugin import resolve
-from ..system.devices import accelerator
+from ..system.devices import find_accelerator
 from ..types import Completion, Sampling
 from .batch import RunningBatch
-from .cache import BLOCK, WIDTH, rounded, token_bytes
+from .cache import BLOCK, WIDTH, round_up, token_bytes
 from .decoder import Decoder
 from .graphs import GRANULE, graphs_on
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
@@ -74,7 +74,7 @@ class EmbeddedEngine:
         if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, got {prefill_tokens}")
         self.max_seq_len = check_length(config, options.max_seq_len)
-        self.device = torch.device(device or accelerator() or "cpu")
+        self.device = torch.device(device or find_accelerator() or "cpu")
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         if self.dtype == torch.bfloat16 and not has_bfloat16(self.device):
             log.info("generator.dtype: this CPU has no bfloat16 arithmetic; computing in float32")
@@ -87,7 +87,7 @@ class EmbeddedEngine:
         options.check(config)
         graphs = graphs_on(self.device) if options.captures(config, self.device.type) else None
         weights = Weights(config, read_checkpoint(folder), self.dtype, self.device, version)
-        rows = rounded(options.slots, WIDTH)
+        rows = round_up(options.slots, WIDTH)
         # After the weights, which take their part of the memory.
         limit = self._cache_limit(options)
         decoder = Decoder(
@@ -116,7 +116,7 @@ class EmbeddedEngine:
         self._is_idle = False
         self._error: BaseException | None = None
         threads = torch.get_num_threads()  # a new thread would start from OMP_NUM_THREADS instead
-        self._thread = threading.Thread(target=self._run, args=(threads,), name="forge-engine", daemon=True)
+        self._thread = threading.Thread(target=self._step_batch, args=(threads,), name="forge-engine", daemon=True)
         self._thread.start()
 
     def submit(
@@ -133,19 +133,19 @@ class EmbeddedEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = frozenset((*self.eos, *sampling.stop_token_ids))
-        grammar = self._match(sampling.grammar, stops) if sampling.grammar else None
+        grammar = self._start_matcher(sampling.grammar, stops) if sampling.grammar else None
         if sampling.stop:
             self._words.open()
         request = EngineRequest(prompt, sampling, limit, seed, stops, priority, listener, grammar)
 
-        def free(future: Future[list[Completion]]) -> None:
+        def free_rows(future: Future[list[Completion]]) -> None:
             # A failed listener, too, fails the future while its samples run.
             if future.cancelled() or future.exception():
                 with self._wake:
                     self._cancelled.append(request)
                     self._wake.notify()
 
-        request.future.add_done_callback(free)
+        request.future.add_done_callback(free_rows)
         with self._wake:
             self._check_alive()
             self._submitted.append(request)
@@ -173,11 +173,11 @@ class EmbeddedEngine:
 
     def release(self) -> Future[None]:
         """See `Engine.release`."""
-        return self._order("release")
+        return self._submit_order("release")
 
     def restore(self) -> Future[None]:
         """See `Engine.restore`; memory is allocated at the next weight update."""
-        return self._order("restore")
+        return self._submit_order("restore")
 
     @property
     def version(self) -> int:
@@ -238,7 +238,7 @@ class EmbeddedEngine:
         Raises:
             ValueError: too few for two rows, which a decode step has at least, and the prefill row.
         """
-        minimum = 3 * rounded(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
+        minimum = 3 * round_up(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
         if settings.cache_gb is not None:
             limit = round(settings.cache_gb * 1e9)
             source = "generator.cache_gb"
@@ -262,13 +262,13 @@ class EmbeddedEngine:
             )
         return limit
 
-    def _match(self, grammar: str, stops: frozenset[int]) -> Matcher:
+    def _start_matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
         """Return the first state of a grammar. ValueError: it is malformed, or llguidance is missing."""
         if self._grammars is None:
             self._grammars = resolve("forge_agents.grammar:Grammars", "grammar")(self._folder, self.config.vocab_size)
         return self._grammars.matcher(grammar, stops)  # type: ignore[no-any-return]
 
-    def _order(self, command: Literal["release", "restore"]) -> Future[None]:
+    def _submit_order(self, command: Literal["release", "restore"]) -> Future[None]:
         future: Future[None] = Future()
         with self._wake:
             self._check_alive()
@@ -282,13 +282,13 @@ class EmbeddedEngine:
         if self._error is not None:
             raise self._error
 
-    def _run(self, threads: int) -> None:
+    def _step_batch(self, threads: int) -> None:
         """The engine's thread: steps the batch until the engine closes or fails."""
         torch.set_num_threads(threads)
         error: BaseException = RuntimeError("the engine was closed before this was complete")
         try:
             with torch.inference_mode():
-                while self._accept():
+                while self._accept_requests():
                     # Before an order is carried out running sequences must end, or their weights change.
                     # What a schedule still has for these weights comes before those that follow.
                     is_held = self._released or (self._orders and not self._batch.is_scheduled(self._waiting))
@@ -316,7 +316,7 @@ class EmbeddedEngine:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def _accept(self) -> bool:
+    def _accept_requests(self) -> bool:
         """Accept the callers' requests and orders, waiting for them if nothing runs; False when closing."""
         batch = self._batch
         with self._wake:

@@ -37,7 +37,7 @@ class Experts:
         outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
         for expert, pairs in enumerate(order.split(counts)):
             if len(pairs):
-                rows = F.pad(x[pairs // self.k], (0, 0, 0, padded(len(pairs)) - len(pairs)))
+                rows = F.pad(x[pairs // self.k], (0, 0, 0, pad_rows(len(pairs)) - len(pairs)))
                 gate, up = self.gate_up[expert](rows).chunk(2, -1)
                 outputs[pairs] = self.down[expert](act(gate).mul_(up))[: len(pairs)]
         # Added one gate after the other: a sum over the dimension may round in another order.
@@ -48,7 +48,7 @@ class Experts:
         return out, experts
 
 
-def padded(rows: int) -> int:
+def pad_rows(rows: int) -> int:
     """Number of rows of a product: 2 to 8, a multiple of 8 up to 64, and of 64 beyond. Kernels are prepared for every
     new number of rows."""
     if rows <= 8:

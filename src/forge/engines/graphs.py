@@ -76,7 +76,7 @@ def cuda_capture() -> Capture:
     """A way to capture steps on CUDA; their graphs share memory, as one runs at a time."""
     living: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
-    def capture(step: Step) -> Step:
+    def capture_step(step: Step) -> Step:
         # The pool of a graph that lives: once all of a pool's graphs are dropped, it takes no other, and torch asserts.
         shared = next((graph.pool() for graph in living), None)
         pool = torch.cuda.graph_pool_handle() if shared is None else shared
@@ -86,13 +86,13 @@ def cuda_capture() -> Capture:
             drawn = step()
         living.add(graph)
 
-        def replay() -> Drawn:
+        def replay_graph() -> Drawn:
             graph.replay()
             return drawn
 
-        return replay
+        return replay_graph
 
-    return capture
+    return capture_step
 
 
 # By the type of the device.

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from ..models.architecture import longest
+from ..models.architecture import max_length
 from ..types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Engine(Protocol):
         """Stop the engine and its processes. Incomplete requests fail with a RuntimeError."""
 
 
-def extend(completion: Completion, piece: Completion) -> None:
+def extend_completion(completion: Completion, piece: Completion) -> None:
     """Append the next tokens of a sample to its completion."""
     completion.token_ids += piece.token_ids
     completion.logprobs += piece.logprobs
@@ -99,7 +99,7 @@ def extend(completion: Completion, piece: Completion) -> None:
     completion.finish = piece.finish
 
 
-def part(piece: Completion, start: int, end: int) -> Completion:
+def slice_completion(piece: Completion, start: int, end: int) -> Completion:
     """Tokens `start` to `end` of a piece; its `finish` only with the last of them."""
     versions = piece.versions[start:end]
     return replace(
@@ -119,7 +119,7 @@ def check_length(config: PreTrainedConfig, max_seq_len: int | None) -> int:
     Raises:
         ValueError: less than two tokens, or more than the model's limit.
     """
-    limit = longest(config)
+    limit = max_length(config)
     length = min(limit, LONGEST) if max_seq_len is None else max_seq_len
     if not 2 <= length <= limit:
         raise ValueError(f"max_seq_len must be 2 to {limit} for this model, got {max_seq_len}")

@@ -19,7 +19,7 @@ def has_bfloat16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
     """A weight (out, in) for `Linear`: on a CPU repacked for oneDNN, else unchanged.
 
     PyTorch's default in float32, MKL, uses AVX-512 on Intel's processors only: on AMD's oneDNN takes less than half the
@@ -42,7 +42,7 @@ class Linear:
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Make a product with this weight (out, in), packed for its device."""
-        return cls(pack(weight), bias)
+        return cls(pack_weight(weight), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight.is_mkldnn:

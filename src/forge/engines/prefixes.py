@@ -43,7 +43,7 @@ class PrefixCache:
         keys = list[Key]()
         chain = list[Prefix]()
         parent = 0
-        for block_tokens in _split(tokens):
+        for block_tokens in _split_blocks(tokens):
             block = self._blocks.get((parent, block_tokens))
             if block is None:
                 break
@@ -51,7 +51,7 @@ class PrefixCache:
             # The next block is looked up as a child of this one.
             chain.append(block.values)
             parent = block.number
-        self._touch(keys)
+        self._touch_blocks(keys)
         return chain
 
     def add(self, tokens: Sequence[int], values: Prefix) -> None:
@@ -61,7 +61,7 @@ class PrefixCache:
             return
         keys = list[Key]()
         parent = 0
-        for i, block_tokens in enumerate(_split(tokens)):
+        for i, block_tokens in enumerate(_split_blocks(tokens)):
             block = self._blocks.get((parent, block_tokens))
             if block is None:
                 # The beginning of a prompt that does not fit: its later blocks would drop it again.
@@ -74,12 +74,12 @@ class PrefixCache:
                 self.size += nbytes
             keys.append((parent, block_tokens))
             parent = block.number
-        self._touch(keys)
+        self._touch_blocks(keys)
         while self.size > self.limit:
             _, dropped = self._blocks.popitem(last=False)
             self.size -= sum(part.nbytes for part in dropped.values)
 
-    def _touch(self, keys: list[Key]) -> None:
+    def _touch_blocks(self, keys: list[Key]) -> None:
         """Make a chain of blocks the newest, its first block the last to be dropped."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
@@ -90,6 +90,6 @@ class PrefixCache:
         self.size = 0
 
 
-def _split(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+def _split_blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
     """The full blocks of tokens."""
     return [tuple(tokens[start : start + TOKENS]) for start in range(0, len(tokens) - TOKENS + 1, TOKENS)]

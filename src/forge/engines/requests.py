@@ -179,22 +179,22 @@ def allowed_tokens(rows: Iterable[RunningSample], vocabulary: int) -> Tensor:
                 row.matcher.fill(bits)
             except ValueError as error:
                 bits[:] = -1
-                fail(row.request, error)
+                fail_request(row.request, error)
         lines.append(bits)
     return torch.from_numpy(np.stack(lines))
 
 
-def accept(rows: Iterable[RunningSample], tokens: list[int]) -> None:
+def accept_tokens(rows: Iterable[RunningSample], tokens: list[int]) -> None:
     """Advance the grammars of rows by the tokens drawn for them."""
     for row, token in zip(rows, tokens, strict=True):
         if row.matcher is not None and not row.request.future.done():
             try:
                 row.matcher.accept(token)
             except ValueError as error:
-                fail(row.request, error)
+                fail_request(row.request, error)
 
 
-def stream(
+def stream_tokens(
     rows: Iterable[RunningSample], index: list[int], tokens: Tensor, logprobs: Tensor, weights: WeightSpan
 ) -> None:
     """Pass tokens that these weights have just drawn to the listeners of rows, with one synchronisation for all.
@@ -213,15 +213,15 @@ def stream(
         if request.listener is None or request.future.done():
             continue
         if math.isnan(logprob):
-            fail(request, UnusableWeights(piece))
+            fail_request(request, UnusableWeights(piece))
             continue
         try:
             request.listener(row.sample, piece)
         except Exception as error:  # the request fails, not the engine
-            fail(request, error)
+            fail_request(request, error)
 
 
-def due(
+def take_due(
     paused: list[RunningSample], waiting: Iterable[EngineRequest], version: int
 ) -> tuple[list[RunningSample], list[RunningSample]]:
     """Paused samples that weights of this version draw from now on, and those that wait on. Requests whose weights
@@ -231,7 +231,7 @@ def due(
     for row in paused:
         next_version = row.next_version(len(row.resumed.token_ids))
         if next_version < version:
-            fail(row.request, PassedOver(row.request, next_version, version))
+            fail_request(row.request, PassedOver(row.request, next_version, version))
         else:
             rows.append(row)
     is_due = [row.next_version(len(row.resumed.token_ids)) == version for row in rows]
@@ -245,7 +245,7 @@ def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
         if request.sampling.schedule:
             next_version = request.sampling.schedule[request.admitted][0][0]
             if next_version < version:
-                fail(request, PassedOver(request, next_version, version))
+                fail_request(request, PassedOver(request, next_version, version))
 
 
 class PassedOver(ValueError):
@@ -271,7 +271,7 @@ class UnusableWeights(RuntimeError):
         )
 
 
-def fail(request: EngineRequest, error: Exception) -> None:
+def fail_request(request: EngineRequest, error: Exception) -> None:
     """Fail one request, if it has not failed before; the others continue."""
     if not request.future.done() and request.future.set_running_or_notify_cancel():
         request.future.set_exception(error)

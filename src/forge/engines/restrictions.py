@@ -33,7 +33,7 @@ class Words:
         self._opened: Any = None
 
     @property
-    def _tokenizer(self) -> Any:
+    def _open_tokenizer(self) -> Any:
         with self._lock:
             if self._opened is None:
                 if not has_tokenizer(self._folder):
@@ -43,14 +43,14 @@ class Words:
 
     def open(self) -> None:
         """Open the tokenizer. ValueError: the folder has none."""
-        _ = self._tokenizer
+        _ = self._open_tokenizer
 
     def ended(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
         """Whether the last token completed one of these texts."""
         # The tail alone: the rest was looked at when it was the tail.
         longest = max(len(stop.encode()) for stop in stops)
         tail = tokens[-(longest * BYTES + SPECIAL) :]
-        text = self._tokenizer.decode(tail, skip_special_tokens=True)
+        text = self._open_tokenizer.decode(tail, skip_special_tokens=True)
         return any(stop in text for stop in stops)
 
 
@@ -103,7 +103,7 @@ class Restrictions:
             index_of: makes an index of rows on the device.
         """
 
-        def index(numbers: Iterable[int]) -> Tensor | None:
+        def index_or_none(numbers: Iterable[int]) -> Tensor | None:
             positions = list(numbers)
             return index_of(positions) if positions else None
 
@@ -111,11 +111,13 @@ class Restrictions:
         restricted = {i: row for i, row in enumerate(rows) if row.request.is_restricted}
         samplings = {i: row.request.sampling for i, row in restricted.items()}
         # Top-k and top-p have no effect on greedy decoding.
-        self._bounded = index(i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0))
-        self._penalised = index(i for i, s in samplings.items() if s.repetition_penalty != 1)
-        self._policy = index(i for i, s in samplings.items() if s.logprobs_of == "policy" and s.restricted)
+        self._bounded = index_or_none(
+            i for i, s in samplings.items() if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)
+        )
+        self._penalised = index_or_none(i for i, s in samplings.items() if s.repetition_penalty != 1)
+        self._policy = index_or_none(i for i, s in samplings.items() if s.logprobs_of == "policy" and s.restricted)
         self.watched = {i: row for i, row in restricted.items() if row.request.sampling.stop}
-        self._watched_index = index(self.watched)
+        self._watched_index = index_or_none(self.watched)
 
     def policy(self, logits: Tensor) -> Tensor | None:
         """The log-probabilities before anything is excluded, of the rows that record these; None: there are none."""

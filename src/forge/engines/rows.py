@@ -12,7 +12,7 @@ from torch import Tensor
 from .graphs import Drawn
 from .requests import RunningSample
 from .restrictions import Restrictions
-from .sampling import draw, uniforms
+from .sampling import draw_tokens, draw_uniforms
 
 MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
@@ -61,7 +61,7 @@ class RowState:
         for i, row in placed.items():
             first = len(row.request.prompt) - 1
             limit = row.request.limit
-            self.uniform[i, first : first + limit] = uniforms(row.request.seed, row.sample, limit)
+            self.uniform[i, first : first + limit] = draw_uniforms(row.request.seed, row.sample, limit)
 
     def move(self, free: int, last: int) -> None:
         """Give row `free` the state of row `last`."""
@@ -81,7 +81,7 @@ class RowState:
         positions, running = self.positions[:rows], self.running[:rows]
         columns = positions[:, None]
         uniform = self.uniform[:rows].gather(1, columns)[:, 0]
-        tokens, logprobs = draw(logits, uniform, self.greedy[:rows] if self.any_greedy else None)
+        tokens, logprobs = draw_tokens(logits, uniform, self.greedy[:rows] if self.any_greedy else None)
         self.restrictions.record(logprobs, policy, tokens)
         self.tokens[:rows] = tokens
         self.drawn[:rows].scatter_(1, columns, tokens[:, None])

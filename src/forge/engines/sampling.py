@@ -9,7 +9,7 @@ from torch import Tensor
 from ..types import TOP_LOGPROBS
 
 
-def uniforms(seed: int, sample: int, count: int) -> Tensor:
+def draw_uniforms(seed: int, sample: int, count: int) -> Tensor:
     """The random numbers in [0, 1) of one sample, (count,); a smaller count gives a prefix."""
     key = np.array([seed % 2**64, sample], dtype=np.uint64)
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32))
@@ -35,7 +35,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
 
 
-def draw(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token a row: logits (B, V) and uniform (B,) -> token ids and log-probabilities under softmax, (B,) each.
 
     `logits` are after temperature, grammar, top-k and top-p. Rows marked in `greedy` (B,) take the most likely token.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..models.architecture import FAMILIES, LAYER_WINDOWS, MLP_BIASES, check_config, rotary_parameters, sparse_layers
 from ..models.files import read_json
 from ..models.tokenizer import model_config
-from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, follows, head_size, layout, split_experts
+from ..models.weight_layouts import EMBEDDING, HEAD, FusedPart, engine_layout, head_size, is_derived, split_experts
 from ..types import UNKNOWN_EXPERT
 from .experts import Experts
 from .linear import Linear
@@ -184,7 +184,7 @@ class Weights:
         """
         self.version = version
         self.identity = identity
-        table = layout(config)
+        table = engine_layout(config)
         tied = config.tie_word_embeddings
         shifted = config.model_type == "gemma3_text"  # its norms multiply by 1 + weight
         # Fused tensors, by name: those of which some parts have arrived, and the number of missing parts.
@@ -220,27 +220,29 @@ class Weights:
                     else:
                         complete[name] = fused
 
-        def linear(name: str) -> Linear:
+        def read_linear(name: str) -> Linear:
             matrix = matrices[name]
             matrix.bias = complete.get(f"{name}.bias")
             return matrix
 
         def feed_forward(layer: str) -> FeedForward | Experts:
             if f"{layer}.router" not in matrices:
-                return FeedForward(linear(f"{layer}.gate_up"), linear(f"{layer}.down"))
+                return FeedForward(read_linear(f"{layer}.gate_up"), read_linear(f"{layer}.down"))
             gate_up, down = (
                 [matrices[f"{layer}.experts.{name}.{i}"] for i in range(config.num_experts)]
                 for name in ("gate_up", "down")
             )
-            return Experts(linear(f"{layer}.router"), gate_up, down, config.num_experts_per_tok, config.norm_topk_prob)
+            return Experts(
+                read_linear(f"{layer}.router"), gate_up, down, config.num_experts_per_tok, config.norm_topk_prob
+            )
 
         self.embed = complete["embed"]
         self.norm = complete["norm"]
-        self.head = Linear.of(self.embed) if tied else linear("head")
+        self.head = Linear.of(self.embed) if tied else read_linear("head")
         self.layers = [
             Layer(
-                qkv=linear(f"{layer}.qkv"),
-                output=linear(f"{layer}.output"),
+                qkv=read_linear(f"{layer}.qkv"),
+                output=read_linear(f"{layer}.output"),
                 feed_forward=feed_forward(layer),
                 **{name: complete.get(f"{layer}.{name}") for name in NORMS},
             )
@@ -250,7 +252,7 @@ class Weights:
 
 def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one version of an engine's weights, without a second copy of tied embeddings."""
-    shapes = [(sum(part.rows for part in parts), *parts[0].inner) for parts in layout(config).values()]
+    shapes = [(sum(part.rows for part in parts), *parts[0].inner) for parts in engine_layout(config).values()]
     return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
 
@@ -274,7 +276,7 @@ def checked_parts(
     """
     missing = {part.name: (entry, i) for entry, parts in table.items() for i, part in enumerate(parts)}
     for name, tensor in split_experts(named_tensors):
-        if follows(name, tied):
+        if is_derived(name, tied):
             continue
         if name not in missing:
             raise ValueError(f"weight {name!r} is unknown to this model, or given twice")

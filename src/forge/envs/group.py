@@ -81,7 +81,7 @@ class GroupEnv(ABC):
         prefix: str = "eval",
         **sampling: Any,
     ) -> dict[str, float]:
-        """`eval/accuracy` and more of n answers to each sample, see `forge.envs.group.summarise`; empty without
+        """`eval/accuracy` and more of n answers to each sample, see `forge.envs.group.summarise_answers`; empty without
         samples.
 
         Args:
@@ -100,7 +100,7 @@ class GroupEnv(ABC):
             groups = await asyncio.gather(*plays)
         if keep is not None:
             keep([sample for sample in samples for _ in range(n)], [episode for group in groups for episode in group])
-        return {f"{prefix}/{name}": value for name, value in summarise(groups, n).items()}
+        return {f"{prefix}/{name}": value for name, value in summarise_answers(groups, n).items()}
 
 
 class SingleTurnEnv(GroupEnv):
@@ -154,7 +154,7 @@ class NothingScored(RuntimeError):
     """No reward has scored any episode."""
 
 
-def summarise(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:
+def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:
     """What the answers to problems say.
 
     Args:
@@ -180,12 +180,12 @@ def summarise(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:
         for k in sorted({*(1 << power for power in range(1, n.bit_length())), n}):
             # Of a problem with fewer scored answers it is not known.
             values[f"pass@{k}"] = [pass_at(k, total, right) for total, right in counts if total >= k]
-        values[f"maj@{n}"] = [majority(group) for group in judged if len(group) == n]
+        values[f"maj@{n}"] = [is_majority_right(group) for group in judged if len(group) == n]
     metrics: dict[str, float] = {}
     for name, shares in values.items():
         if shares:
             metrics[name] = sum(shares) / len(shares)
-            metrics[f"{name}/margin"] = margin(metrics[name], len(shares))
+            metrics[f"{name}/margin"] = half_interval(metrics[name], len(shares))
     rewards = [episode.outcome for episode in episodes if episode.outcome is not None]
     if rewards:
         metrics["reward"] = sum(rewards) / len(rewards)
@@ -199,7 +199,7 @@ def pass_at(k: int, total: int, right: int) -> float:
     return 1.0 - math.comb(total - right, k) / math.comb(total, k)
 
 
-def majority(group: Sequence[Episode]) -> float:
+def is_majority_right(group: Sequence[Episode]) -> float:
     """Whether the most frequent answer to a problem is right; of answers that are equally frequent, the share."""
     answers = [final_answer(episode.text) or episode.text.strip() for episode in group]
     votes = Counter(answers)
@@ -212,7 +212,7 @@ def majority(group: Sequence[Episode]) -> float:
     return sum(right[answer] / most for answer in winners) / len(winners)
 
 
-def margin(share: float, count: int) -> float:
+def half_interval(share: float, count: int) -> float:
     """Half of Wilson's 95 % interval of a share over `count` problems."""
     spread = share * (1 - share) / count + Z**2 / (4 * count**2)
     return Z * math.sqrt(spread) / (1 + Z**2 / count)

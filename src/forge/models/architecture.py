@@ -79,7 +79,7 @@ def rotary_parameters(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     return {"": rope}
 
 
-def longest(config: PreTrainedConfig) -> int:
+def max_length(config: PreTrainedConfig) -> int:
     """Maximum tokens of a sequence: `max_position_embeddings`, or the limit of `rotary_limit`."""
     limit = rotary_limit(config)
     return config.max_position_embeddings if limit is None else min(config.max_position_embeddings, limit[0])

@@ -52,7 +52,7 @@ def check_family(name: str) -> None:
     if family is None:  # `resolve_model` says what else is missing
         return
     if family not in FAMILIES:
-        raise ValueError(f"model {name} has model_type {family!r:.80}, which is unsupported: use {_families()}")
+        raise ValueError(f"model {name} has model_type {family!r:.80}, which is unsupported: use {_list_families()}")
     try:
         config = model_config(path.parent)
     except Exception as error:  # its validation raises its own classes
@@ -61,7 +61,7 @@ def check_family(name: str) -> None:
     check_config(config)
 
 
-def _families() -> str:
+def _list_families() -> str:
     return "a model of " + ", ".join(FAMILIES)
 
 

@@ -54,7 +54,7 @@ def forward_flops(config: PreTrainedConfig, tokens: float, attended: float, pred
     return matrices + 4.0 * config.num_hidden_layers * heads * head * attended
 
 
-def causal(length: float, context: float = 0.0) -> float:
+def count_causal(length: float, context: float = 0.0) -> float:
     """Tokens attended to by `length` tokens that follow `context` others."""
     return length * context + length * (length + 1) / 2
 

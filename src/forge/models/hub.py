@@ -54,7 +54,7 @@ def check_upload(repository: str) -> None:
         raise ValueError("checkpoint.push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
 
 
-def upload(folder: Path, repository: str) -> str:
+def upload_folder(folder: Path, repository: str) -> str:
     """Upload a model's folder to a repository, which is made private if it is new; returns its address.
 
     Raises:

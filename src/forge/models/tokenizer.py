@@ -75,27 +75,27 @@ MODELS = 4
 
 def model_config(folder: str | Path) -> PretrainedConfig:
     """The transformers configuration of a model folder."""
-    return deepcopy(_config(str(folder), _changed(folder, "config.json")))
+    return deepcopy(_read_config(str(folder), _time_of_change(folder, "config.json")))
 
 
 def model_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder. ValueError: see `open_tokenizer`."""
-    return _tokenizer(str(folder), _changed(folder, "tokenizer_config.json"))
+    return _read_tokenizer(str(folder), _time_of_change(folder, "tokenizer_config.json"))
 
 
 @lru_cache(maxsize=MODELS)
-def _config(folder: str, changed: int) -> PretrainedConfig:
+def _read_config(folder: str, changed: int) -> PretrainedConfig:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 @lru_cache(maxsize=MODELS)
-def _tokenizer(folder: str, changed: int) -> PreTrainedTokenizerBase:
+def _read_tokenizer(folder: str, changed: int) -> PreTrainedTokenizerBase:
     return open_tokenizer(folder)
 
 
-def _changed(folder: str | Path, name: str) -> int:
+def _time_of_change(folder: str | Path, name: str) -> int:
     """When a file of the folder was written, in nanoseconds: another run may write another model there."""
     try:
         return (Path(folder) / name).stat().st_mtime_ns

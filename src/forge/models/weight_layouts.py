@@ -54,12 +54,12 @@ def head_size(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def follows(name: str, tied: bool) -> bool:
+def is_derived(name: str, tied: bool) -> bool:
     """Whether a plain tensor follows from others: rotary frequencies, or the head of a model with tied embeddings."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
 
-def layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
+def engine_layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     """Every engine parameter of a config of `forge.models.FAMILIES` with the plain tensors fused into it, in row order.
 
     Matrices and their biases end in `.weight` and `.bias`, norms in `norm`. With tied embeddings there is no head.
@@ -92,14 +92,16 @@ def layout(config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
             table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows, (D,), True) for x, rows in norms)
         elif family in ("olmo2", "olmoe"):  # of all heads together
             table[engine + "qk_norm"] = tuple(FusedPart(f"{attn}{x}.weight", rows * D) for x, rows in norms)
-        table |= _experts(engine, mlp, config) if i in sparse_layers(config) else _dense(engine, mlp, config)
+        table |= (
+            _expert_layout(engine, mlp, config) if i in sparse_layers(config) else _dense_layout(engine, mlp, config)
+        )
     table["norm"] = (FusedPart("model.norm.weight", C),)
     if not config.tie_word_embeddings:
         table["head.weight"] = (FusedPart(HEAD, config.vocab_size, (C,)),)
     return table
 
 
-def _dense(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
+def _dense_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     C, I = config.hidden_size, config.intermediate_size  # noqa: E741
     halves = [("gate_up", 2 * I)] if config.model_type == "phi3" else [("gate", I), ("up", I)]
     return {
@@ -108,7 +110,7 @@ def _dense(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[F
     }
 
 
-def _experts(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
+def _expert_layout(engine: str, mlp: str, config: PreTrainedConfig) -> dict[str, tuple[FusedPart, ...]]:
     """The experts' matrices one below the other."""
     C, experts = config.hidden_size, range(config.num_experts)
     I = config.moe_intermediate_size if config.model_type == "qwen3_moe" else config.intermediate_size  # noqa: E741
@@ -136,7 +138,7 @@ def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -
                 yield f"{match['experts']}.{expert}.{matrix}.weight", part
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """The plain name of a tensor as peft calls it; an adapter's factors become `<module>.lora_A.weight` and `_B`.
 
     Raises:
@@ -156,7 +158,7 @@ def has_adapters(names: Iterable[str]) -> bool:
     return any(map(ADAPTER.fullmatch, names))
 
 
-def adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def read_adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The LoRA factors alone, under `<plain module>.lora_A.weight` and `.lora_B.weight`.
 
     Raises:
@@ -164,7 +166,7 @@ def adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """
     factors: dict[str, Tensor] = {}
     for name, tensor in named_tensors:
-        target = plain(name)
+        target = plain_name(name)
         if not ADAPTER.fullmatch(target):
             continue
         if target in factors:

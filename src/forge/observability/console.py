@@ -15,7 +15,7 @@ from collections import deque
 
 from tqdm import tqdm
 
-from ..system.masking import masked
+from ..system.masking import mask_secrets
 
 LOG_INTERVAL = 10.0  # seconds between progress lines
 RECENT = 50  # steps whose mean duration the remaining time is estimated from
@@ -32,7 +32,7 @@ class ConsoleHandler(logging.Handler):
         is_plain = record.name == log.name
         stream = sys.stdout if is_plain else sys.stderr
         try:
-            text = masked(self.format(record))
+            text = mask_secrets(self.format(record))
             with tqdm.external_write_mode():
                 print(text if is_plain else f"forge: {text}", file=stream, flush=True)
         except BrokenPipeError:  # `| head`, or a `tee` that was killed: the run continues without a reader
@@ -98,10 +98,10 @@ class Progress:
             return
         if now - self._logged >= LOG_INTERVAL or step >= self.steps or "eval/accuracy" in row:
             self._logged = now
-            parts = [f"step {step}/{self.steps}", text, self._remaining(step) if step else "before training"]
+            parts = [f"step {step}/{self.steps}", text, self._time_left(step) if step else "before training"]
             log.info("%s", "  ".join(part for part in parts if part))
 
-    def _remaining(self, step: int) -> str:
+    def _time_left(self, step: int) -> str:
         """The time that is left as text; empty until enough steps were measured."""
         first, started = self._ends[0]
         if step - first < MIN_STEPS and step < self.steps:

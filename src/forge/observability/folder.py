@@ -31,7 +31,7 @@ MAX_REASON = 500  # characters of the reason why a run ended
 ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the reason; then the traceback
 
 
-def digest(path: Path, size: int | None = None) -> xxhash.xxh3_128:
+def hash_file(path: Path, size: int | None = None) -> xxhash.xxh3_128:
     """Hash the first bytes of a file, or all."""
     state = xxhash.xxh3_128()
     remaining = path.stat().st_size if size is None else size
@@ -57,7 +57,7 @@ def made_no_step(folder: Path) -> bool:
     return not any((folder / "checkpoints").glob("*")) and all(row.startswith('{"step": 0.0,') for row in rows)
 
 
-def clear(folder: Path) -> None:
+def clear_run(folder: Path) -> None:
     """Remove an earlier run, but not the lock on its folder. The mark is removed last: after a kill the folder either
     still counts as a run or is clean. Checkpoints are renamed first, so that none is incomplete."""
     for path in folder.iterdir():
@@ -70,7 +70,7 @@ def clear(folder: Path) -> None:
     (folder / CONFIG).unlink(missing_ok=True)
 
 
-def cut(path: Path, last: int) -> list[Row]:
+def cut_lines(path: Path, last: int) -> list[Row]:
     """Remove the lines of steps after `last` from a file of JSON lines, and return the others.
 
     Damaged lines are removed too: a killed process leaves a truncated last one, any other is a warning."""
@@ -95,10 +95,10 @@ def last_state(folder: Path) -> str:
     """Return the `state` of a run whose lock is free."""
     if (folder / FINISHED).is_file():
         return "finished"
-    return "failed" if ending(folder).startswith("failed") else "stopped"
+    return "failed" if read_ending(folder).startswith("failed") else "stopped"
 
 
-def ending(folder: Path) -> str:
+def read_ending(folder: Path) -> str:
     """Return why a run ended before its last step, as "failed: KeyError: 'answer'"; empty if it is not recorded."""
     path = folder / ENDED
     return path.read_text(errors="replace").partition("\n")[0].strip()[:MAX_REASON] if path.is_file() else ""
@@ -122,7 +122,7 @@ class RunLock:
         self.path = Path(folder) / "lock"
         self._is_new = not self.path.parent.exists()
         deadline = time.monotonic() + patience
-        while (handle := self._acquire()) is None:
+        while (handle := self._acquire_lock()) is None:
             owner = self.path.read_text()
             is_alive = owner not in ("", str(os.getpid())) and Path(f"/proc/{owner}").exists()
             # The processes of a dead controller end soon; a living owner does not.
@@ -134,7 +134,7 @@ class RunLock:
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
 
-    def _acquire(self) -> int | None:
+    def _acquire_lock(self) -> int | None:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -69,6 +69,6 @@ def parse_line(line: bytes) -> Row | None:
     return value if isinstance(value, dict) else None
 
 
-def numbers(row: Row) -> dict[str, float]:
+def finite_numbers(row: Row) -> dict[str, float]:
     """Return the values of a row that are finite numbers."""
     return {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}

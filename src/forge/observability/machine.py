@@ -25,7 +25,7 @@ class Usage(NamedTuple):
 _last = (time.time(), time.process_time())
 
 
-def usage(process: str) -> Usage:
+def measure_usage(process: str) -> Usage:
     """Measure this process, without its children."""
     global _last
     now = time.time()
@@ -41,7 +41,7 @@ def usage(process: str) -> Usage:
     return Usage(process, os.getpid(), now, cpu - spent, (cpu - spent) / max(now - before, 1e-3), memory)
 
 
-def room(folder: Path) -> dict[str, float]:
+def measure_room(folder: Path) -> dict[str, float]:
     """Return the free disk of a folder and the available memory of this machine, in GB."""
     free = {"machine/disk_free_gb": shutil.disk_usage(folder).free / 1e9}
     try:
@@ -53,7 +53,7 @@ def room(folder: Path) -> dict[str, float]:
 
 
 @cache
-def nvml() -> Any:
+def open_nvml() -> Any:
     """Return NVIDIA's library with its devices opened; None without it (`pip install nvidia-ml-py`) or its driver."""
     if importlib.util.find_spec("pynvml") is None:
         return None
@@ -66,10 +66,10 @@ def nvml() -> Any:
     return pynvml
 
 
-def gpus() -> dict[str, float]:
+def measure_gpus() -> dict[str, float]:
     """Return memory in use and utilisation of each GPU of this machine. Untested: needs an NVIDIA driver."""
     metrics: dict[str, float] = {}
-    library = nvml()
+    library = open_nvml()
     if library is not None:
         for index in range(library.nvmlDeviceGetCount()):
             device = library.nvmlDeviceGetHandleByIndex(index)
@@ -80,7 +80,7 @@ def gpus() -> dict[str, float]:
 
 def gpu_name() -> str | None:
     """Name of the first GPU of this machine."""
-    library = nvml()
+    library = open_nvml()
     if library is None or not library.nvmlDeviceGetCount():
         return None
     name = library.nvmlDeviceGetName(library.nvmlDeviceGetHandleByIndex(0))

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from .machine import Usage, usage
+from .machine import Usage, measure_usage
 
 
 class Reduce(enum.Enum):
@@ -118,7 +118,7 @@ def metrics_of(policy: str) -> Iterator[None]:
         _label.reset(token)
 
 
-def labelled(name: str) -> str:
+def add_label(name: str) -> str:
     """The full name of a metric, with the policy of the block or of the process before it."""
     label = _label.get()
     if label is None:
@@ -135,7 +135,7 @@ def record_metric(name: str, value: float, reduce: Reduce = Reduce.MEAN, weight:
     Raises:
         ValueError: the value is not finite: averaging over a NaN would hide a bug.
     """
-    name = labelled(name)
+    name = add_label(name)
     value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"metric {name!r} got {value}")
@@ -221,5 +221,5 @@ def drain() -> Snapshot:
     with _lock:
         snapshot = _current
         _current = Snapshot()
-    snapshot.usage.append(usage(process_name()))
+    snapshot.usage.append(measure_usage(process_name()))
     return snapshot

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @cache
-def schema() -> pyarrow.Schema:
+def make_schema() -> pyarrow.Schema:
     """The columns. A row is one token sequence: an episode, or an earlier branch of one whose conversation was
     rewritten."""
     import pyarrow as pa
@@ -97,7 +97,7 @@ class RolloutLog:
         self._max_bytes = max_bytes
         self._spell = spell
         self.groups = groups
-        self._schema = schema()  # Arrow's import takes most of a second, which no step should include
+        self._schema = make_schema()  # Arrow's import takes most of a second, which no step should include
         self._texts: dict[int, str] = {}
         self._size = path.stat().st_size if path.exists() else 0
 
@@ -134,7 +134,7 @@ class RolloutLog:
             for sample, last in enumerate(group.episodes):
                 branches = (*last.branches, last)
                 for branch, episode in enumerate(reversed(branches)):
-                    row = _row(step, group, sample, branch, episode, last, reason)
+                    row = _make_row(step, group, sample, branch, episode, last, reason)
                     rows.insert(len(rows) - branch, row)
                 episodes += branches
         if not rows:
@@ -142,9 +142,9 @@ class RolloutLog:
         # Numbers of tokens are flat arrays over all rows; `ends` divides them.
         ends = np.concatenate([[0], np.cumsum([len(episode.tokens) for episode in episodes])])
         flat = {name: np.full(ends[-1], np.nan, np.float32) for name in (*ENGINE, *BATCH, *TRAINER)}
-        mask = _flat([episode.mask for episode in episodes], np.bool_)
+        mask = _flatten_rows([episode.mask for episode in episodes], np.bool_)
         engine = [e.logprobs or [math.nan] * len(e.tokens) for e in episodes]
-        flat["engine_logprobs"] = np.where(mask, _flat(engine, np.float32), np.float32(np.nan))
+        flat["engine_logprobs"] = np.where(mask, _flatten_rows(engine, np.float32), np.float32(np.nan))
         if batch is not None and batch.recorded is not None:
             recorded = np.flatnonzero((batch.recorded >= 0) & batch.mask)
             for name in BATCH:
@@ -158,14 +158,14 @@ class RolloutLog:
                     row["dropped"] = IDLE
             for name, numbers in (trained or {}).items():
                 flat[name][: len(numbers)] = numbers  # dropped rows come after them
-        tokens = _flat([episode.tokens for episode in episodes], np.int32)
+        tokens = _flatten_rows([episode.tokens for episode in episodes], np.int32)
         lists: dict[str, np.ndarray | pyarrow.Array] = {
             "tokens": tokens,
             "texts": self._texts_of(tokens),
             "mask": mask,
             **flat,
         }
-        lists["versions"] = _flat([episode.versions for episode in episodes], np.int64)
+        lists["versions"] = _flatten_rows([episode.versions for episode in episodes], np.int64)
         offsets = pa.array(ends, pa.int32())
         arrays = [
             pa.ListArray.from_arrays(offsets, pa.array(lists[field.name], field.type.value_type))
@@ -194,16 +194,18 @@ class RolloutLog:
         distinct, indices = np.unique(tokens, return_inverse=True)
         for token in distinct.tolist():
             if token not in self._texts:
-                self._texts[token] = "" if self._spell is None else clean(self._spell(token))
+                self._texts[token] = "" if self._spell is None else escape_surrogates(self._spell(token))
         return pa.array([self._texts[token] for token in distinct.tolist()], pa.string()).take(pa.array(indices))
 
 
-def clean(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Return text that UTF-8 can encode: lone surrogates become escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _row(step: int, group: Group, sample: int, branch: int, episode: Episode, last: Episode, reason: str | None) -> Row:
+def _make_row(
+    step: int, group: Group, sample: int, branch: int, episode: Episode, last: Episode, reason: str | None
+) -> Row:
     """The row of a token sequence, but for its tokens. `last` is the branch that the episode ended with."""
     info = episode.info
     return {
@@ -211,13 +213,13 @@ def _row(step: int, group: Group, sample: int, branch: int, episode: Episode, la
         "group": group.index,
         "sample": info.get("sample", sample),  # numbered over all policies, where a run trains several
         "branch": branch,
-        "prompt": clean(group.prompt),
-        "response": clean(episode.text),
-        "target": clean(str(group.target)),
+        "prompt": escape_surrogates(group.prompt),
+        "response": escape_surrogates(episode.text),
+        "target": escape_surrogates(str(group.target)),
         "reward": last.outcome,
         "parts": json.dumps(parts) if (parts := info.get("parts")) else "{}",
         # A dropped episode has no advantage, though one was computed for its group.
-        "advantage": None if reason is not None else _mean(episode.advantage),
+        "advantage": None if reason is not None else _mean_advantage(episode.advantage),
         "version": episode.version,
         "origins": json.dumps(sorted(episode.origins)),
         "finish": str(info.get("stop") or info.get("finish") or ""),
@@ -228,16 +230,16 @@ def _row(step: int, group: Group, sample: int, branch: int, episode: Episode, la
     }
 
 
-def _mean(advantage: float | Sequence[float] | None) -> float | None:
+def _mean_advantage(advantage: float | Sequence[float] | None) -> float | None:
     """The advantage of an episode: the mean, where each token has one."""
     return float(np.mean(advantage)) if isinstance(advantage, Sequence) else advantage
 
 
-def _flat(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+def _flatten_rows(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
 
 
-def batches(
+def read_batches(
     path: Path, columns: Sequence[str] | None = None, after: int = 0
 ) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
     """Yield (end in the file, rows) of each step, as far as the file is complete. Only the requested columns are
@@ -251,17 +253,17 @@ def batches(
     """
     import pyarrow as pa
 
-    if not path.is_file() or path.stat().st_size <= len(schema().serialize()):
+    if not path.is_file() or path.stat().st_size <= len(make_schema().serialize()):
         return  # no step was written, or the process was killed during its first write
     with pa.OSFile(str(path)) as file:
         try:
             written = pa.ipc.read_schema(pa.ipc.read_message(file))
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{path} is not a file of rollouts: {error}") from None
-        if written != schema():
+        if written != make_schema():
             raise ValueError(f"{path} has other columns: another version wrote it")
 
-        names = schema().names if columns is None else columns
+        names = make_schema().names if columns is None else columns
         options = pa.ipc.IpcReadOptions(included_fields=[written.get_field_index(name) for name in names])
         header = written.serialize().to_pybytes()
         file.seek(max(after, file.tell()))
@@ -276,15 +278,15 @@ def batches(
 
 def count_rows(path: Path) -> int:
     """Count the rows of a file; 0 where it does not exist. ValueError: as of `batches`."""
-    return sum(len(batch) for _, batch in batches(path, ["step"]))
+    return sum(len(batch) for _, batch in read_batches(path, ["step"]))
 
 
-def cut(path: Path, last: int) -> None:
+def cut_rollouts(path: Path, last: int) -> None:
     """Remove the steps after `last`, and damaged ones. The remaining steps become another file: processes that have
     mapped the former one into memory may continue to read it."""
     end = 0
     try:
-        for position, batch in batches(path, ["step"]):
+        for position, batch in read_batches(path, ["step"]):
             if batch["step"][0].as_py() > last:
                 break
             end = position
@@ -299,7 +301,7 @@ def cut(path: Path, last: int) -> None:
             os.fsync(new.fileno())
 
 
-def texts(batch: pyarrow.RecordBatch) -> list[Row]:
+def texts_by_group(batch: pyarrow.RecordBatch) -> list[Row]:
     """Return a dict for each group that trained: its prompt, the first response, the target and all rewards."""
     groups: dict[int, Row] = {}
     names = ["step", "group", "branch", "version", *TEXT, "reward", "dropped"]
@@ -317,7 +319,7 @@ def texts(batch: pyarrow.RecordBatch) -> list[Row]:
 HELD_OUT = "held_out.jsonl"
 
 
-def lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> bytes:
+def held_out_lines(step: int, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> bytes:
     """Write one line of JSON for each answer: step, set (its name, where it is not the first one), problem (its number
     among those of the set), prompt, target, response, reward, correct, tokens (sampled) and finish. `reward` and
     `correct` are null where they are not known. Several answers to a problem are neighbours."""

@@ -17,19 +17,19 @@ import numpy as np
 import yaml
 
 from ..config.plugin import resolve
-from ..config.sections import flat
+from ..config.sections import flatten_config
 from ..system.checksums import DamagedFile, read_sealed, write_sealed
 from ..system.files import make_private, room_for, write_atomic
-from ..system.masking import masked, without_secrets
+from ..system.masking import mask_secrets, without_secrets
 from ..types import Batch, Episode, Group, Sample
 from .console import Progress, configure_logging, log
-from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear, cut, digest, last_state
+from .folder import CONFIG, ENDED, FINISHED, LOGS, MARK, check_free, clear_run, cut_lines, hash_file, last_state
 from .lines import Row
-from .machine import gpus, room
+from .machine import measure_gpus, measure_room
 from .metrics import Clock, Snapshot, phase
-from .rollouts import HELD_OUT, ROLLOUTS, RolloutLog, lines
-from .rollouts import cut as cut_rollouts
-from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header, published_line
+from .rollouts import HELD_OUT, ROLLOUTS, RolloutLog, held_out_lines
+from .rollouts import cut_rollouts as cut_rollouts
+from .schedule import NUMBERS, SCHEDULE, GroupEntry, StepEntry, header_line, published_line
 from .trace import TRACE, Trace
 
 # Functions of extensions that are called with the directory of a run that ends, and how ("finished", "failed: why").
@@ -74,23 +74,23 @@ class Run:
         if resume is None:
             check_free(self.folder, overwrite)
             if (self.folder / MARK).exists():
-                clear(self.folder)
+                clear_run(self.folder)
         if resume:
             self._check_logs()
         else:
             make_private(self.folder)
         # Records after the checkpoint are removed: these steps are computed again.
-        self.history: list[dict[str, float]] = cut(self.folder / MARK, start) if resume else []
+        self.history: list[dict[str, float]] = cut_lines(self.folder / MARK, start) if resume else []
         if resume:
             cut_rollouts(self.folder / ROLLOUTS, start)
-            cut(self.folder / HELD_OUT, start)
-            cut(self.folder / SCHEDULE, start)
+            cut_lines(self.folder / HELD_OUT, start)
+            cut_lines(self.folder / SCHEDULE, start)
         # What an earlier attempt has said about its end is no longer true.
         for name in (FINISHED, ENDED):
             (self.folder / name).unlink(missing_ok=True)
         write_sealed(self.folder / CONFIG, yaml.safe_dump(without_secrets(config), sort_keys=False))
         self._logs = {name: (self.folder / name).open("ab") for name in (MARK, ROLLOUTS, HELD_OUT, SCHEDULE)}
-        self._digests = {name: digest(self.folder / name) for name in self._logs}
+        self._digests = {name: hash_file(self.folder / name) for name in self._logs}
         self._trace = Trace(self.folder / TRACE)
         self._rollouts: RolloutLog | None = None
         self._evaluated: list[Evaluated] = []
@@ -105,7 +105,7 @@ class Run:
         self._progress = Progress(name, steps, start)
         self._finished = False
         self._full = False
-        self._settings = flat(config)
+        self._settings = flatten_config(config)
         self._clock = Clock()
         self._warned_flat = False
         self._last = time.perf_counter()
@@ -160,12 +160,12 @@ class Run:
             row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds
             if row.get("seconds/train"):
                 row["train/tokens_per_second"] = row.get("train/tokens", 0.0) / row["seconds/train"]
-            row |= self._usage(snapshot, row) | room(self.folder) | gpus()
+            row |= self._usage_metrics(snapshot, row) | measure_room(self.folder) | measure_gpus()
             # A step exists once its line is in the file of metrics.
             self.history.append(row)
-            self._write(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
+            self._write_log(MARK, (json.dumps({k: float(f"{v:.8g}") for k, v in row.items()}) + "\n").encode())
             for evaluated in self._evaluated:
-                self._write(HELD_OUT, lines(step, *evaluated))
+                self._write_log(HELD_OUT, held_out_lines(step, *evaluated))
             self._evaluated = []
             self._trace.write(snapshot, step, row)
             self._progress.update(step, row)
@@ -186,7 +186,7 @@ class Run:
                 )
             return row
 
-    def _usage(self, snapshot: Snapshot, row: dict[str, float]) -> dict[str, float]:
+    def _usage_metrics(self, snapshot: Snapshot, row: dict[str, float]) -> dict[str, float]:
         """Return CPU-seconds so far, CPU-seconds and memory by service, FLOP/s and MFU."""
         metrics = {"cpu_seconds": self.history[-1].get("cpu_seconds", 0.0) if self.history else 0.0}
         for use in snapshot.usage:
@@ -200,7 +200,10 @@ class Run:
         # The trainer's rate is over the time that it trains, the generators' over the whole step, as they run beside
         # it.
         seconds = {"train": row.get("seconds/train"), "generator": row["seconds/step"]}
-        devices = {"train": self._devices("trainer", "procs"), "generator": self._devices("generator", "num_replicas")}
+        devices = {
+            "train": self._count_devices("trainer", "procs"),
+            "generator": self._count_devices("generator", "num_replicas"),
+        }
         for name, spent in seconds.items():
             if spent and row.get(f"{name}/flops"):
                 metrics[f"{name}/tflops"] = row[f"{name}/flops"] / spent / 1e12
@@ -208,7 +211,7 @@ class Run:
                     metrics[f"{name}/mfu"] = metrics[f"{name}/tflops"] / (self.peak * devices[name])
         return metrics
 
-    def _devices(self, service: str, key: str) -> float:
+    def _count_devices(self, service: str, key: str) -> float:
         return self._settings.get(f"services.{service}.{key}") or 1
 
     def keep_evaluation(self, samples: Sequence[Sample], episodes: Sequence[Episode], name: str = "") -> None:
@@ -218,7 +221,7 @@ class Run:
     def record(self, groups: int | Literal["all"], max_bytes: float, spell: Callable[[int], str]) -> None:
         """Record rollouts: `groups` of each step, up to `max_bytes`; `spell` returns the text of a token."""
         path = self.folder / ROLLOUTS
-        self._rollouts = RolloutLog(path, lambda data: self._write(ROLLOUTS, data), groups, max_bytes, spell)
+        self._rollouts = RolloutLog(path, lambda data: self._write_log(ROLLOUTS, data), groups, max_bytes, spell)
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
         """The groups of a step whose tokens are recorded."""
@@ -245,7 +248,7 @@ class Run:
             by_hand: what was passed from Python, which no file has.
         """
         if not (self.folder / SCHEDULE).stat().st_size:
-            self._write(SCHEDULE, f"{header(recipe, by_hand)}\n".encode())
+            self._write_log(SCHEDULE, f"{header_line(recipe, by_hand)}\n".encode())
 
     def schedule_entry(self, step: int, groups: Sequence[Group]) -> StepEntry:
         """The entry of a step for `log_schedule`: before penalties change the rewards of its groups."""
@@ -254,7 +257,7 @@ class Run:
 
     def log_published(self, version: int, identity: str) -> None:
         """Write that generators get these weights."""
-        self._write(SCHEDULE, f"{published_line(version, identity)}\n".encode())
+        self._write_log(SCHEDULE, f"{published_line(version, identity)}\n".encode())
 
     def log_schedule(
         self, entry: StepEntry, dropped: Sequence[tuple[str, Group]], metrics: Mapping[str, float]
@@ -264,7 +267,7 @@ class Run:
             numbers = {name: float(metrics[name]) for name in NUMBERS if name in metrics}
             dropped_groups = tuple(GroupEntry.of(group, reason) for reason, group in dropped)
             whole_entry = replace(entry, dropped=dropped_groups, numbers=numbers)
-            self._write(SCHEDULE, f"{whole_entry.line()}\n".encode())
+            self._write_log(SCHEDULE, f"{whole_entry.line()}\n".encode())
         return whole_entry
 
     def sync(self) -> None:
@@ -275,7 +278,7 @@ class Run:
         rows = (f"{digest.hexdigest()} {sizes[name]} {name}\n" for name, digest in self._digests.items())
         write_sealed(self.folder / LOGS, "".join(rows))
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write_log(self, name: str, data: bytes) -> None:
         with room_for(self.folder / name, len(data)):
             self._logs[name].write(data)
             self._logs[name].flush()
@@ -291,7 +294,7 @@ class Run:
             return
         for expected, size, name in rows:
             path = self.folder / name
-            if not path.exists() or digest(path, int(size)).hexdigest() != expected:
+            if not path.exists() or hash_file(path, int(size)).hexdigest() != expected:
                 log.warning("%s is damaged: its first %s bytes are not what the run wrote", self.folder / name, size)
 
     def finish(self) -> None:
@@ -308,8 +311,8 @@ class Run:
             full: the reason is a full disk; later failures to write are not reported.
         """
         self._full = full
-        line = f"{'stopped' if stopped else 'failed'}: {masked(' '.join(reason.split()))}"
-        text = masked(text)
+        line = f"{'stopped' if stopped else 'failed'}: {mask_secrets(' '.join(reason.split()))}"
+        text = mask_secrets(text)
         try:
             write_atomic(self.folder / ENDED, f"{line}\n\n{text}" if text else f"{line}\n")
         except OSError as error:  # a full disk, or a folder that was removed; the run's own error is more important

@@ -75,11 +75,11 @@ class StepEntry:
 
     def line(self) -> str:
         """The entry as a line of JSON, in which floats keep all their bits."""
-        lists = {"groups": _lists(self.groups), "dropped": _lists(self.dropped)}
+        lists = {"groups": _by_column(self.groups), "dropped": _by_column(self.dropped)}
         return seal_line({"step": self.step, **lists, "numbers": dict(self.numbers)})
 
 
-def header(recipe: str, by_hand: Sequence[str]) -> str:
+def header_line(recipe: str, by_hand: Sequence[str]) -> str:
     """The first line of a schedule."""
     return seal_line({"step": 0, "format": FORMAT, "recipe": recipe, "by_hand": list(by_hand)})
 
@@ -99,7 +99,7 @@ def checksum_of(text: str) -> str:
     return xxh3_64_hexdigest(text.encode())
 
 
-def _lists(groups: Sequence[GroupEntry]) -> list[Any]:
+def _by_column(groups: Sequence[GroupEntry]) -> list[Any]:
     return [
         [group.index, group.reason, [[number, s.spans, s.reward, s.digest] for number, s in group.samples.items()]]
         for group in groups

@@ -26,7 +26,7 @@ class Trace:
     """Appends to a trace; that of an earlier start is continued."""
 
     def __init__(self, path: Path) -> None:
-        lines = [line for line, _ in events(path)] if path.exists() else []
+        lines = [line for line, _ in read_events(path)] if path.exists() else []
         write_atomic(path, "[\n" + "".join(f"{',' if i else ''}{line}\n" for i, line in enumerate(lines)))
         self._file = path.open("a", encoding="utf-8")
         self._first = not lines
@@ -58,24 +58,24 @@ class Trace:
         new_events.append({**mark, "name": f"step {step}", "args": {"step": step, **numbers}})
         lines = [json.dumps(event) for event in new_events]
         # Every event but the first of the file follows a comma, so that the file is a list whenever a bracket is added.
-        self._append("".join(f"{'' if self._first and not i else ','}{line}\n" for i, line in enumerate(lines)))
+        self._append_text("".join(f"{'' if self._first and not i else ','}{line}\n" for i, line in enumerate(lines)))
         self._first = False
 
     def close(self) -> None:
         """End the JSON list, and close the file."""
         try:
-            self._append("]\n")
+            self._append_text("]\n")
         finally:
             with suppress(OSError):  # a full disk, which writing has raised
                 self._file.close()
 
-    def _append(self, text: str) -> None:
+    def _append_text(self, text: str) -> None:
         with room_for(Path(self._file.name), len(text.encode())):
             self._file.write(text)
             self._file.flush()
 
 
-def events(path: Path) -> Iterator[tuple[str, Row]]:
+def read_events(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield the complete lines of a trace and their events."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:

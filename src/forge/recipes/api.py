@@ -18,7 +18,7 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ..config.plugin import explain_names, nearest
+from ..config.plugin import explain_names, hint_nearest
 from ..config.sections import ConfigError, Section, build, keys_of, section_in
 from ..types import Sampling
 from .hooks import Hooks, OnRollouts, OnStep, takes_two
@@ -93,7 +93,7 @@ def train(
     hooks = Hooks(on_step, on_rollouts)
     # A loop of several policies has a configuration that lets them train.
     config_type = getattr(recipe, "config", RLConfig)
-    return _run(
+    return _run_recipe(
         _recipe_of(recipe), config_type, "rl", values, model, dataset, eval_dataset, name, resume, settings, hooks
     )
 
@@ -113,7 +113,7 @@ def sft(
 
     values = {"eval": {"accuracy": False}}
     hooks = Hooks(on_step)
-    return _run(
+    return _run_recipe(
         recipe.train, recipe.SFTConfig, "sft", values, model, dataset, eval_dataset, name, resume, settings, hooks
     )
 
@@ -132,7 +132,9 @@ def dpo(
     from . import dpo as recipe
 
     hooks = Hooks(on_step)
-    return _run(recipe.train, recipe.DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings, hooks)
+    return _run_recipe(
+        recipe.train, recipe.DPOConfig, "dpo", {}, model, dataset, eval_dataset, name, resume, settings, hooks
+    )
 
 
 def evaluate(
@@ -163,11 +165,11 @@ def evaluate(
     folder = resolve_model(model)
     functions = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else [*reward]
     scoring = RewardConfig(functions=functions)
-    section = scoring.with_columns(build(DatasetConfig, _dataset(dataset), "dataset"))
+    section = scoring.with_columns(build(DatasetConfig, _dataset_section(dataset), "dataset"))
     rows: Any = load_data(open_tokenizer(folder), kind=section.kind, **{**section, "shuffle": False})
-    samples = rows.held_out(_count(section.path, problems))
+    samples = rows.held_out(_count_rows(section.path, problems))
 
-    async def work(policy: Any) -> dict[str, float]:
+    async def evaluate_policy(policy: Any) -> dict[str, float]:
         from ..actors import RewardActor
         from ..envs.group import SingleTurnEnv
 
@@ -175,7 +177,7 @@ def evaluate(
         env = SingleTurnEnv(service, with_tokens=scoring.reads_tokens)
         return await env.evaluate(policy, samples, **sampling)
 
-    return _with_policy(folder, generator, work)
+    return _with_policy(folder, generator, evaluate_policy)
 
 
 def generate(
@@ -212,14 +214,14 @@ def generate(
         inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
         sampling.setdefault("stop_token_ids", form.stop_ids)
 
-    async def work(policy: Any) -> list[Any]:
+    async def generate_texts(policy: Any) -> list[Any]:
         return await asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs))
 
-    completions = _with_policy(folder, generator, work)
+    completions = _with_policy(folder, generator, generate_texts)
     return completions[0] if isinstance(prompts, str) else completions
 
 
-def _run(
+def _run_recipe(
     recipe: Callable[..., Any],
     config_type: type[TrainingRecipe],
     kind: str,
@@ -233,18 +235,18 @@ def _run(
     hooks: Hooks,
 ) -> Result:
     """Build the configuration of a recipe from Python values, and run it."""
-    from .launch import execute
+    from .launch import run_recipe
 
-    values = {"dataset": _dataset(dataset), **values} | ({} if model is None else {"model": model})
+    values = {"dataset": _dataset_section(dataset), **values} | ({} if model is None else {"model": model})
     values["run"] = {"name": name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"}
     held_out = {"problems": 0}
     if eval_dataset is not None:
-        if (path := _dataset(eval_dataset).get("path")) is None:
+        if (path := _dataset_section(eval_dataset).get("path")) is None:
             raise ConfigError(f"eval_dataset must be rows or a path of them, got {eval_dataset!r:.80}")
-        held_out = {"path": path, "problems": _count(path, None, 256)}
+        held_out = {"path": path, "problems": _count_rows(path, None, 256)}
     values["eval"] = {**values.get("eval", {}), **held_out}
     for key, value in settings.items():
-        for section, part in _placed(config_type, key, value, values.get("algorithm")).items():
+        for section, part in _place_setting(config_type, key, value, values.get("algorithm")).items():
             values[section] = {**values.get(section, {}), **part} if isinstance(part, Mapping) else part
     # Sets may be rows as well, which the configuration knows in one form only.
     sets = values["eval"].get("sets")
@@ -253,7 +255,7 @@ def _run(
             name: _with_rows(part) if isinstance(part, Mapping) else part for name, part in sets.items()
         }
     cfg = build(config_type, values)
-    return Result(_anywhere(partial(execute, recipe, cfg, resume=resume, hooks=hooks)))
+    return Result(_run_anywhere(partial(run_recipe, recipe, cfg, resume=resume, hooks=hooks)))
 
 
 def _recipe_of(recipe: Any) -> Callable[..., Any]:
@@ -279,7 +281,7 @@ def _recipe_of(recipe: Any) -> Callable[..., Any]:
     )
 
 
-def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
+def _place_setting(config_type: type[Section], key: str, value: Any, algorithm: Any) -> dict[str, Any]:
     """A setting in its place in the configuration: a section or a top-level key as it is, any other key in the one
     section that has it.
 
@@ -308,7 +310,7 @@ def _placed(config_type: type[Section], key: str, value: Any, algorithm: Any) ->
         raise ConfigError(f"{key!r} is a key of several sections: write {choices}")
     if not owners:
         explanation = explain_names([key], python=True)
-        raise ConfigError(explanation or f"unknown setting {key!r}{nearest(key, everything)}")
+        raise ConfigError(explanation or f"unknown setting {key!r}{hint_nearest(key, everything)}")
     return {owners[0]: {key: value}}
 
 
@@ -317,7 +319,9 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
     known = [field.name for field in fields(Sampling)]
     for name in sampling:
         if name not in known:
-            raise ConfigError(explain_names([name], python=True) or f"unknown setting {name!r}{nearest(name, known)}")
+            raise ConfigError(
+                explain_names([name], python=True) or f"unknown setting {name!r}{hint_nearest(name, known)}"
+            )
 
 
 def _with_rows(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +333,7 @@ def _with_rows(section: Mapping[str, Any]) -> dict[str, Any]:
     return {**section, "path": Rows(path)} if is_rows else dict(section)
 
 
-def _dataset(dataset: Any) -> dict[str, Any]:
+def _dataset_section(dataset: Any) -> dict[str, Any]:
     """The section `dataset` of a path, a task, rows, or the section itself."""
     from ..data.files import Rows
 
@@ -343,7 +347,7 @@ def _dataset(dataset: Any) -> dict[str, Any]:
     raise ConfigError(f"dataset must be a path, a hub id, rows or a mapping, got {dataset!r:.80}")
 
 
-def _count(rows: Any, problems: int | None, limit: int | None = None) -> int:
+def _count_rows(rows: Any, problems: int | None, limit: int | None = None) -> int:
     from ..data.files import open_rows
 
     if problems is not None:
@@ -367,13 +371,13 @@ def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable
     if EngineSettings(**(generator or {})).engine == "embedded":
         load_config(Path(model))
 
-    async def main() -> Any:
+    async def run_work() -> Any:
         return await work(await Generator.as_service(model, **(generator or {})))
 
-    return _anywhere(lambda: run(main()))
+    return _run_anywhere(lambda: run(run_work()))
 
 
-def _anywhere(work: Callable[[], T]) -> T:
+def _run_anywhere(work: Callable[[], T]) -> T:
     """`work()`, which runs an event loop: in this thread, or in another where this one has a loop (a notebook)."""
     from ..runtime.controller import run_in_thread
 

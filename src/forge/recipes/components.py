@@ -12,11 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..actors import DatasetActor, Generator, ReferenceModel, ReplayBuffer, RewardActor, Trainer
-from ..actors.publication import share
+from ..actors.publication import share_store
 from ..algorithms import Algorithm, ValueLoss
 from ..config.plugin import resolve
 from ..config.sections import ConfigError
-from ..data.special_tokens import spelled
+from ..data.special_tokens import spell_token
 from ..envs.group import GroupEnv, SingleTurnEnv
 from ..models.tokenizer import model_tokenizer, open_tokenizer
 from ..observability import Run
@@ -152,22 +152,24 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
             "at sampling; set services.ref_model to {} for a frozen reference"
         )
     if cfg.metrics.rollouts:
-        spell = partial(spelled, model_tokenizer(job.model))
+        spell = partial(spell_token, model_tokenizer(job.model))
         job.record.record(cfg.metrics.rollouts, cfg.metrics.rollouts_mb * 1e6, lambda token: spell(token)[0])
     single_turn = make_env is None and not cfg.multi_turn
 
     # All at once: each starts processes, loads a model or opens data, which takes seconds.
     samples, buffer, (policy, policy_trainer), reward_service, reference_model, value_model = await asyncio.gather(
-        dataset(cfg, job),
+        start_dataset(cfg, job),
         replay_buffer(cfg, job, algorithm),
         policy_and_trainer(
             cfg.colocated,
             lambda: rl_generator(cfg, job),
             lambda: rl_trainer(cfg, job, algorithm),
         ),
-        reward(cfg) if single_turn else nothing(),
-        reference(cfg, cfg.grpo.reference or job.model, cfg.grpo.temperature) if has_reference else nothing(),
-        critic(cfg, job.model, job) if algorithm.needs_critic else nothing(),
+        start_reward(cfg) if single_turn else start_nothing(),
+        start_reference(cfg, cfg.grpo.reference or job.model, cfg.grpo.temperature)
+        if has_reference
+        else start_nothing(),
+        start_critic(cfg, job.model, job) if algorithm.needs_critic else start_nothing(),
     )
 
     env: GroupEnv
@@ -193,13 +195,13 @@ async def start_rl(cfg: RLConfig, job: Job, algorithm: Algorithm, make_env: Make
 async def rl_generator(cfg: RLConfig, job: Job, name: str = POLICY, **placed: Any) -> Handle:
     """Start the generators of a policy, under the name of its weights. `placed`: see `generator`."""
     sampling: dict[str, Any] = {"temperature": cfg.grpo.temperature, "max_tokens": cfg.grpo.max_tokens}
-    return await generator(cfg, job, weights_key=name, sampling=cfg.grpo.sampling(), **sampling, **placed)
+    return await start_run_generator(cfg, job, weights_key=name, sampling=cfg.grpo.sampling(), **sampling, **placed)
 
 
 async def rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: str = POLICY, **placed: Any) -> Handle:
     """Start the trainer of a policy, under the name of its weights. `placed`: see `trainer`."""
     settings: dict[str, Any] = {"temperature": cfg.grpo.temperature, "max_policy_age": cfg.max_training_age}
-    return await trainer(cfg, job, algorithm, store=job.store, weights_key=name, **settings, **placed)
+    return await start_trainer(cfg, job, algorithm, store=job.store, weights_key=name, **settings, **placed)
 
 
 async def policy_and_trainer(
@@ -218,7 +220,7 @@ async def policy_and_trainer(
     return policy, await start_trainer()
 
 
-async def nothing() -> None:
+async def start_nothing() -> None:
     """Start nothing, in place of a component that the run does not need."""
 
 
@@ -229,7 +231,7 @@ async def multi_turn_env(cfg: RLConfig, job: Job, policy: Handle) -> GroupEnv:
     return cfg.multi_turn_env(job.model)
 
 
-async def dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
+async def start_dataset(cfg: TrainingRecipe, job: Job, *, in_turn: bool = False) -> Handle:
     """The stream of data: in this process, or where `services.dataset` places it.
 
     Args:
@@ -270,7 +272,7 @@ async def replay_buffer(cfg: RLConfig, job: Job, algorithm: Algorithm) -> Handle
     return await ReplayBuffer.options(**cfg.placement("replay_buffer")).as_actor(**settings)
 
 
-async def generator(
+async def start_run_generator(
     cfg: RecipeConfig, job: Job, *, options: Mapping[str, Any] | None = None, **settings: Any
 ) -> Service:
     """Start the generators of a run's model, which end answers where the data's turns end.
@@ -279,7 +281,7 @@ async def generator(
         options: of their placement; None: those of `services.generator`.
         settings: of `forge.actors.Generator`, such as what differs from its sampling.
     """
-    return await start_generator(cfg, job.model, options, store=await share(job.store), **settings)
+    return await start_generator(cfg, job.model, options, store=await share_store(job.store), **settings)
 
 
 async def start_generator(
@@ -294,7 +296,7 @@ async def start_generator(
     return await Generator.options(**placement).as_service(model, **settings, **cfg.generator)
 
 
-async def trainer(
+async def start_trainer(
     cfg: TrainingRecipe,
     job: Job,
     loss: Callable[..., Any],
@@ -321,7 +323,7 @@ async def trainer(
     }
     if "store" in overrides:
         overrides |= {
-            "store": await share(overrides["store"]),
+            "store": await share_store(overrides["store"]),
             "publish_dtype": None if cfg.engine is None else cfg.engine.dtype,
         }
     placement = {**(cfg.placement(service) if options is None else options)}
@@ -331,9 +333,9 @@ async def trainer(
     return await Trainer.options(**placement).as_actor(job.model, loss=loss, **(settings | overrides))
 
 
-async def critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **placed: Any) -> Handle:
+async def start_critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **placed: Any) -> Handle:
     """Start a trainer of values beside the policy's, from `critic.model` or the policy's own start."""
-    return await trainer(
+    return await start_trainer(
         cfg,
         job._replace(model=cfg.critic.model or start),
         ValueLoss(cfg.critic.clip),
@@ -347,14 +349,14 @@ async def critic(cfg: RLConfig, start: str, job: Job, folder: str = "critic", **
     )
 
 
-async def reward(cfg: RecipeConfig) -> Handle:
+async def start_reward(cfg: RecipeConfig) -> Handle:
     """The reward functions: where `services.reward` places them, or in this process."""
     if cfg.services.reward is None:
         return await RewardActor.as_local(**cfg.reward.settings())
     return await RewardActor.options(**cfg.placement("reward")).as_service(**cfg.reward.settings())
 
 
-async def reference(
+async def start_reference(
     cfg: TrainingRecipe, model: str, temperature: float = 1.0, options: Mapping[str, Any] | None = None
 ) -> Handle:
     """Start a frozen model that scores batches."""

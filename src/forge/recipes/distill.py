@@ -79,7 +79,7 @@ class DistillConfig(RecipeConfig):
         self.check_services()
         room = self.training.seq_len - self.distill.max_tokens
         together = f"dataset.max_prompt_tokens and distill.max_tokens together exceed training.seq_len: at most {room}"
-        rules.check(rules.DISTILL_RULES, self)
+        rules.check_rules(rules.DISTILL_RULES, self)
         self.dataset.bound("max_prompt_tokens", room, together)
 
     def data(self, model: str) -> DatasetConfig:
@@ -94,19 +94,21 @@ async def train(cfg: DistillConfig, job: Job) -> None:
     loss = Distill(settings.clip_high, entropy_coef=cfg.training.entropy_coef)
     temperature = settings.temperature
     dataset, (student, trainer), teacher, reward = await asyncio.gather(
-        components.dataset(cfg, job, in_turn=True),
+        components.start_dataset(cfg, job, in_turn=True),
         components.policy_and_trainer(
             cfg.colocated,
-            partial(components.generator, cfg, job, temperature=temperature, max_tokens=settings.max_tokens),
-            partial(components.trainer, cfg, job, loss, store=job.store, temperature=temperature, max_policy_age=0),
+            partial(components.start_run_generator, cfg, job, temperature=temperature, max_tokens=settings.max_tokens),
+            partial(
+                components.start_trainer, cfg, job, loss, store=job.store, temperature=temperature, max_policy_age=0
+            ),
         ),
-        components.reference(cfg, settings.teacher, temperature),
-        components.reward(cfg),
+        components.start_reference(cfg, settings.teacher, temperature),
+        components.start_reward(cfg),
     )
     state = RunState(trainer, dataset)
     await state.resume(record)
 
-    async def sampled() -> list[Episode]:
+    async def sample_batches() -> list[Episode]:
         samples = await asyncio.gather(*(dataset.sample.route() for _ in range(cfg.training.batch_size)))
         prompts = sorted((sample.prompt for sample in samples), key=lambda prompt: prompt.index)
         answers = await asyncio.gather(
@@ -114,19 +116,19 @@ async def train(cfg: DistillConfig, job: Job) -> None:
         )
         return [Episode(completion, advantage=0.0) for completions in answers for completion in completions]
 
-    async def publish(version: int) -> None:
+    async def publish_version(version: int) -> None:
         await trainer.push_weights.call(version)
         await student.update_weights.fanout(version)
 
-    async def evaluate() -> dict[str, float]:
+    async def evaluate_student() -> dict[str, float]:
         return await SingleTurnEnv(reward, with_tokens=cfg.reward.reads_tokens).evaluate(
             student, job.held_out, job.record.keep_evaluation
         )
 
-    await publish(record.start)
-    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
+    await publish_version(record.start)
+    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate_student)
     for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
-        episodes = await sampled()
+        episodes = await sample_batches()
         credit.record_rollouts(episodes)
         batch = pack(episodes, **cfg.shares)
         batch.groups = np.arange(len(episodes)) // settings.n_samples
@@ -134,7 +136,7 @@ async def train(cfg: DistillConfig, job: Job) -> None:
             await student.release.fanout()
         batch.ref_logprobs = await teacher.logprobs.route(batch)
         metrics = await trainer.train_step.route(batch)
-        await publish(step)
-        if await job.end_step(cfg, state, step, metrics, evaluate):
+        await publish_version(step)
+        if await job.end_step(cfg, state, step, metrics, evaluate_student):
             break
     await trainer.export_model.call(record.model)

@@ -59,19 +59,19 @@ async def train(cfg: DPOConfig, job: Job) -> None:
     loss = DPOLoss(**cfg.dpo)
     record = job.record
     dataset, trainer, reference = await asyncio.gather(
-        components.dataset(cfg, job, in_turn=True),
-        components.trainer(cfg, job, loss),
-        components.reference(cfg, job.model),
+        components.start_dataset(cfg, job, in_turn=True),
+        components.start_trainer(cfg, job, loss),
+        components.start_reference(cfg, job.model),
     )
     state = RunState(trainer, dataset)
     await state.resume(record)
 
-    async def compared(pairs: Sequence[Episode]) -> Batch:
+    async def compare_pairs(pairs: Sequence[Episode]) -> Batch:
         batch = pack(pairs, aggregation="sequence_mean", unit=2)
         batch.ref_logprobs = await reference.logprobs.route(batch)
         return batch
 
-    held_out = await compared([episode for pair in job.held_out for episode in pair]) if job.held_out else None
+    held_out = await compare_pairs([episode for pair in job.held_out for episode in pair]) if job.held_out else None
 
     async def evaluate() -> dict[str, float]:
         if held_out is None:
@@ -81,7 +81,7 @@ async def train(cfg: DPOConfig, job: Job) -> None:
     is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
     for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
         pairs = await dataset.pairs.route(cfg.training.batch_size)
-        metrics = await trainer.train_step.route(await compared(pairs))
+        metrics = await trainer.train_step.route(await compare_pairs(pairs))
         if await job.end_step(cfg, state, step, metrics, evaluate):
             break
     await trainer.export_model.call(record.model)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from ..config.plugin import nearest
+from ..config.plugin import hint_nearest
 from ..config.sections import ConfigError, Section
 from ..data.files import Rows
 from ..types import Sampling
@@ -100,7 +100,7 @@ def check_sampling(sampling: dict[str, Any], n: int) -> None:
     names = [field.name for field in fields(Sampling) if field.name not in _FIXED]
     for name in sampling:
         if name not in names:
-            raise ConfigError(f"eval.sampling: unknown setting {name!r}{nearest(name, names)}")
+            raise ConfigError(f"eval.sampling: unknown setting {name!r}{hint_nearest(name, names)}")
     try:
         Sampling(**sampling)
     except (ValueError, TypeError) as error:

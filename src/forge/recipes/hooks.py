@@ -64,7 +64,7 @@ class Hooks:
         if self.on_step is None:
             return False
         # Not by truth: a hook that ends with a number, such as a loss, does not ask for the end of the run.
-        verdict = await _called(self.on_step, step, metrics)
+        verdict = await _call_hook(self.on_step, step, metrics)
         if not (verdict is None or isinstance(verdict, bool)):
             raise TypeError(f"on_step must return True to end the training, or False or None, got {verdict!r:.80}")
         return bool(verdict)
@@ -72,10 +72,10 @@ class Hooks:
     async def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Call `on_rollouts`."""
         if self.on_rollouts is not None:
-            await _called(self.on_rollouts, step, groups)
+            await _call_hook(self.on_rollouts, step, groups)
 
 
-async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+async def _call_hook(function: Callable[..., Any], *arguments: Any) -> Any:
     # In the event loop: what takes long belongs into a coroutine.
     result = function(*arguments)
     return await result if inspect.isawaitable(result) else result

@@ -22,7 +22,7 @@ from typing import Any
 from ..config.arguments import Arguments
 from ..config.sections import ConfigError, keys_of, to_dict
 from ..models.files import try_tokenizer
-from ..models.hub import upload, write_card
+from ..models.hub import upload_folder, write_card
 from ..observability import Run
 from ..observability.console import configure_logging, log
 from ..observability.folder import RunLock
@@ -33,11 +33,11 @@ from ..runtime.store import VersionStore
 from ..system.checksums import DamagedFile
 from ..system.devices import NoAccelerator
 from ..system.files import FULL, fill_standard_files, is_full
-from ..system.masking import masked
+from ..system.masking import mask_secrets
 from .components import Job
 from .hooks import Hooks
 from .preemption import Preempted, Preemption, deadline_of
-from .prepare import prepare
+from .prepare import prepare_run
 from .resume import find_start, read_config
 from .schema import TrainingRecipe
 from .signals import end_at_signals
@@ -65,7 +65,7 @@ def launch(recipe: Recipe, config_type: type[Any], argv: list[str] | None = None
         return
     with one_line_errors():
         arguments = Arguments.parse(words)
-        execute(recipe, read_config(config_type, arguments), resume=arguments.resume)
+        run_recipe(recipe, read_config(config_type, arguments), resume=arguments.resume)
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def one_line_errors() -> Iterator[None]:
     except (ConfigError, BadInput, ForgeError) as error:
         if isinstance(error, RemoteError):  # a component's code ended its process, or what cannot be sent
             print_user_frames(error)
-        raise SystemExit(masked(f"error: {error}")) from error
+        raise SystemExit(mask_secrets(f"error: {error}")) from error
     except Exception as error:
         # Imported here: checkpoints bring the trainer along, which this process does not need.
         from ..envs.group import NothingScored
@@ -91,30 +91,32 @@ def one_line_errors() -> Iterator[None]:
         # What the machine or a file is to blame for needs no traceback; what user code raised shows their frames alone.
         full = isinstance(error, OSError) and error.errno in FULL
         if isinstance(error, CheckpointFailed | DamagedFile | NoAccelerator) or full:
-            raise SystemExit(masked(f"error: {error}")) from error
+            raise SystemExit(mask_secrets(f"error: {error}")) from error
         if not print_user_frames(error) and not isinstance(error, BadScore | NothingScored):
             raise
-        raise SystemExit(masked("\n".join([f"error: {summary(error)}", *getattr(error, "__notes__", ())]))) from error
+        raise SystemExit(
+            mask_secrets("\n".join([f"error: {summarise_error(error)}", *getattr(error, "__notes__", ())]))
+        ) from error
 
 
 def print_user_frames(error: BaseException) -> bool:
     """Print the traceback of an exception as far as it is in the user's own code; whether there was any."""
     frames = user_frames(error)
     if frames:
-        print(masked("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
+        print(mask_secrets("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
     return bool(frames)
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an exception that ends the program, without secrets."""
-    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(mask_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 class BadInput(ValueError):
     """Invalid input of a run: the fault and the remedy in one line. No process was started."""
 
 
-def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, hooks: Hooks | None = None) -> Path:
+def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, hooks: Hooks | None = None) -> Path:
     """Check everything, run a recipe to its end, and close everything that it has opened.
 
     Args:
@@ -147,7 +149,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
             if start.finished:
                 log.info("%s is finished: it ended after step %d", folder, start.step)
                 return folder
-            model, held_out, sets, record = prepare(cfg, start)
+            model, held_out, sets, record = prepare_run(cfg, start)
         except (ValueError, OSError, ImportError) as error:
             raise BadInput(str(error)) from error
         closing.callback(record.close)
@@ -183,7 +185,7 @@ def execute(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, h
         if exported.is_dir():
             write_card(exported, recipe.__module__.rpartition(".")[2], to_dict(cfg), record.history)
             if cfg.checkpoint.push_to_hub:
-                publish(exported, cfg.checkpoint.push_to_hub)
+                upload_model(exported, cfg.checkpoint.push_to_hub)
     return folder
 
 
@@ -196,15 +198,15 @@ def write_ending(record: Run, error: BaseException) -> None:
     elif isinstance(error, Exception):
         step = int(record.history[-1]["step"]) + 1 if record.history else 0
         error.add_note(f"in step {step} of {record.folder}")
-        record.fail(summary(error), "".join(traceback.format_exception(error)), full=is_full(error))
+        record.fail(summarise_error(error), "".join(traceback.format_exception(error)), full=is_full(error))
     else:
-        record.fail(summary(error), stopped=True)
+        record.fail(summarise_error(error), stopped=True)
 
 
-def publish(model: Path, repository: str) -> None:
+def upload_model(model: Path, repository: str) -> None:
     """Upload a finished run's model. ForgeError: it could not be; the run stays finished, with its model."""
     try:
-        log.info("uploaded %s to %s", model, upload(model, repository))
+        log.info("uploaded %s to %s", model, upload_folder(model, repository))
     except Exception as error:  # of the hub, its HTTP client or the network: there is no common class
         raise ForgeError(
             f"{model} could not be uploaded ({' '.join(str(error).split())}); the run is complete. "
@@ -217,7 +219,7 @@ _HOMES = [Path(__file__).parents[2] / name for name in ("forge", "forge_envs", "
 _LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
 
 
-def summary(error: BaseException) -> str:
+def summarise_error(error: BaseException) -> str:
     """An exception in one line, as "KeyError: 'answer'"."""
     return " ".join("".join(traceback.format_exception_only(type(error), error)).partition("\n")[0].split())
 

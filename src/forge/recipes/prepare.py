@@ -11,7 +11,7 @@ from typing import Any
 from ..config.plugin import resolve
 from ..config.sections import to_dict
 from ..data.config import DatasetConfig, RowsConfig
-from ..models.architecture import longest, rotary_limit
+from ..models.architecture import max_length, rotary_limit
 from ..models.find import build_small_model, check_classifier, check_family, resolve_model
 from ..models.flops import peak_tflops
 from ..models.hub import check_upload
@@ -32,7 +32,7 @@ from .schema import TrainingRecipe
 NOUNS = {"prompts": "prompt", "supervised": "row", "preferences": "pair"}  # of data, by its kind
 
 
-def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str, list[Sample]], Run]:
+def prepare_run(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str, list[Sample]], Run]:
     """The model, the held-out problems, those of `eval.sets` and the run's folder, once everything is checked.
 
     Raises:
@@ -63,7 +63,7 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
     else:
         # A resumed run continues with the model and data that it began with, wherever they are now.
         model = resolve_model(cfg.model or str(initial))
-        check_origin(folder, [model, *further_models], local(cfg.files))
+        check_origin(folder, [model, *further_models], local_paths(cfg.files))
     # Models before data: reading all rows may take minutes.
     check_model(cfg, model)
     check_shared(cfg, model)
@@ -95,7 +95,7 @@ def prepare(cfg: TrainingRecipe, start: Start) -> tuple[str, list[Any], dict[str
         peak=cfg.metrics.peak_tflops or peak_tflops(cfg.services.trainer.threads, gpu_name()),
     )
     if start.checkpoint is None:
-        write_origin(folder, [model, *further_models], local(cfg.files))
+        write_origin(folder, [model, *further_models], local_paths(cfg.files))
     else:
         log.info("resuming from %s", start.checkpoint)
     return model, held_out, sets, record
@@ -186,7 +186,7 @@ def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> Non
             check_vocabulary(key, folder, model)
         elif not is_trained:  # it reads and writes text, by its own tokenizer
             continue
-        limit = longest(config)
+        limit = max_length(config)
         rotary = rotary_limit(config)
         if limit < reach:
             message = (
@@ -201,7 +201,7 @@ def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> Non
             cfg.parallelism.check(config)
 
 
-def local(paths: list[str]) -> list[str]:
+def local_paths(paths: list[str]) -> list[str]:
     """The paths that exist on this machine; the others are hub ids."""
     return [path for path in paths if "{" not in path and Path(path).exists()]
 
@@ -213,7 +213,7 @@ def check_overwrite(cfg: TrainingRecipe, model: str) -> None:
         ValueError: the model or the data lie in the folder that would be removed.
     """
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
-    for name in (model, *local(cfg.files), cfg.eval.path, *cfg.others().values()):
+    for name in (model, *local_paths(cfg.files), cfg.eval.path, *cfg.others().values()):
         if isinstance(name, str) and Path(name).resolve().is_relative_to(folder):
             raise ValueError(f"the new run would remove {name}, which it reads: choose another run.name")
 

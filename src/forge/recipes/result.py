@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..observability.rollouts import HELD_OUT, ROLLOUTS, batches, texts
+from ..observability.rollouts import HELD_OUT, ROLLOUTS, read_batches, texts_by_group
 
 if TYPE_CHECKING:
     pass
@@ -36,20 +36,20 @@ class Result:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One row per step, as in metrics.jsonl; the row of step 0 is the evaluation before training."""
-        return _lines(self.folder / "metrics.jsonl")
+        return _read_lines(self.folder / "metrics.jsonl")
 
     @property
     def rollouts(self) -> list[dict[str, Any]]:
         """The groups that were recorded: prompt, first response, target, rewards, step. `rollouts.arrow` has all
         samples with their tokens."""
-        return [line for _, batch in batches(self.folder / ROLLOUTS) for line in texts(batch)]
+        return [line for _, batch in read_batches(self.folder / ROLLOUTS) for line in texts_by_group(batch)]
 
     @property
     def held_out(self) -> list[dict[str, Any]]:
         """The answers to held-out problems at each evaluation: step, problem, prompt, target, response, reward,
         correct, tokens, finish."""
-        return _lines(self.folder / HELD_OUT)
+        return _read_lines(self.folder / HELD_OUT)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from ..config.arguments import Arguments, read
-from ..config.sections import ConfigError, flat, to_dict
+from ..config.sections import ConfigError, flatten_config, to_dict
 from ..observability.console import log
 from ..observability.folder import FINISHED, MARK, made_no_step
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, read_sealed, write_sealed
@@ -78,7 +78,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
         raise ConfigError(f"--resume {folder}: there is no such run")
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
-    _previous(folder)
+    _read_previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
     if arguments.config is None and not any(name.startswith("run.") for name, _ in arguments.overrides):
         # It may have been moved since, or be called from elsewhere.
@@ -111,10 +111,10 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     from ..training import checkpoint  # imports all that a trainer does
 
     # The newest checkpoint that is whole; damaged ones are renamed once it is clear that the run resumes.
-    checkpoints = checkpoint.checkpoints(folder / "checkpoints")
+    checkpoints = checkpoint.list_checkpoints(folder / "checkpoints")
     damaged = {}
     while checkpoints:
-        damage = _damage(checkpoints[-1])
+        damage = _find_damage(checkpoints[-1])
         if damage is None:
             break
         damaged[checkpoints.pop()] = damage
@@ -135,8 +135,8 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
             f"--resume {folder} needs checkpoint.every: without checkpoints it could not be resumed again"
         )
     # Settings that would make it another run are an error; the others take effect from here on.
-    before = _previous(folder)
-    changed = changes(before, cfg)
+    before = _read_previous(folder)
+    changed = find_changes(before, cfg)
     for name, was, now in changed:
         if not name.startswith(MAY_CHANGE):
             if name.startswith("from_scratch."):  # which a model replaces: the user has set that one
@@ -148,7 +148,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
             f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
         )
     # A finished run resumes only where it has been given more to do.
-    goal = [name for name, _, _ in changes(before, cfg) if name in GOALS]
+    goal = [name for name, _, _ in find_changes(before, cfg) if name in GOALS]
     finished = (folder / FINISHED).exists() and not goal and (folder / "model" / "config.json").exists()
     for path, fault in damaged.items():
         aside = checkpoint.set_aside(path)
@@ -156,51 +156,51 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     return Start(str(checkpoints[-1]), step, finished)
 
 
-def _damage(checkpoint: Path) -> str | None:
+def _find_damage(checkpoint: Path) -> str | None:
     """The damage of a checkpoint, or of the critic's of its step if the run has one; None if there is none."""
-    from ..training.checkpoint import checkpoints, step_of
+    from ..training.checkpoint import list_checkpoints, step_of
 
     step = step_of(checkpoint)
     critic = checkpoint.parent / "critic"
     try:
         check_files(checkpoint)
         if critic.is_dir():
-            critics = {step_of(path): path for path in checkpoints(critic)}
+            critics = {step_of(path): path for path in list_checkpoints(critic)}
             check_files(critics.get(step, critic / checkpoint.name))
     except DamagedFile as error:
         return str(error)
     return None
 
 
-def _previous(folder: Path) -> dict[str, Any]:
+def _read_previous(folder: Path) -> dict[str, Any]:
     """The configuration that a run has left, plain and by dotted name. It is not built again: objects that were passed
     from Python are in it by name, and secrets are masked."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--resume {folder}: it has no config.yaml")
     try:
-        return flat(without_secrets(yaml.safe_load(read_sealed(folder / "config.yaml"))))
+        return flatten_config(without_secrets(yaml.safe_load(read_sealed(folder / "config.yaml"))))
     except DamagedFile as error:
         raise ConfigError(f"--resume {folder}: {error}. Settings are changed as --section.key VALUE") from None
 
 
 def _ended_early(cfg: TrainingRecipe, folder: Path) -> bool:
     """Whether the folder holds the same run, which ended before its first checkpoint."""
-    before = _previous(folder)
-    is_same_run = all(name.startswith(MAY_CHANGE) for name, _, _ in changes(before, cfg))
+    before = _read_previous(folder)
+    is_same_run = all(name.startswith(MAY_CHANGE) for name, _, _ in find_changes(before, cfg))
     return is_same_run and before["checkpoint.every"] > 0 and not (folder / FINISHED).exists()
 
 
-def changes(before: dict[str, Any], cfg: TrainingRecipe) -> list[tuple[str, Any, Any]]:
+def find_changes(before: dict[str, Any], cfg: TrainingRecipe) -> list[tuple[str, Any, Any]]:
     """Name, old and new value of what differs between the configuration that a run has left and this one. What is
     masked there may be any secret."""
-    now = flat(without_secrets(to_dict(cfg)))
+    now = flatten_config(without_secrets(to_dict(cfg)))
     pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
     return [(name, was, new) for name, (was, new) in pairs.items() if was not in (new, MASK)]
 
 
 def write_origin(folder: Path, models: list[str], data: list[str]) -> None:
     """Write down what the run is made from: the models, and the data as far as they are local files."""
-    write_sealed(folder / ORIGIN, json.dumps(_origin(models, data), indent=1) + "\n")
+    write_sealed(folder / ORIGIN, json.dumps(_digest_files(models, data), indent=1) + "\n")
 
 
 def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
@@ -213,7 +213,7 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
         raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so its origin is unknown")
     try:
         before = json.loads(read_sealed(folder / ORIGIN))
-        now = _origin(models, data)
+        now = _digest_files(models, data)
     except DamagedFile as error:
         raise ConfigError(f"--resume {folder}: {error}") from None
     for name in sorted({**before, **now}):
@@ -223,7 +223,7 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
             raise ConfigError(f"--resume {folder}: {Path(source) / file} has changed since the run began")
 
 
-def _origin(models: list[str], data: list[str]) -> dict[str, str]:
+def _digest_files(models: list[str], data: list[str]) -> dict[str, str]:
     """A digest of every file, by the number of its place and its name there: a folder may move."""
     digests: dict[str, str] = {}
     for number, source in enumerate(map(Path, [*models, *data])):
@@ -232,11 +232,13 @@ def _origin(models: list[str], data: list[str]) -> dict[str, str]:
             # Of a model folder only what a model is made of: caches and notes in it may change.
             files = [path for path in files if path.parent == source and path.suffix in MODEL_FILES]
             files = [path for path in files if path.name != CHECKSUMS]
-        digests |= {f"{number} {path.relative_to(source) if path != source else ''}": _digest(path) for path in files}
+        digests |= {
+            f"{number} {path.relative_to(source) if path != source else ''}": _digest_file(path) for path in files
+        }
     return digests
 
 
-def _digest(path: Path) -> str:
+def _digest_file(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

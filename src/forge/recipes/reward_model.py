@@ -62,7 +62,7 @@ async def train(cfg: RewardModelConfig, job: Job) -> None:
     loss = BradleyTerryLoss(**cfg.reward_model)
     record = job.record
     dataset, trainer = await asyncio.gather(
-        components.dataset(cfg, job, in_turn=True), components.trainer(cfg, job, loss, head="reward")
+        components.start_dataset(cfg, job, in_turn=True), components.start_trainer(cfg, job, loss, head="reward")
     )
     state = RunState(trainer, dataset)
     await state.resume(record)

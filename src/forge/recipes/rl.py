@@ -86,7 +86,7 @@ class Loop(Frame):
             batch.ref_logprobs = batch.logprobs  # of the generator, see services.ref_model
         if parts.critic is not None:
             batch.values = await parts.critic.predict.route(batch)
-        credit.assign(batch, self.algorithm)  # GAE, KL in the reward, whitening
+        credit.assign_credit(batch, self.algorithm)  # GAE, KL in the reward, whitening
         return batch
 
 

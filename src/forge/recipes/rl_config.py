@@ -257,7 +257,7 @@ class RLConfig(RecipeConfig):
             self.async_.max_policy_age = 0 if self.colocated else interval
         if self.services.ref_model is None and (algorithm.needs_teacher or self.grpo.reference is not None):
             self.services.ref_model = Placement()
-        rules.check(rules.RL_RULES, self.facts())
+        rules.check_rules(rules.RL_RULES, self.facts())
         self.check_services()
         room = self.training.seq_len - self.grpo.max_tokens
         together = f"dataset.max_prompt_tokens and grpo.max_tokens together exceed training.seq_len: at most {room}"
@@ -287,7 +287,7 @@ class RLConfig(RecipeConfig):
             self.episode.max_tokens = self.training.seq_len
         if self.models:
             self.models = resolve(f"{MODELS}:check_models", "models")(self)
-        rules.check(rules.MULTI_TURN_RULES, self)
+        rules.check_rules(rules.MULTI_TURN_RULES, self)
 
     def multi_turn_env(self, model: str) -> GroupEnv:
         """Make what plays the episodes of `environment`. ValueError: the chat template does not fit `episode`."""

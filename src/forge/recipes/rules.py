@@ -23,7 +23,7 @@ C = TypeVar("C")
 Rule = tuple[Callable[[Any], object], str | Callable[[Any], str]]
 
 
-def check(rules: Iterable[Rule], config: object) -> None:
+def check_rules(rules: Iterable[Rule], config: object) -> None:
     """Raise ConfigError with the message of the first rule that is broken."""
     for is_broken, message in rules:
         if is_broken(config):

@@ -12,7 +12,7 @@ from ..config.sections import ConfigError, Section
 from ..data.config import DatasetConfig, PreferencesConfig, RowsConfig
 from ..engines.interface import check_length
 from ..engines.settings import EngineSettings
-from ..models.architecture import longest
+from ..models.architecture import max_length
 from ..models.tokenizer import model_config
 from ..runtime.controller import Options, Placement
 from ..system import extras
@@ -209,14 +209,14 @@ class TrainingRecipe(Section):
 
     def reach(self, config: Any) -> int:
         """Most tokens of a sequence that is trained, with a model of this transformers config."""
-        return min(self.training.seq_len, longest(config))
+        return min(self.training.seq_len, max_length(config))
 
     def check_tokenizer(self, model: str) -> None:
         """ValueError: the tokenizer in a model's folder lacks something that the recipe needs."""
 
     def data(self, model: str) -> RowsConfig:
         """The data, whose rows are no longer than the model in this folder takes. ConfigError: they are set to more."""
-        return self.dataset.within("max_tokens", longest(model_config(model)))
+        return self.dataset.within("max_tokens", max_length(model_config(model)))
 
     def placement(self, name: str) -> dict[str, Any]:
         """Options of service `name`, see `forge.runtime.controller.Options`."""
@@ -236,7 +236,7 @@ class TrainingRecipe(Section):
         return {f"services.{name}": self.placement(name) for name in self.configured()}
 
     def _check(self) -> None:
-        rules.check(rules.RECIPE_RULES, self)
+        rules.check_rules(rules.RECIPE_RULES, self)
 
     def layout(self, name: str) -> Parallelism:
         """The layout in which service `name` divides its model. The trainer alone divides experts.
@@ -273,7 +273,7 @@ class TrainingRecipe(Section):
         several replicas. ConfigError: names the setting."""
         for name in self.configured():
             service = rules.PlacedService(self, name, Options(**self.services[name]))
-            rules.check(rules.SERVICE_RULES, service)
+            rules.check_rules(rules.SERVICE_RULES, service)
             procs = service.options.procs
             if (service.trains or procs != 1) and name not in ("generator", *self.idle):
                 self.layout(name).over(procs, f"services.{name}.procs = {procs}")
@@ -330,14 +330,14 @@ class RecipeConfig(TrainingRecipe):
         try:
             for name in filter(self.shares_device, self.configured()):
                 service = rules.PlacedService(self, name, Options(**self.services[name]))
-                rules.check(rules.COLOCATED_SERVICE_RULES, service)
-            rules.check(rules.COLOCATED_RULES, self)
+                rules.check_rules(rules.COLOCATED_SERVICE_RULES, service)
+            rules.check_rules(rules.COLOCATED_RULES, self)
         except ConfigError as error:
             raise ConfigError(f"colocated: {error}") from None
 
     def _check(self) -> None:
         super()._check()
-        rules.check(rules.SAMPLING_RULES, self)
+        rules.check_rules(rules.SAMPLING_RULES, self)
         if extras.are_needed():
             try:
                 self.generator.check_installed()

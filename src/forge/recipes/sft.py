@@ -44,7 +44,7 @@ class SFTConfig(RecipeConfig):
         super()._check()
         self.check_services()
         self.dataset.bound("max_tokens", self.training.seq_len, "dataset.max_tokens must not exceed training.seq_len")
-        rules.check(rules.OFFLINE_RULES + rules.SFT_RULES, self)
+        rules.check_rules(rules.OFFLINE_RULES + rules.SFT_RULES, self)
 
     @property
     def engine(self) -> EngineSettings | None:
@@ -64,17 +64,19 @@ async def train(cfg: SFTConfig, job: Job) -> None:
     aggregation = cfg.training.aggregation or "token_mean"
     samples_answers = cfg.eval.accuracy and bool(held_out)
     dataset, trainer, policy, reward = await asyncio.gather(
-        components.dataset(cfg, job, in_turn=True),
-        components.trainer(cfg, job, SFTLoss(), store=job.store, aggregation=aggregation),
-        components.generator(cfg, job, max_tokens=cfg.eval.max_tokens) if samples_answers else components.nothing(),
-        components.reward(cfg) if samples_answers else components.nothing(),
+        components.start_dataset(cfg, job, in_turn=True),
+        components.start_trainer(cfg, job, SFTLoss(), store=job.store, aggregation=aggregation),
+        components.start_run_generator(cfg, job, max_tokens=cfg.eval.max_tokens)
+        if samples_answers
+        else components.start_nothing(),
+        components.start_reward(cfg) if samples_answers else components.start_nothing(),
     )
     state = RunState(trainer, dataset)
     await state.resume(record)
     samples = as_samples(held_out, job.model)
     step = record.start
 
-    async def evaluate() -> dict[str, float]:
+    async def evaluate_held_out() -> dict[str, float]:
         if not held_out:
             return {}
         batch = pack(held_out, aggregation=aggregation)
@@ -87,15 +89,15 @@ async def train(cfg: SFTConfig, job: Job) -> None:
             policy, samples, record.keep_evaluation
         )
 
-    def done() -> bool:
+    def is_accurate() -> bool:
         return record.history[-1].get("eval/accuracy", -1.0) >= cfg.eval.stop_at
 
-    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate)
+    is_ended = record.start == 0 and await job.end_step(cfg, state, 0, {}, evaluate_held_out)
     for step in () if is_ended else range(record.start + 1, cfg.training.steps + 1):
-        if done():
+        if is_accurate():
             break
         episodes = await dataset.supervised.route(cfg.training.batch_size)
         metrics = await trainer.train_step.route(episodes)
-        if await job.end_step(cfg, state, step, metrics, evaluate, done):
+        if await job.end_step(cfg, state, step, metrics, evaluate_held_out, is_accurate):
             break
     await trainer.export_model.call(record.model)

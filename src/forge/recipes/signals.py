@@ -14,7 +14,7 @@ def end_at_signals() -> None:
     is ignored or handled already.
     """
 
-    def end(number: int, _: object) -> None:
+    def raise_interrupt(number: int, _: object) -> None:
         os.write(2, f"forge: {signal.Signals(number).name}: ended before the run began\n".encode())
         os._exit(128 + number)
 
@@ -22,4 +22,4 @@ def end_at_signals() -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, end)
+            signal.signal(number, raise_interrupt)

@@ -139,7 +139,7 @@ class RewardCall:
         return self.function(**row, **{name: value for name, value in values.items() if name in self.names})
 
 
-def adapted(function: Any) -> Any:
+def adapt_function(function: Any) -> Any:
     """The function, or one of ours in its place where an extension knows another library's form of it."""
     found = (point.load()(function) for point in entry_points(group="forge.reward_forms"))
     return next((ours for ours in found if ours is not None), function)

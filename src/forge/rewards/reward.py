@@ -15,7 +15,7 @@ import numpy as np
 
 from ..observability import record_metric
 from ..types import Completion
-from .arguments import Answers, RewardCall, adapted
+from .arguments import Answers, RewardCall, adapt_function
 from .verifier import Scores, Verifier, close_all
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class FunctionVerifier:
         self.function = function
         self.names: tuple[str, ...] = (name or str(getattr(function, "__name__", type(function).__name__)),)
         is_group = hasattr(function, "score_group")
-        called = function.score_group if is_group else adapted(function)
+        called = function.score_group if is_group else adapt_function(function)
         self.call = RewardCall(called, self.names[0], is_group)
         self.may_abstain = getattr(called, "may_abstain", False)  # None leaves the decision to other functions
         self._is_async = any(map(inspect.iscoroutinefunction, (called, type(called).__call__))) or is_group
@@ -74,28 +74,28 @@ class FunctionVerifier:
                 returned = await asyncio.to_thread(lambda: [self._called(answers, number) for number in numbers])
         finally:
             reporting.cancel()
-        return self._checked(returned[0] if self.call.is_group else returned, answers)
+        return self._check_score(returned[0] if self.call.is_group else returned, answers)
 
     def _called(self, answers: Answers, number: int | None) -> object:
-        with self._named(answers, number):
+        with self._name_answer(answers, number):
             try:
                 return self.call(answers, number)
             except (*EXIT_ERRORS, *FUTURE_ERRORS) as error:
                 raise RuntimeError(f"the reward {self.names[0]} raised {error!r}") from error
 
     async def _awaited(self, answers: Answers, number: int | None) -> object:
-        with self._named(answers, number):
+        with self._name_answer(answers, number):
             try:
                 return await self.call(answers, number)
             except EXIT_ERRORS as error:
                 raise RuntimeError(f"the reward {self.names[0]} raised {error!r}") from error
 
-    def _checked(self, returned: Any, answers: Answers) -> Scores:
+    def _check_score(self, returned: Any, answers: Answers) -> Scores:
         name = self.names[0]
         count = len(answers.responses)
         # A wrong number or kind of scores is an error of the function, which must not be hidden as a missing score.
         if not hasattr(returned, "__len__") or isinstance(returned, str | Mapping):
-            with self._named(answers):
+            with self._name_answer(answers):
                 raise BadScore(
                     f"the reward {name} gave {returned!r:.80}: give a list of {count} numbers, one a response"
                 )
@@ -115,7 +115,7 @@ class FunctionVerifier:
                     raise OverflowError
             except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several numbers
                 remedy = "give a finite number, or None for no score"
-                with self._named(answers, i):
+                with self._name_answer(answers, i):
                     raise BadScore(f"the reward {name} gave {score!r:.80}: {remedy}") from None
             scores.values[i, 0] = score
         return scores
@@ -132,7 +132,7 @@ class FunctionVerifier:
                 log.warning("the reward %s has scored prompt %.100r for %.0f s so far", self.names[0], prompt, seconds)
 
     @contextmanager
-    def _named(self, answers: Answers, number: int | None = None) -> Iterator[None]:
+    def _name_answer(self, answers: Answers, number: int | None = None) -> Iterator[None]:
         """Add to an exception the prompt and response that were scored when it was raised."""
         try:
             yield
@@ -281,7 +281,7 @@ class Reward:
             for response_extras, scored_extras in zip(extras, scores.extras or (), strict=False):
                 response_extras |= scored_extras
             if verifier is self.accuracy:
-                correct = _correct(scores)
+                correct = _is_correct(scores)
         total[~applied] = np.nan
         # An accuracy function that is not among the scorers is asked separately.
         if self.accuracy is not None and self.accuracy not in self.verifiers:
@@ -314,7 +314,7 @@ class Reward:
         if self.accuracy is None:
             raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
         answers = Answers.of(prompt, responses, target, completions)
-        return _correct(await scored_by(self.accuracy, call_of(self.accuracy), answers))
+        return _is_correct(await scored_by(self.accuracy, call_of(self.accuracy), answers))
 
     async def close(self) -> None:
         """Close all scorers, even if one raises."""
@@ -366,5 +366,5 @@ def report_missing(verifier: Verifier, scores: Scores, logged: dict[str, set[str
             log.warning("verifier %s did not score a response: %s", name, reason)
 
 
-def _correct(scores: Scores) -> list[bool | None]:
+def _is_correct(scores: Scores) -> list[bool | None]:
     return [None if np.isnan(score) else bool(score >= 1.0) for score in scores.values[:, 0]]

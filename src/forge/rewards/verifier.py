@@ -97,7 +97,7 @@ class Verifier(Protocol):
         """[responses, names] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
 
 
-async def collect(calls: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:
+async def collect_scores(calls: Sequence[Awaitable[float | Sequence[float] | None]], names: int) -> Scores:
     """Await the score of each response; an exception leaves its response unscored and is the reason."""
     return Scores.of(await asyncio.gather(*calls, return_exceptions=True), names)
 

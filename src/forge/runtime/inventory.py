@@ -19,7 +19,7 @@ SHARED_MEMORY = 2e9
 OPEN_FILES = 1024
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python and of PACKAGES."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:

@@ -58,18 +58,20 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(NAMES[name].module), name)
 
 
-def check() -> None:
+def check_monarch() -> None:
     """Raise ImportError, in one line, if the Monarch that is installed lacks one of the names."""
-    missing = [f"{place.module}.{name} ({place.purpose})" for name, place in NAMES.items() if not _exists(name, place)]
+    missing = [
+        f"{place.module}.{name} ({place.purpose})" for name, place in NAMES.items() if not _name_exists(name, place)
+    ]
     if not missing:
         # Attributes of instances show only once there is one.
         from monarch.actor import concurrent_endpoint
 
-        async def probe(actor: object, number: int) -> int:
+        async def probe_endpoint(actor: object, number: int) -> int:
             return number
 
         try:
-            if method_of(concurrent_endpoint(probe)) != (probe, False):
+            if method_of(concurrent_endpoint(probe_endpoint)) != (probe_endpoint, False):
                 missing.append(f"monarch.actor.concurrent_endpoint: {_CONCURRENT} (accept it in a ForgeActor)")
         except AttributeError as error:
             missing.append(f"monarch._src.actor.endpoint.EndpointProperty: {error}")
@@ -84,7 +86,7 @@ def check() -> None:
         )
 
 
-def _exists(name: str, place: PrivateName) -> bool:
+def _name_exists(name: str, place: PrivateName) -> bool:
     try:
         return hasattr(import_module(place.module), name)
     except ImportError:

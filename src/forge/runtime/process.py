@@ -46,26 +46,26 @@ class Activity(NamedTuple):
 def activity_of(pid: int) -> Activity:
     """Return the activity of a process of this machine; none if it has ended."""
     try:
-        fields = _fields(f"/proc/{pid}/stat")
+        fields = _read_fields(f"/proc/{pid}/stat")
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return Activity(0.0, False)
-    states = (_state(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
+    states = (_read_state(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
     return Activity((int(fields[11]) + int(fields[12])) / _TICKS, any(state in ("R", "D") for state in states))
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process exists and was stopped by a signal (SIGSTOP)."""
-    return _state(f"/proc/{pid}/stat") == "T"
+    return _read_state(f"/proc/{pid}/stat") == "T"
 
 
-def _fields(path: str) -> list[str]:
+def _read_fields(path: str) -> list[str]:
     return Path(path).read_text().rsplit(")", 1)[1].split()
 
 
-def _state(path: str) -> str:
+def _read_state(path: str) -> str:
     try:
-        return _fields(path)[0]
+        return _read_fields(path)[0]
     except OSError:  # it ended
         return ""
 
@@ -133,7 +133,7 @@ class Process:
 
     async def stacks(self) -> str:
         """Return the Python stack of each of its threads, see `stacks`."""
-        return await stacks(self.pid)
+        return await read_stacks(self.pid)
 
     def _on_end(self) -> None:
         self.close()  # otherwise the handle stays readable, and this is called again
@@ -147,7 +147,7 @@ class Process:
             self._handle = None
 
 
-async def stacks(pid: int) -> str:
+async def read_stacks(pid: int) -> str:
     """Return the Python stacks of a process's threads, read by py-spy without stopping it, or the reason for none."""
     # The py-spy of this environment is preferred: it fits this Python.
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")

@@ -32,8 +32,8 @@ class DamagedFile(OSError):
 def write_checksums(folder: Path, files: Iterable[str], name: str = CHECKSUMS) -> None:
     """Write the checksums of these files of the folder as its file `name`, and fsync it."""
     names = sorted(files)
-    with ThreadPoolExecutor(_threads(names)) as pool:
-        digests = list(pool.map(lambda file: _digest(folder / file), names))
+    with ThreadPoolExecutor(_count_threads(names)) as pool:
+        digests = list(pool.map(lambda file: _digest_file(folder / file), names))
     text = "".join(f"{digest} {size} {file}\n" for (digest, size), file in zip(digests, names, strict=True))
     write_sealed(folder / name, text)
 
@@ -45,9 +45,9 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
         DamagedFile: the first file, by name, that is missing or differs.
         OSError: a file cannot be read.
     """
-    expected = _read(folder / name)
-    with ThreadPoolExecutor(_threads(expected)) as pool:
-        digests = list(pool.map(lambda file: _digest(folder / file), expected))
+    expected = _read_sums(folder / name)
+    with ThreadPoolExecutor(_count_threads(expected)) as pool:
+        digests = list(pool.map(lambda file: _digest_file(folder / file), expected))
     # The size comes first: it tells a truncated file from a changed one.
     for file, (digest, size) in zip(expected, digests, strict=True):
         expected_digest, expected_size = expected[file]
@@ -61,7 +61,7 @@ def check_files(folder: Path, name: str = CHECKSUMS) -> None:
             check_files(folder, file)
 
 
-def _threads(files: object) -> int:
+def _count_threads(files: object) -> int:
     # xxhash is faster than a disk; several files at once keep the disk busy.
     return max(1, min(8, os.cpu_count() or 1, len(files)))  # type: ignore[arg-type]
 
@@ -91,15 +91,15 @@ def read_sealed(path: Path) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the xxh3-128 of a file, in hexadecimal digits."""
-    return _digest(path)[0]
+    return _digest_file(path)[0]
 
 
-def _read(path: Path) -> dict[str, tuple[str, int]]:
+def _read_sums(path: Path) -> dict[str, tuple[str, int]]:
     rows = [line.split(" ", 2) for line in read_sealed(path).splitlines()]
     return {name: (digest, int(size)) for digest, size, name in rows}
 
 
-def _digest(path: Path) -> tuple[str, int]:
+def _digest_file(path: Path) -> tuple[str, int]:
     digest = xxhash.xxh3_128()
     size = 0
     try:

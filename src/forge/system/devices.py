@@ -44,7 +44,7 @@ def has_wide_products(a: torch.Tensor, b: torch.Tensor) -> bool:
     return type_of(a.device) == "cuda" and torch.version.hip is None and a.dtype == b.dtype and a.dtype in halves
 
 
-def accelerator() -> torch.device | None:
+def find_accelerator() -> torch.device | None:
     """Return the accelerator that torch can use; None: it computes on the CPU.
 
     Raises:

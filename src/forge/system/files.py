@@ -104,10 +104,10 @@ def write_atomic(path: Path, text: str, *, durable: bool = False, secret: bool =
                 file.flush()
                 os.fsync(file.fileno())
     if durable:
-        sync(path.parent)
+        sync_path(path.parent)
 
 
-def printable(text: object) -> str:
+def escape_controls(text: object) -> str:
     """Escape control characters in a name or text from elsewhere, which a terminal would obey."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in str(text))
 
@@ -130,10 +130,10 @@ def is_plain(path: Path) -> bool:
 
 def read_text(path: Path) -> str:
     """Read a file in UTF-8, without a byte order mark. ValueError: it has another encoding; names the line."""
-    return decoded(path.read_bytes(), path)
+    return decode_content(path.read_bytes(), path)
 
 
-def decoded(content: bytes, path: Path) -> str:
+def decode_content(content: bytes, path: Path) -> str:
     """Decode the content of a file, see `read_text`."""
     try:
         return content.decode("utf-8-sig")
@@ -144,7 +144,7 @@ def decoded(content: bytes, path: Path) -> str:
         raise ValueError(f"{path}, line {line}: {fault}: save the file as UTF-8") from None
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """fsync a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:

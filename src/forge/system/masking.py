@@ -76,12 +76,12 @@ def without_secrets(value: Json, name: str = "") -> Json:
         return MASK
     if is_secret(last) and not isinstance(value, bool):
         return value if re.fullmatch(r"<[^<>\s]+>|\[[A-Z]+\]", str(value)) else MASK
-    return masked(value) if isinstance(value, str) else value
+    return mask_secrets(value) if isinstance(value, str) else value
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Mask the secrets in a text: passwords of addresses, values of names such as `api_key`, keys, tokens."""
-    for value in _environment():
+    for value in _environment_secrets():
         text = text.replace(value, MASK)
     text = _PEM.sub(rf"\1{MASK}\2", text)
     text = _USER.sub(f"{MASK}@", text)
@@ -119,7 +119,7 @@ def _is_place(name: str) -> bool:
     return _PLACES.fullmatch("_".join(word.lower() for word in _WORDS.findall(name))) is not None
 
 
-def _environment() -> list[str]:
+def _environment_secrets() -> list[str]:
     """Return the secrets of this process's environment, the longest first."""
     values = [value for name, value in os.environ.items() if len(value) >= MIN_VALUE and is_secret(name)]
     return sorted(values, key=len, reverse=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from .files import printable
+from .files import escape_controls
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PREFIXES = ("forge-run-", "forge-weights-", "forge-trackers-", "forge-agents-")
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """Return an id of this machine since its start: locks on a folder that machines share are not seen by others."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -30,7 +30,7 @@ def _machine() -> str:
     return xxhash.xxh3_64_hexdigest(name.encode())[:6]
 
 
-MACHINE = _machine()
+MACHINE = _machine_id()
 
 
 class Scratch:
@@ -62,7 +62,7 @@ class Scratch:
         self._lock = None
 
 
-def sweep() -> list[Path]:
+def sweep_folders() -> list[Path]:
     """Remove folders that dead processes of this user left on this host since its start; return them.
 
     A folder is abandoned if it is this user's and no process holds its lock. Folders of other hosts, in a shared
@@ -91,8 +91,8 @@ def _remove_abandoned(folder: Path) -> bool:
     except (BlockingIOError, FileNotFoundError):  # its process lives, or another one removed it
         return False
     except OSError as error:
-        name = printable(folder)
-        log.warning("%s was left by a process that is dead and could not be removed: %s", name, printable(error))
+        name = escape_controls(folder)
+        log.warning("%s was left by a process that is dead and could not be removed: %s", name, escape_controls(error))
         return False
     finally:
         os.close(handle)

@@ -123,7 +123,7 @@ def packed_attention(
     counts = []
     if ranks > 1:
         # Key heads are repeated where there are fewer of them than ranks.
-        times = repeats(key.shape[1], ranks)
+        times = count_repeats(key.shape[1], ranks)
         if times > 1:
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
         # [1, heads, own tokens, head_dim] to [1, own heads, tokens, head_dim], all three in one collective. Heads are
@@ -136,7 +136,7 @@ def packed_attention(
     if layout.mask is not None:
         out = tree_attention(query, key, value, layout.mask, window, scaling)
     else:
-        out = _rectangles(query, key, value, layout, window, scaling)
+        out = _attend_rectangles(query, key, value, layout, window, scaling)
     if ranks > 1:
         tokens = _exchange(out.unflatten(0, (ranks, -1)), context, _all_to_all, _all_to_all)
         out = tokens.transpose(0, 1).flatten(1, 2)
@@ -144,7 +144,7 @@ def packed_attention(
 
 
 @torch.compiler.disable
-def _rectangles(
+def _attend_rectangles(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, window: int | None, scale: float | None
 ) -> Tensor:
     """[1, heads, tokens, head_dim] -> [tokens, heads, head_dim]."""
@@ -160,7 +160,7 @@ def _rectangles(
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         if window is not None and before + width > window:
-            o = _windowed(q, k, v, window, scale)
+            o = _attend_window(q, k, v, window, scale)
         else:
             mask = causal_mask(width, before, before + width, q.device) if before else None
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
@@ -168,7 +168,7 @@ def _rectangles(
     return torch.cat(rectangles).index_select(0, layout.scatter)
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
+def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
     """Causal attention to the last `window` tokens: q [rows, heads, width, head_dim], k and v with a prefix before.
 
     Linear in the width: the queries of each `window` tokens attend to those and to the `window` before.
@@ -206,7 +206,7 @@ def causal_mask(width: int, before: int, window: int, device: torch.device) -> T
 AttentionInterface.register(NAME, packed_attention)
 
 
-def repeats(heads: int, ranks: int) -> int:
+def count_repeats(heads: int, ranks: int) -> int:
     """The number of copies of each head with which all ranks have the same number of heads."""
     return ranks // gcd(heads, ranks)
 

@@ -13,16 +13,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ..config.plugin import resolve
 from .distributed import Ranks, sum_gradients
-from .loading import fill
+from .loading import fill_model
 from .lora import add_adapters
 from .policy import Policy, ScalarModel
 from .settings import Backend, Head, LoraSettings, Parallelism
-from .tensor_parallel import parallelize
+from .tensor_parallel import parallelize_model
 
 log = logging.getLogger(__name__)
 
 
-def load(path: str | Path, head: Head, **options: Any) -> Policy | ScalarModel:
+def load_model(path: str | Path, head: Head, **options: Any) -> Policy | ScalarModel:
     """The model of a folder or hub id with this head; options are `dtype`, `gradient_checkpointing` and `meta`.
 
     Raises:
@@ -35,7 +35,7 @@ def load(path: str | Path, head: Head, **options: Any) -> Policy | ScalarModel:
     return ScalarModel.from_pretrained(path, head, **options)
 
 
-def build(
+def build_policy(
     path: str | Path,
     head: Head,
     ranks: Ranks,
@@ -83,7 +83,7 @@ def build(
     if backend != "fsdp":
         raise ValueError(f"trainer.backend must be fsdp or titan, got {backend!r}")
     # Where there is a mesh the weights are read after sharding.
-    policy = load(
+    policy = load_model(
         path,
         head,
         dtype=weights_dtype,
@@ -95,7 +95,7 @@ def build(
     if lora is not None:
         add_adapters(policy.model, lora)
     if ranks.tensor.size > 1:
-        parallelize(policy.model, ranks)
+        parallelize_model(policy.model, ranks)
     layers = list(policy.model.model.layers)
     # Before sharding, which wraps the compiled layers.
     if compile:
@@ -115,12 +115,12 @@ def build(
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
-    fill(policy.model, path, torch.device("cpu") if cpu_offload else ranks.device)
+    fill_model(policy.model, path, torch.device("cpu") if cpu_offload else ranks.device)
     sum_gradients(policy)
     return policy
 
 
-def precision(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:
+def precision_context(ranks: Ranks, dtype: torch.dtype) -> AbstractContextManager[object]:
     """The context of a forward pass in `dtype`: autocast in one process; FSDP2 has its own mixed precision."""
     mixed = dtype != torch.float32 and ranks.mesh is None
     return torch.autocast(ranks.device.type, dtype) if mixed else nullcontext()

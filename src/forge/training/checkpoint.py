@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from ..models.weight_layouts import split_experts
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
-from ..system.files import free_bytes, removed_on_error, room_for, sync
+from ..system.files import free_bytes, removed_on_error, room_for, sync_path
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
 from .distributed import Ranks
 from .loading import write_weights
-from .optimizers import begin
+from .optimizers import begin_state
 from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
@@ -41,7 +41,7 @@ class CheckpointFailed(OSError):
     """A checkpoint could not be written; earlier ones are unchanged."""
 
 
-def save(
+def save_checkpoint(
     trainer: PolicyTrainer, folder: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = 2
 ) -> Path:
     """Write weights, optimiser, step and random state of every rank to `folder/step_<n>`; every rank must call it.
@@ -61,7 +61,7 @@ def save(
     """
     final = CheckpointPart.of(trainer, folder, extra).write()
     if keep is not None and trainer.ranks.rank == 0:
-        prune(folder, keep, final)
+        prune_checkpoints(folder, keep, final)
     if trainer.ranks.mesh is not None:
         dist.barrier()
     return final
@@ -80,13 +80,17 @@ class CheckpointPart:
     def of(cls, trainer: PolicyTrainer, folder: str | Path, extra: dict[str, Any] | None) -> CheckpointPart:
         """The trainer's current state; every rank must call it."""
         rank, device = trainer.ranks.rank, trainer.ranks.device
-        state: dict[str, Any] = {"step": trainer.step, "rng": torch.get_rng_state(), "optimizer": _optimizer(trainer)}
+        state: dict[str, Any] = {
+            "step": trainer.step,
+            "rng": torch.get_rng_state(),
+            "optimizer": _optimizer_name(trainer),
+        }
         if device.type != "cpu":
             state["device"] = torch.get_device_module(device).get_rng_state()
         values = {f"rank_{rank}.pt": state} | ({"extra.pt": extra or {}} if rank == 0 else {})
         files = {name: dump_plain(value, name) for name, value in values.items()}
         final = Path(folder) / f"step_{trainer.step:06d}"
-        return cls(trainer.ranks, final, _state(trainer), files)
+        return cls(trainer.ranks, final, _trained_state(trainer), files)
 
     @property
     def size(self) -> int:
@@ -101,7 +105,7 @@ class CheckpointPart:
         """
         aside = self.final.with_suffix(UNFINISHED)
 
-        def prepare() -> None:
+        def prepare_folder() -> None:
             for leftover in self.final.parent.glob(f"step_*{UNFINISHED}"):
                 shutil.rmtree(leftover)
             aside.mkdir(parents=True)
@@ -119,31 +123,31 @@ class CheckpointPart:
                 shards = [path.name for path in aside.glob(f"__{rank}_*")]
                 write_checksums(aside, [*shards, *self.files], f"rank_{rank}.{CHECKSUMS}")
 
-        def rename() -> None:
+        def rename_folder() -> None:
             replaced = self.final.with_suffix(REPLACED)
             other_ranks = {rank for rank in range(1, self.ranks.world_size)}
             listed = {
                 path.name for rank in other_ranks for path in (*aside.glob(f"__{rank}_*"), aside / f"rank_{rank}.pt")
             }
             write_checksums(aside, {path.name for path in aside.iterdir()} - listed)
-            sync(aside)
+            sync_path(aside)
             # Renames are atomic: at any time there is a complete checkpoint of this name, or the one that it replaces.
             if self.final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.replace(self.final, replaced)
             os.replace(aside, self.final)
-            sync(self.final.parent)
+            sync_path(self.final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 
         # Stage by stage on all ranks: none continues where another has failed.
-        self._together(prepare, group, lead=True)
-        self._together(lambda: dcp.save(self.shards, checkpoint_id=aside, process_group=group), group)
-        self._together(write_files, group)
-        self._together(write_rank_checksums, group)
-        self._together(rename, group, lead=True)
+        self._run_stage(prepare_folder, group, lead=True)
+        self._run_stage(lambda: dcp.save(self.shards, checkpoint_id=aside, process_group=group), group)
+        self._run_stage(write_files, group)
+        self._run_stage(write_rank_checksums, group)
+        self._run_stage(rename_folder, group, lead=True)
         return self.final
 
-    def _together(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
+    def _run_stage(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
         """Run a stage on every rank, or on rank 0 only (`lead`); if it fails anywhere, all ranks raise."""
         error: BaseException | None = None
         try:
@@ -152,7 +156,7 @@ class CheckpointPart:
         # CheckpointException is a BaseException
         except (Exception, CheckpointException) as raised:
             error = raised
-        report = (None if error is None else _reason(error), self.size)
+        report = (None if error is None else _describe_error(error), self.size)
         parts = [report] * self.ranks.world_size
         if self.ranks.mesh is not None:
             dist.all_gather_object(parts, report, group=group)
@@ -163,7 +167,7 @@ class CheckpointPart:
         if self.ranks.rank == 0:
             # Free its space for the rest of the run.
             shutil.rmtree(self.final.with_suffix(UNFINISHED), ignore_errors=True)
-        complete = checkpoints(self.final.parent)
+        complete = list_checkpoints(self.final.parent)
         remark = f"the newest is {complete[-1]}" if complete else "there is no other"
         with suppress(OSError):  # the folder itself may not exist
             free, size = free_bytes(self.final.parent), sum(size for _, size in parts)
@@ -171,9 +175,9 @@ class CheckpointPart:
         raise CheckpointFailed(f"checkpoint {self.final} could not be written: {reason}; {remark}") from error
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        return next(_reason(cause) for cause, _ in error.failures.values())
+        return next(_describe_error(cause) for cause, _ in error.failures.values())
     # On a full disk torch's file writer reports a wrong position; the cause is in its context.
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
         error = error.__context__
@@ -214,14 +218,14 @@ class Background:
         snapshot = CheckpointPart.of(self._trainer, folder, extra)
         snapshot.shards = BlockingAsyncStager().stage(snapshot.shards)
 
-        def write() -> None:
+        def write_snapshot() -> None:
             try:
                 snapshot.write(self._group)
             except BaseException as error:  # raised by `wait`
                 self._error = error
 
         # A daemon thread: the end of the process does not wait for a disk.
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=write_snapshot, name="checkpoint", daemon=True)
         self._thread.start()
         return snapshot.final
 
@@ -235,15 +239,15 @@ class Background:
             raise error if isinstance(error, CheckpointFailed) else CheckpointFailed(repr(error)) from error
 
 
-def prune(folder: str | Path, keep: int, written: str | Path) -> None:
+def prune_checkpoints(folder: str | Path, keep: int, written: str | Path) -> None:
     """Remove all but the newest `keep` checkpoints and the one just `written`."""
-    for old in checkpoints(folder)[:-keep]:
+    for old in list_checkpoints(folder)[:-keep]:
         if old != Path(written):
             # Renamed first, so that a half-removed checkpoint does not count as one.
             shutil.rmtree(old.rename(old.with_suffix(UNFINISHED)))
 
 
-def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
+def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
     """Restore a checkpoint in place, on any number of ranks; returns its `extra`. Every rank must call it.
 
     Raises:
@@ -252,14 +256,14 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         UnsafeCheckpoint: a file holds more than tensors, plain data and rollouts.
         ValueError: it was written with another optimiser.
     """
-    checkpoint = _complete(checkpoint)
+    checkpoint = _complete_folder(checkpoint)
     _check_together(checkpoint, trainer.ranks)
     rank_file = checkpoint / f"rank_{trainer.ranks.rank}.pt"
     # A new rank, which the checkpoint has no random state for, keeps its own.
     saved = load_plain(rank_file if rank_file.exists() else checkpoint / "rank_0.pt")
-    if (wrote := saved.get("optimizer", "adamw")) != (now := _optimizer(trainer)):
+    if (wrote := saved.get("optimizer", "adamw")) != (now := _optimizer_name(trainer)):
         raise ValueError(f"{checkpoint} was written with the optimizer {wrote}, and this trainer has {now}")
-    state = _state(trainer)
+    state = _trained_state(trainer)
     reader = Reader(checkpoint)
     reader.read_metadata()  # dcp.load would hide what this raises
     try:
@@ -271,14 +275,14 @@ def load(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str, Any]:
         trainer.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=not _frozen(trainer)),
+        options=StateDictOptions(strict=not _frozen_names(trainer)),
     )
     trainer.step = saved["step"]
     if rank_file.exists():
         torch.set_rng_state(saved["rng"])
         if "device" in saved and trainer.ranks.device.type != "cpu":
             torch.get_device_module(trainer.ranks.device).set_rng_state(saved["device"])
-    return extra(checkpoint)
+    return read_extra(checkpoint)
 
 
 def _check_together(checkpoint: Path, ranks: Ranks) -> None:
@@ -295,26 +299,26 @@ def _check_together(checkpoint: Path, ranks: Ranks) -> None:
         raise DamagedFile(damage[0])
 
 
-def _state(trainer: PolicyTrainer) -> dict[str, Any]:
+def _trained_state(trainer: PolicyTrainer) -> dict[str, Any]:
     """Trained weights and optimiser state; frozen weights are in the base model."""
-    begin(trainer.optimizer)
+    begin_state(trainer.optimizer)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
-    frozen = _frozen(trainer)
+    frozen = _frozen_names(trainer)
     return {"model": {name: values for name, values in weights.items() if name not in frozen}, "optimizer": optimizer}
 
 
-def _optimizer(trainer: PolicyTrainer) -> str:
+def _optimizer_name(trainer: PolicyTrainer) -> str:
     return trainer.settings.kind(trainer.passes.weights_dtype)
 
 
-def _frozen(trainer: PolicyTrainer) -> set[str]:
+def _frozen_names(trainer: PolicyTrainer) -> set[str]:
     parameters = trainer.policy.named_parameters(remove_duplicate=False)
     return {name for name, parameter in parameters if not parameter.requires_grad}
 
 
-def extra(checkpoint: str | Path) -> dict[str, Any]:
+def read_extra(checkpoint: str | Path) -> dict[str, Any]:
     """The `extra` of a checkpoint. Raises as `load` does, but does not compare checksums."""
-    return load_plain(_complete(checkpoint) / "extra.pt")
+    return load_plain(_complete_folder(checkpoint) / "extra.pt")
 
 
 def step_of(checkpoint: str | Path) -> int:
@@ -322,7 +326,7 @@ def step_of(checkpoint: str | Path) -> int:
     return int(Path(checkpoint).stem.removeprefix("step_"))
 
 
-def checkpoints(folder: str | Path) -> list[Path]:
+def list_checkpoints(folder: str | Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
     complete: dict[int, Path] = {}
     for path in sorted(Path(folder).glob("step_*")):  # a checkpoint sorts before the one it replaced
@@ -331,7 +335,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return [path for _, path in sorted(complete.items())]
 
 
-def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
+def export_model(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) -> None:
     """Write the weights and tokenizer in Hugging Face format, atomically; every rank must call it. A model with a
     scalar head becomes a sequence classifier of one class.
 
@@ -357,12 +361,12 @@ def export(trainer: PolicyTrainer, folder: str | Path, tokenizer: str | Path) ->
             words.save_pretrained(aside)
             files = [path for path in aside.rglob("*") if path.is_file()]  # chat templates may have a folder
             for path in aside.rglob("*"):
-                sync(path)
+                sync_path(path)
             write_checksums(aside, [str(path.relative_to(aside)) for path in files])
-            sync(aside)
+            sync_path(aside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
-        sync(folder.parent)
+        sync_path(folder.parent)
     if trainer.ranks.mesh is not None:
         dist.barrier()
 
@@ -374,7 +378,7 @@ def set_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(aside)
 
 
-def _complete(checkpoint: str | Path) -> Path:
+def _complete_folder(checkpoint: str | Path) -> Path:
     """The checkpoint of this name, or the one it was replacing when its writer was killed."""
     checkpoint = Path(checkpoint)
     replaced = checkpoint.with_suffix(REPLACED)

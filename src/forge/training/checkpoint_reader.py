@@ -110,7 +110,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how early releases of Python 3.11 write enumerations
-            return self._member
+            return self._enum_member
         if module == "pathlib._local":  # as Python 3.13 names it
             module = "pathlib"
         if (module, name) not in _METADATA and not (
@@ -119,7 +119,7 @@ class _Unpickler(pickle.Unpickler):
             raise UnsafeCheckpoint(f"{self._path} names {module}.{name}, which no checkpoint needs, so it is not read")
         return super().find_class(module, name)
 
-    def _member(self, kind: Any, name: str) -> Enum:
+    def _enum_member(self, kind: Any, name: str) -> Enum:
         if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
             raise UnsafeCheckpoint(f"{self._path} names an attribute {name!r}, which no checkpoint needs")
         return kind[name]

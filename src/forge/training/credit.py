@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..algorithms import Algorithm
-from ..algorithms.gae import ROUNDING, gae, packed, padded, whiten
+from ..algorithms.gae import ROUNDING, gae, pack_sequences, pad_sequences, whiten_values
 from ..algorithms.terms import kl
 from ..data.packing import pack
 from ..observability import Reduce, phase, record_metric
@@ -71,7 +71,7 @@ def make_batch(
     for age in (version - group.version for group in groups if group.version >= 0):
         record_metric("policy_age", age)
         record_metric("policy_age", age, Reduce.MAX)
-    sequences = learnable(groups, algorithm)
+    sequences = learnable_episodes(groups, algorithm)
     batch = pack(sequences, **shares)
     # Numbered in the order of the data: groups arrive in another one in each run, and mini-batches are drawn by number.
     groups = sorted(groups, key=lambda group: group.index)
@@ -112,7 +112,7 @@ def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_toke
         record_metric("certificate/idle", packed_tokens - trained_tokens, Reduce.SUM)
 
 
-def learnable(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
+def learnable_episodes(groups: Sequence[Group], algorithm: Algorithm) -> list[Episode]:
     """The groups' episodes with advantages, in the order of the data, each after its earlier branches, which share its
     advantage. ValueError: an episode has another number of advantages than trained tokens, or one is not finite."""
     rewards = [group.rewards for group in groups]
@@ -162,7 +162,7 @@ def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
 
 
 @phase("credit")
-def assign(batch: Batch, algorithm: Algorithm) -> None:
+def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
     """Fill in token-level credit, in place: KL in the reward, GAE over a critic's values, whitening.
 
     `batch.advantages` holds one number per episode. It becomes that number less the KL still to come in its episode;
@@ -177,31 +177,31 @@ def assign(batch: Batch, algorithm: Algorithm) -> None:
         return
     counts = batch.trained_counts().tolist()
 
-    def trained(name: str) -> torch.Tensor:
+    def select_trained(name: str) -> torch.Tensor:
         values = getattr(batch, name)
         if values is None or np.isnan(values[batch.mask]).any():
             raise ValueError(f"{type(algorithm).__name__} needs {name} of every trained token")
         return torch.from_numpy(values[batch.mask])
 
-    advantages = trained("advantages")
-    mask = padded(torch.ones_like(advantages), counts)
+    advantages = select_trained("advantages")
+    mask = pad_sequences(torch.ones_like(advantages), counts)
     cost = torch.zeros_like(advantages)
     if kl_in_reward:
-        cost = algorithm.beta * kl(trained("logprobs"), trained("ref_logprobs"), algorithm.kl)
+        cost = algorithm.beta * kl(select_trained("logprobs"), select_trained("ref_logprobs"), algorithm.kl)
     if algorithm.needs_critic:
-        rewards = padded(trained("rewards") - cost, counts)
-        values = padded(trained("values"), counts)
+        rewards = pad_sequences(select_trained("rewards") - cost, counts)
+        values = pad_sequences(select_trained("values"), counts)
         wide, returns = gae(rewards, values, mask, discount=algorithm.discount, trace=algorithm.trace)
-        advantages = packed(wide, counts)
+        advantages = pack_sequences(wide, counts)
         batch.returns = np.zeros(len(batch.mask), np.float32)
-        batch.returns[batch.mask] = packed(returns, counts).numpy()
+        batch.returns[batch.mask] = pack_sequences(returns, counts).numpy()
         _record_explained_variance(batch)
     elif kl_in_reward:
         # Without a critic, an undiscounted sum: what the rest of the episode will cost.
-        future_cost, _ = gae(padded(cost, counts), torch.zeros_like(mask), mask)
-        advantages = advantages - packed(future_cost, counts)
+        future_cost, _ = gae(pad_sequences(cost, counts), torch.zeros_like(mask), mask)
+        advantages = advantages - pack_sequences(future_cost, counts)
     if algorithm.whiten:
-        advantages = whiten(advantages)
+        advantages = whiten_values(advantages)
     batch.advantages[batch.mask] = advantages.numpy()
 
 

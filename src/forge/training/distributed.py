@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from ..system.devices import accelerator
+from ..system.devices import find_accelerator
 from .settings import Parallelism
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective has lost a peer
@@ -59,7 +59,7 @@ class Ranks:
         return values
 
 
-def join(
+def join_ranks(
     rank: int = 0,
     world_size: int = 1,
     store: dist.Store | None = None,
@@ -81,7 +81,7 @@ def join(
             without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
-    kind = accelerator()
+    kind = find_accelerator()
     if kind is None:
         if cpu_offload:
             raise ValueError("training.cpu_offload does nothing: this trainer computes on a CPU")
@@ -133,15 +133,15 @@ def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
         world_size,
         device,
         mesh,
-        data=_group(everyone.flatten(1).T, rank),
-        context=_group(everyone.transpose(1, 2).flatten(0, 1), rank),
-        tensor=_group(everyone.flatten(0, 1), rank),
-        sequence=_group(everyone.flatten(1), rank),
+        data=_make_group(everyone.flatten(1).T, rank),
+        context=_make_group(everyone.transpose(1, 2).flatten(0, 1), rank),
+        tensor=_make_group(everyone.flatten(0, 1), rank),
+        sequence=_make_group(everyone.flatten(1), rank),
         experts=layout.expert_parallel_degree,
     )
 
 
-def _group(rows: torch.Tensor, rank: int) -> RankGroup:
+def _make_group(rows: torch.Tensor, rank: int) -> RankGroup:
     """The group of this rank's row of [groups, size]; every rank must call this with the same rows."""
     if rows.shape[1] == 1:
         return ALONE
@@ -151,7 +151,7 @@ def _group(rows: torch.Tensor, rank: int) -> RankGroup:
     return RankGroup(dist.get_rank(group), rows.shape[1], group)
 
 
-def leave() -> None:
+def leave_ranks() -> None:
     """Leave the process group, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -178,7 +178,7 @@ def reduce_over_copies(model: nn.Module, ranks: Ranks, now: bool) -> None:
                 module.set_requires_all_reduce(now, recurse=False)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard_model(model: nn.Module) -> None:
     """Drop the gathered copies, in the dtype of the forward pass, that it leaves without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -204,11 +204,11 @@ def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, 
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type in PINNED)
 
-    def part(memory: Tensor, name: str) -> Tensor:
+    def view_part(memory: Tensor, name: str) -> Tensor:
         tensor = tensors[name]
         return memory[offsets[name] : offsets[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     for name, tensor in tensors.items():
-        part(host, name).copy_(tensor)
+        view_part(host, name).copy_(tensor)
     memory = host.to(device, non_blocking=True)
-    return {name: part(memory, name) for name in tensors}
+    return {name: view_part(memory, name) for name in tensors}

@@ -36,7 +36,7 @@ class Routers:
         self._real = 0
         self._routed: list[tuple[Tensor, Tensor]] | None = None  # probabilities and experts of each layer
         for number, router in enumerate(routers.values()):
-            router.register_forward_hook(partial(self._hook, number))
+            router.register_forward_hook(partial(self._record_choice, number))
 
     def begin(self, replayed: Tensor | None, real: int) -> None:
         """Replay these experts, [tokens, layers with experts, k], or route freely where they are `UNKNOWN_EXPERT`.
@@ -61,7 +61,7 @@ class Routers:
         counts = torch.zeros_like(probabilities).scatter_add_(1, experts, torch.ones_like(experts, dtype=torch.float32))
         return torch.stack([counts, probabilities])
 
-    def _hook(
+    def _record_choice(
         self, number: int, _router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits, gates, experts = output
@@ -82,7 +82,7 @@ class Routers:
         return gates, experts
 
 
-def balance(local: Tensor, everyone: Tensor, k: int) -> Tensor:
+def balance_loss(local: Tensor, everyone: Tensor, k: int) -> Tensor:
     """A rank's share in the loss that balances experts, a scalar; shares add up to the loss over all ranks' tokens.
 
     The loss is that of Fedus et al. 2021 (Switch Transformer, equations 4 to 6) as transformers computes it, over all
@@ -100,7 +100,7 @@ def load_metrics(load: Tensor, layers: list[int], k: int) -> dict[str, float]:
     busiest expert (k / E to 1), and `experts/entropy_<layer>` of the load, in nats (at most log E); and
     `router_aux_loss` over all layers."""
     shares = load[0] / load[0].sum(1, keepdim=True)
-    metrics = {"router_aux_loss": float(balance(load, load, k))}
+    metrics = {"router_aux_loss": float(balance_loss(load, load, k))}
     largest = shares.amax(1).tolist()
     entropies = torch.special.entr(shares).sum(1).tolist()
     for layer, share, entropy in zip(layers, largest, entropies, strict=True):

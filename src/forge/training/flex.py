@@ -169,22 +169,24 @@ class TreeMask:
             # A tensor: as a number it would be compiled into the kernels, or be a symbol that inductor lacks in places.
             size = None if window is None else torch.full((), window, device=device)
 
-            def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return self.sees(query, key, size)
 
             # Blocks where the mask decides, and full ones, by query and (for the backward pass) by key.
             some, every = self.runs.blocks(window)
             kinds = {"": some & ~every, "full_": every}
-            lists = {f"{kind}kv": ordered(blocks) for kind, blocks in kinds.items()}
-            lists |= {f"{kind}q": ordered(blocks.T) for kind, blocks in kinds.items()}
+            lists = {f"{kind}kv": order_blocks(blocks) for kind, blocks in kinds.items()}
+            lists |= {f"{kind}q": order_blocks(blocks.T) for kind, blocks in kinds.items()}
             host = {f"{name}_num_blocks": counts for name, (counts, _) in lists.items()}
             host |= {f"{name}_indices": indices for name, (_, indices) in lists.items()}
             on_device: Any = to_device(host, device)
-            self._blocks[window] = BlockMask((count, count), **on_device, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask)
+            self._blocks[window] = BlockMask(
+                (count, count), **on_device, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible
+            )
         return self._blocks[window]
 
 
-def ordered(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
+def order_blocks(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
     """The number of true columns of each row of a bool matrix, [1, 1, rows], and the columns, true ones first,
     [1, 1, rows, columns]; int32."""
     columns = torch.from_numpy((~blocks).argsort(axis=1, kind="stable").astype(np.int32))

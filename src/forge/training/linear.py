@@ -41,7 +41,7 @@ def _onednn_is_faster(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b.T` for matrices a [m, k] and b [n, k], outside autograd."""
     if not _onednn_is_faster(a, b):
         return a @ b.T
@@ -52,14 +52,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return multiply_transposed(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        grad_x = product(flat, weight.T).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = product(flat.T, x.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
+        grad_x = multiply_transposed(flat, weight.T).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = multiply_transposed(flat.T, x.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 
@@ -97,7 +97,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b.T` in at least float32. For half-precision matrices on CUDA sums are not rounded to half precision."""
     if has_wide_products(a, b):
         return torch.mm(a, b.T, out_dtype=torch.float32)
-    return at_least_float32(product(a, b))
+    return at_least_float32(multiply_transposed(a, b))
 
 
 def scores_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +129,7 @@ def gradient_of(
 
 
 @lru_cache
-def _compiled(function: Callable[..., A]) -> Callable[..., A]:
+def _compile_function(function: Callable[..., A]) -> Callable[..., A]:
     """A function compiled for any number of rows: one pass over the logits instead of ten."""
     return torch.compile(function, dynamic=True)
 
@@ -144,13 +144,13 @@ class _TokenLogprobs(torch.autograd.Function):
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True):
             if type_of(hidden.device) == "cpu":
                 # As `scores_of`, in place: a new matrix of logits takes longer than the arithmetic.
-                logits = at_least_float32(product(h, head)).div_(temperature)
+                logits = at_least_float32(multiply_transposed(h, head)).div_(temperature)
                 normaliser = logits.logsumexp(-1)
                 logprob = logits.gather(-1, y[:, None])[:, 0] - normaliser
                 logp = logits.sub_(normaliser[:, None])
                 entropy = -(logp.exp() * logp).sum(-1)
             else:
-                logprob, normaliser, entropy = _fused(scores_of, h)(wide_product(h, head), y, temperature)
+                logprob, normaliser, entropy = _fuse_function(scores_of, h)(wide_product(h, head), y, temperature)
             logprobs.append(logprob)
             normalisers.append(normaliser)
             entropies.append(entropy)
@@ -175,24 +175,24 @@ class _TokenLogprobs(torch.autograd.Function):
         for h, y, lse, ent, g_logp, g_ent in zip(*rows, strict=True):
             if type_of(hidden.device) == "cpu":
                 # As `gradient_of`, in place.
-                logp = at_least_float32(product(h, head)).div_(ctx.temperature).sub_(lse[:, None])
+                logp = at_least_float32(multiply_transposed(h, head)).div_(ctx.temperature).sub_(lse[:, None])
                 p = logp.exp()
                 grad = logp.add_(ent[:, None]).mul_(-g_ent[:, None]).sub_(g_logp[:, None]).mul_(p)
                 grad.scatter_add_(1, y[:, None], g_logp[:, None])
                 grad = grad.div_(ctx.temperature).to(hidden.dtype)
             else:
                 logits = wide_product(h, head)
-                grad = _fused(gradient_of, h)(logits, y, lse, ent, g_logp, g_ent, ctx.temperature, hidden.dtype)
-            grad_hidden[start : start + len(h)] = product(grad, head.T)
+                grad = _fuse_function(gradient_of, h)(logits, y, lse, ent, g_logp, g_ent, ctx.temperature, hidden.dtype)
+            grad_hidden[start : start + len(h)] = multiply_transposed(grad, head.T)
             if grad_weight is not None:
                 grad_weight += wide_product(grad.T, h.T)
             start += len(h)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _fused(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
+def _fuse_function(function: Callable[..., A], rows: Tensor) -> Callable[..., A]:
     """The function, compiled on a GPU."""
-    return _compiled(function) if type_of(rows.device) in ("cuda", "xpu") else function
+    return _compile_function(function) if type_of(rows.device) in ("cuda", "xpu") else function
 
 
 def token_logprobs(

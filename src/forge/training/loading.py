@@ -69,7 +69,7 @@ def on_meta(
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, path: str | Path, device: torch.device) -> None:
+def fill_model(model: PreTrainedModel, path: str | Path, device: torch.device) -> None:
     """Allocate the parameters of a sharded model that are on the meta device, and read this rank's part of them.
 
     Raises:

@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 
 @torch.no_grad()
-def begin(optimizer: torch.optim.Optimizer) -> None:
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the state that an optimiser has before its first step, where it has none. All ranks must call this.
 
     torch's `get_state_dict` makes it by a step without gradient at rate 0, which is counted: the bias corrections of
@@ -73,7 +73,7 @@ class MixedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update_parameter(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state, each parameter's in its own type."""
@@ -92,19 +92,19 @@ class MixedAdamW(torch.optim.Optimizer):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
-    def _update(self, parameter: Tensor, group: ParameterGroup) -> None:
+    def _update_parameter(self, parameter: Tensor, group: ParameterGroup) -> None:
         assert parameter.grad is not None
         if not self.state[parameter]:
             self.state[parameter] = self._make_state(parameter)
         # On this rank's part, in float32: the stored tensors themselves where they are float32.
-        state = {name: local(value) for name, value in self.state[parameter].items()}
-        weight = local(parameter)
+        state = {name: local_part(value) for name, value in self.state[parameter].items()}
+        weight = local_part(parameter)
         exact = join_bits(weight, state["remainder"]) if "remainder" in state else weight.float()
         moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
         beta1, beta2 = group["betas"]
         adamw(
             [exact],
-            [local(parameter.grad).float()],
+            [local_part(parameter.grad).float()],
             [moments[0]],
             [moments[1]],
             [],
@@ -128,7 +128,7 @@ class MixedAdamW(torch.optim.Optimizer):
             weight.copy_(exact)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part, which shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

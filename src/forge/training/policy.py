@@ -82,7 +82,7 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     context, sequence, device = ranks.context, ranks.sequence, ranks.device
     # The pack of all ranks: the batch with each shared prefix once, padded.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
-    surplus = padding(len(tree.source), sequence.size, device)
+    surplus = count_padding(len(tree.source), sequence.size, device)
     lengths = tree.lengths + [1] * surplus  # padding: untrained sequences of one token
     parents = tree.parents + [-1] * surplus
     tokens = F.pad(torch.from_numpy(batch.tokens[tree.source]), (0, surplus))
@@ -120,7 +120,7 @@ def rank_tokens(batch: Batch, lag: int, ranks: Ranks) -> RankTokens:
     return RankTokens(layout=layout, experts=on_device.pop("experts", None), real=real, counts=counts, **on_device)
 
 
-def padding(tokens: int, ranks: int, device: torch.device) -> int:
+def count_padding(tokens: int, ranks: int, device: torch.device) -> int:
     """The number of tokens to add to a pack of `tokens`, which `ranks` share."""
     if type_of(device) == "cpu":
         return -tokens % lcm(ROWS, ranks)

@@ -68,7 +68,7 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
         "weights": micro.weights,
         "sequences": sequences,
         "tokens": micro.tokens,
-        "positions": positions(micro.mask, sequences),
+        "positions": trained_positions(micro.mask, sequences),
         "groups": None if micro.groups is None else np.repeat(micro.groups, micro.lengths),
         "branch_shares": None if micro.branch_shares is None else np.repeat(micro.branch_shares, micro.lengths),
         "behaviour_logprobs": micro.logprobs,
@@ -92,7 +92,7 @@ def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
     return inputs
 
 
-def positions(mask: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+def trained_positions(mask: np.ndarray, sequences: np.ndarray) -> np.ndarray:
     """[tokens]: how many trained tokens of its sequence come before each."""
     # Of all sequences, less those before each one's first token.
     before = np.cumsum(mask) - mask
@@ -157,7 +157,7 @@ def micro_batch_loss(loss: Loss, micro: Batch, inputs: Inputs, output: TokenScor
 
 
 @torch.no_grad()
-def score(
+def score_tokens(
     forward: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, ranks: Ranks | None = None
 ) -> np.ndarray:
     """One number per token with mask True, 0 elsewhere; [tokens], float32.

@@ -28,7 +28,7 @@ class LocalParameters(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        if not _gathered(value):
+        if not _is_gathered(value):
             return value
         return value.to_local(grad_placements=[p if isinstance(p, Shard) else Partial() for p in value.placements])
 
@@ -38,15 +38,15 @@ class FullParameters(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
-        return value.full_tensor(grad_placements=[Partial()]) if _gathered(value) else value
+        return value.full_tensor(grad_placements=[Partial()]) if _is_gathered(value) else value
 
 
-def _gathered(value: object) -> TypeGuard[DTensor]:
+def _is_gathered(value: object) -> TypeGuard[DTensor]:
     """Whether FSDP2 has gathered this parameter; before that its mesh has one more dimension."""
     return isinstance(value, DTensor) and value.device_mesh.ndim == 1
 
 
-def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
+def parallelize_model(model: PreTrainedModel, ranks: Ranks) -> None:
     """Shard a decoder and its head over the tensor-parallel ranks, in place, after `Parallelism.check`."""
     assert ranks.mesh is not None
     tensor = ranks.tensor
@@ -74,7 +74,7 @@ def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
         if parameters:
             mixin = FullParameters if name in TABLES else LocalParameters
             kind: Any = type(module)
-            module.__class__ = _combine(mixin, kind)
+            module.__class__ = _combine_class(mixin, kind)
     # Norms work on this rank's tokens; attention and feed-forward on all, with this rank's heads and columns.
     for layer in model.model.layers:
         sandwich = getattr(layer, "pre_feedforward_layernorm", None)  # Gemma's other norms are of own tokens
@@ -85,5 +85,5 @@ def parallelize(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 @cache
-def _combine(mixin: Any, kind: Any) -> type[nn.Module]:
+def _combine_class(mixin: Any, kind: Any) -> type[nn.Module]:
     return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoConfig
 
-from ..data.packing import split
-from ..models.weight_layouts import adapters, merge_adapters
+from ..data.packing import split_batch
+from ..models.weight_layouts import merge_adapters, read_adapters
 from ..system.devices import repeat_bits
 from ..types import Batch
-from .build import build, precision, resolve_dtype
-from .distributed import Ranks, reduce_over_copies, reshard, to_device
-from .experts import balance, load_metrics
+from .build import build_policy, precision_context, resolve_dtype
+from .distributed import Ranks, reduce_over_copies, reshard_model, to_device
+from .experts import balance_loss, load_metrics
 from .optimizers import build_optimizer
 from .policy import TokenScores, TokenValues
 from .settings import Backend, Head, LoraSettings, OptimizerSettings, PassSettings
-from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score
+from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, mini_batches, parameters_of, score_tokens
 
 
 class PolicyTrainer:
@@ -84,7 +84,7 @@ class PolicyTrainer:
         elif head == "reward" and passes.router_aux_loss:
             raise ValueError("training.router_aux_loss is of policies: a reward model has none")
         # Built and sharded, then the optimiser: its state follows the layout of the parameters.
-        self.policy = build(
+        self.policy = build_policy(
             model,
             head,
             ranks,
@@ -131,12 +131,12 @@ class PolicyTrainer:
         step = self.step
         self.step -= same_step
         try:
-            return self._step(batch, loss)
+            return self._run_step(batch, loss)
         finally:
             if same_step:
                 self.step = step
 
-    def _step(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def _run_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
         # With a single update the current policy is the proximal one.
         several = self.passes.mini_batches * self.passes.epochs > 1
         if several and self.head == "policy" and self._uses_proximal(batch, loss):
@@ -149,7 +149,7 @@ class PolicyTrainer:
         record = TokenRecord(batch, self.ranks.device) if recorded else None
         for epoch in range(self.passes.epochs):
             for part in mini_batches(batch, self.passes.mini_batches, (self.step, epoch)):
-                updates.append(self._update(part, loss, rate, metrics, epoch == 0, record, first=not updates))
+                updates.append(self._update_weights(part, loss, rate, metrics, epoch == 0, record, first=not updates))
         self.step += 1
         self.recorded = None if record is None else record.reduce(self.ranks, len(updates))
         routers = self.policy.routers
@@ -167,16 +167,16 @@ class PolicyTrainer:
     def logprobs(self, batch: Batch) -> np.ndarray:
         """Log-probabilities under the current weights, [tokens], 0 where not trained. Every rank must call this.
         ValueError: not a policy."""
-        return self._score(batch, TokenScores)
+        return self._score_batch(batch, TokenScores)
 
     def predict(self, batch: Batch) -> np.ndarray:
         """A scalar head's values, [tokens], 0 where not trained. Every rank must call this. ValueError: a policy."""
-        return self._score(batch, TokenValues)
+        return self._score_batch(batch, TokenValues)
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of every trained parameter, by Hugging Face name: DTensors if sharded. With `lora` the
         factors, with B scaled by alpha / rank: W + B A is the layer."""
-        reshard(self.policy)
+        reshard_model(self.policy)
         parameters = self.policy.named_weights()
         if self.lora is None:
             return {name: parameter.detach() for name, parameter in parameters}
@@ -191,7 +191,7 @@ class PolicyTrainer:
         """Full tensors by Hugging Face name, adapters merged, each gathered when it is its turn. Every rank must
         iterate; all get the same. With `meta` only names, shapes and dtypes, which a single rank may ask for."""
 
-        def full(tensor: Tensor) -> Tensor:
+        def gather_full(tensor: Tensor) -> Tensor:
             if meta:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if not isinstance(tensor, DTensor):
@@ -199,16 +199,16 @@ class PolicyTrainer:
             on_device: Any = tensor.to(self.ranks.device)  # gathered on the device, also if offloaded
             return on_device.full_tensor()
 
-        factors = {name: full(tensor) for name, tensor in adapters(self.weights().items()).items()}
+        factors = {name: gather_full(tensor) for name, tensor in read_adapters(self.weights().items()).items()}
         parameters = self.policy.named_weights()
-        base = ((name, full(parameter.detach())) for name, parameter in parameters if name not in factors)
+        base = ((name, gather_full(parameter.detach())) for name, parameter in parameters if name not in factors)
         return merge_adapters(base, factors)
 
     def offload(self) -> None:
         """Move parameters, gradients and optimiser to host memory, until `onload` or the next call that needs them.
         Every rank must call this."""
         if not self.offloaded:
-            self._move(torch.device("cpu"))
+            self._move_model(torch.device("cpu"))
             self.offloaded = True
             if self.ranks.device.type != "cpu":
                 # Once for all of them: only then are the copies complete, and the device's memory free.
@@ -219,10 +219,10 @@ class PolicyTrainer:
         """Undo `offload`."""
         if self.offloaded:
             # With cpu_offload parameters stay in host memory: FSDP2 copies them to the device itself.
-            self._move(torch.device("cpu") if self.passes.cpu_offload else self.ranks.device)
+            self._move_model(torch.device("cpu") if self.passes.cpu_offload else self.ranks.device)
             self.offloaded = False
 
-    def _update(
+    def _update_weights(
         self,
         part: Batch,
         loss: Loss,
@@ -236,19 +236,23 @@ class PolicyTrainer:
         """One optimiser update on a mini-batch, the `first` or a later one of its step."""
         data = self.ranks.data
         passes = self.passes
-        by_rank = split(part, ranks=data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps)
+        by_rank = split_batch(
+            part, ranks=data.size, max_tokens=passes.seq_len, at_least=passes.gradient_accumulation_steps
+        )
         micro_batches = by_rank[data.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad(set_to_none=True)
         for turn, micro in enumerate(micro_batches):
-            output = self._forward(micro)
+            output = self._forward_batch(micro)
             inputs = loss_inputs(micro, output)
             value = micro_batch_loss(loss, micro, inputs, output)
             total += value.detach()
             if self.policy.routers is not None:
                 # Over the tokens of this turn on all ranks, as a share of the mini-batch.
                 tokens = sum(len(batches[turn].tokens) for batches in by_rank if batches[turn].mask.any())
-                value = value + passes.router_aux_loss * tokens / len(part.tokens) * self._balance(micro, metrics)
+                value = value + passes.router_aux_loss * tokens / len(part.tokens) * self._balance_experts(
+                    micro, metrics
+                )
             reduce_over_copies(self.policy, self.ranks, now=turn == len(micro_batches) - 1)
             value.backward()
             current = current_sequences = None
@@ -283,11 +287,11 @@ class PolicyTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
 
-    def _forward(self, batch: Batch) -> TokenScores | TokenValues:
-        with precision(self.ranks, self.dtype):
+    def _forward_batch(self, batch: Batch) -> TokenScores | TokenValues:
+        with precision_context(self.ranks, self.dtype):
             return self.policy(batch, self.temperature)
 
-    def _balance(self, micro: Batch, metrics: Metrics) -> Tensor:
+    def _balance_experts(self, micro: Batch, metrics: Metrics) -> Tensor:
         """This rank's share of the routers' loss of a micro-batch of all ranks; records the load of experts."""
         routers = self.policy.routers
         assert routers is not None
@@ -296,15 +300,17 @@ class PolicyTrainer:
         if self.ranks.sequence.group is not None:
             dist.all_reduce(everyone, group=self.ranks.sequence.group)
         metrics.add_load(self.ranks.sum(everyone))
-        return balance(load, everyone, routers.k)
+        return balance_loss(load, everyone, routers.k)
 
-    def _score(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
+    def _score_batch(self, batch: Batch, kind: type[TokenScores] | type[TokenValues]) -> np.ndarray:
         if (self.head == "policy") != (kind is TokenScores):
             head, method = ("policy", "logprobs") if self.head == "policy" else ("value or reward", "predict")
             raise ValueError(f"this trainer has a {head} head, which supports only {method}")
         self.onload()
-        numbers = score(lambda part: self._forward(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks)
-        reshard(self.policy)
+        numbers = score_tokens(
+            lambda part: self._forward_batch(part)[0], batch, max_tokens=self.passes.seq_len, ranks=self.ranks
+        )
+        reshard_model(self.policy)
         return numbers
 
     def _uses_proximal(self, batch: Batch, loss: Loss) -> bool:
@@ -315,9 +321,11 @@ class PolicyTrainer:
         # This library's losses use it for their off-policy correction, if they have one.
         return "proximal_logprobs" in names and getattr(loss, "correction", loss) is not None
 
-    def _move(self, device: torch.device) -> None:
-        reshard(self.policy)
-        move(self.policy, self.optimizer, device, buffers=self.ranks.device if self.passes.cpu_offload else device)
+    def _move_model(self, device: torch.device) -> None:
+        reshard_model(self.policy)
+        move_state(
+            self.policy, self.optimizer, device, buffers=self.ranks.device if self.passes.cpu_offload else device
+        )
 
 
 def sampled_by(version: int, batch: Batch) -> dict[str, np.ndarray]:
@@ -357,7 +365,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], bound: float) -> Tensor:
     return norm
 
 
-def move(
+def move_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     to: torch.device | torch.dtype,

@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     target: str
 
 
-def oldest(versions: Iterable[int]) -> int:
+def oldest_version(versions: Iterable[int]) -> int:
     """The oldest of some policy versions, of which -1 stands for an unknown one; -1 if none is known."""
     return min((version for version in versions if version >= 0), default=-1)
 
@@ -108,7 +108,7 @@ class Completion:
     @property
     def version(self) -> int:
         """The oldest known policy version that contributed a token; -1 where none is known."""
-        return oldest(self.versions)
+        return oldest_version(self.versions)
 
     @property
     def generator_version(self) -> int:
@@ -292,7 +292,7 @@ class Episode:
     def version(self) -> int:
         """The oldest known version among the tokens the policy wrote, in all branches; -1 where none is known."""
         known_versions = (version for version, trained in zip(self.versions, self.mask, strict=True) if trained)
-        return oldest([*known_versions, *(branch.version for branch in self.branches)])
+        return oldest_version([*known_versions, *(branch.version for branch in self.branches)])
 
     @property
     def had_no_turn(self) -> bool:
@@ -327,7 +327,7 @@ class Group:
     @property
     def version(self) -> int:
         """The oldest known policy version among the group's episodes; -1 where none is known."""
-        return oldest(episode.version for episode in self.episodes)
+        return oldest_version(episode.version for episode in self.episodes)
 
     def of(self, policy: str) -> Group:
         """The group with the episodes of one player alone: the sides of a game are not alike, and each is compared with

@@ -55,23 +55,23 @@ class AnthropicDialect(Dialect):
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
         _check_edits(body.get("context_management"))
-        tools = tuple(_tool(tool, path) for path, tool in fields.records(body.get("tools"), "tools"))
-        choice = fields.record(body.get("tool_choice"), "tool_choice")
-        output = fields.record(body.get("output_config"), "output_config")
+        tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
+        choice = fields.read_object(body.get("tool_choice"), "tool_choice")
+        output = fields.read_object(body.get("output_config"), "output_config")
         if {name for name, value in output.items() if value is not None} - {"effort", "format"}:
             raise BadRequest("output_config supports effort and format alone", "output_config")
         return ModelRequest(
             body["model"],
-            fields.conversation(_messages(body), "messages"),
+            fields.arrange_conversation(_read_messages(body), "messages"),
             tools,
-            fields.check_choice(_choice(choice), tools),
-            not fields.boolean(choice, "disable_parallel_tool_use"),
-            max_tokens=fields.integer(body, "max_tokens"),
+            fields.check_choice(_read_choice(choice), tools),
+            not fields.read_boolean(choice, "disable_parallel_tool_use"),
+            max_tokens=fields.read_integer(body, "max_tokens"),
             stop=fields.stop_strings(body, "stop_sequences"),
             schema=fields.answer_schema(output.get("format") or body.get("output_format"), "output_config.format"),
-            stream=fields.boolean(body, "stream"),
+            stream=fields.read_boolean(body, "stream"),
             stream_usage=True,
-            overridden={**fields.overridden(body, SAMPLING), **fields.overridden(output, ["effort"])},
+            overridden={**fields.overridden_settings(body, SAMPLING), **fields.overridden_settings(output, ["effort"])},
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
@@ -80,14 +80,16 @@ class AnthropicDialect(Dialect):
         content: list[Json] = []
         # The signature only has to come back: clients drop a thought without one.
         if turn.thought:
-            content.append(api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=fields.opaque(turn.id)))
+            content.append(
+                api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=fields.opaque_token(turn.id))
+            )
         if turn.content:
             content.append(api.TextBlock(type="text", text=turn.content))
         for call in turn.calls:
             arguments = json.loads(call.arguments)
             content.append(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=arguments))
-        message = _start(request, turn.id, _usage(turn))
-        message = message.model_copy(update={"content": content, **_stop(turn).model_dump(exclude_unset=True)})
+        message = _start_message(request, turn.id, _turn_usage(turn))
+        message = message.model_copy(update={"content": content, **_stop_reason(turn).model_dump(exclude_unset=True)})
         return message.model_dump(exclude_unset=True)
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> AnthropicEvents:
@@ -114,14 +116,14 @@ class AnthropicEvents(ItemWriter):
     def begin(self, prompt_tokens: int) -> bytes:
         """The message without content. Its usage is a first count, which the last event replaces."""
         usage = api.Usage(input_tokens=prompt_tokens, output_tokens=0)
-        message = _start(self._request, self._id, usage)
-        return _event(api.RawMessageStartEvent(type="message_start", message=message))
+        message = _start_message(self._request, self._id, usage)
+        return _write_event(api.RawMessageStartEvent(type="message_start", message=message))
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """The end of the open block, why the message ended, and usage."""
-        usage = api.MessageDeltaUsage.model_validate(_usage(turns[0]).model_dump(exclude_unset=True))
-        stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop(turns[0]), usage=usage)
-        return self.close() + _event(stopped) + _event(api.RawMessageStopEvent(type="message_stop"))
+        usage = api.MessageDeltaUsage.model_validate(_turn_usage(turns[0]).model_dump(exclude_unset=True))
+        stopped = api.RawMessageDeltaEvent(type="message_delta", delta=_stop_reason(turns[0]), usage=usage)
+        return self.close() + _write_event(stopped) + _write_event(api.RawMessageStopEvent(type="message_stop"))
 
     def ping(self) -> bytes:
         """The event that clients expect while they wait."""
@@ -140,8 +142,8 @@ class AnthropicEvents(ItemWriter):
     def piece(self, kind: str, text: str) -> bytes:
         """The event of a piece of its text."""
         if kind == "content":
-            return self._piece(api.TextDelta(type="text_delta", text=text))
-        return self._piece(api.ThinkingDelta(type="thinking_delta", thinking=text))
+            return self._write_delta(api.TextDelta(type="text_delta", text=text))
+        return self._write_delta(api.ThinkingDelta(type="thinking_delta", thinking=text))
 
     def close(self) -> bytes:
         """The end of the block, before which a thought gets its signature."""
@@ -149,33 +151,37 @@ class AnthropicEvents(ItemWriter):
             return b""
         events = b""
         if self.open == "thought":
-            events = self._piece(api.SignatureDelta(type="signature_delta", signature=fields.opaque(self._id)))
+            events = self._write_delta(
+                api.SignatureDelta(type="signature_delta", signature=fields.opaque_token(self._id))
+            )
         self.open = ""
         return events + self._end_block()
 
     def call(self, call: Call) -> bytes:
         """A block of a call, whose arguments come in one piece."""
         begun = self._begin_block(api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={}))
-        arguments = self._piece(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
+        arguments = self._write_delta(api.InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
         return begun + arguments + self._end_block()
 
     def _begin_block(self, block: api.TextBlock | api.ThinkingBlock | api.ToolUseBlock) -> bytes:
-        return _event(api.RawContentBlockStartEvent(type="content_block_start", index=self._index, content_block=block))
+        return _write_event(
+            api.RawContentBlockStartEvent(type="content_block_start", index=self._index, content_block=block)
+        )
 
-    def _piece(self, delta: api.RawContentBlockDelta) -> bytes:
-        return _event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
+    def _write_delta(self, delta: api.RawContentBlockDelta) -> bytes:
+        return _write_event(api.RawContentBlockDeltaEvent(type="content_block_delta", index=self._index, delta=delta))
 
     def _end_block(self) -> bytes:
         self._index += 1
-        return _event(api.RawContentBlockStopEvent(type="content_block_stop", index=self._index - 1))
+        return _write_event(api.RawContentBlockStopEvent(type="content_block_stop", index=self._index - 1))
 
 
-def _event(event: BaseModel) -> bytes:
+def _write_event(event: BaseModel) -> bytes:
     data = event.model_dump(exclude_unset=True)
     return fields.server_sent(data, data["type"])
 
 
-def _start(request: ModelRequest, identity: str, usage: api.Usage) -> api.Message:
+def _start_message(request: ModelRequest, identity: str, usage: api.Usage) -> api.Message:
     """The message of an answer before it has content."""
     return api.Message(
         id=identity,
@@ -189,7 +195,7 @@ def _start(request: ModelRequest, identity: str, usage: api.Usage) -> api.Messag
     )
 
 
-def _usage(turn: ModelTurn) -> api.Usage:
+def _turn_usage(turn: ModelTurn) -> api.Usage:
     # Here, unlike in OpenAI's dialects, the tokens of the cache are not among those of the input.
     return api.Usage(
         input_tokens=turn.prompt_tokens - turn.cached_tokens,
@@ -199,7 +205,7 @@ def _usage(turn: ModelTurn) -> api.Usage:
     )
 
 
-def _stop(turn: ModelTurn) -> StopDelta:
+def _stop_reason(turn: ModelTurn) -> StopDelta:
     reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
     reason: Json = reasons[turn.finish]
     if turn.finish == "stop" and turn.stop is not None:
@@ -207,48 +213,52 @@ def _stop(turn: ModelTurn) -> StopDelta:
     return StopDelta(stop_reason=reason, stop_sequence=turn.stop if reason == "stop_sequence" else None)
 
 
-def _messages(body: Mapping[str, Json]) -> list[Message]:
+def _read_messages(body: Mapping[str, Json]) -> list[Message]:
     system = body.get("system")
     # Both forms of the field as blocks, without the one that changes from version to version of Claude Code.
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     blocks = [
-        block for _, block in fields.records(blocks, "system") if not str(block.get("text", "")).startswith(BILLING)
+        block
+        for _, block in fields.read_objects(blocks, "system")
+        if not str(block.get("text", "")).startswith(BILLING)
     ]
     messages: list[Message] = [{"role": "system", "content": fields.text_of(blocks, "system", TEXT)}]
-    entries = fields.records(body.get("messages"), "messages")
-    fields.expect(bool(entries), "messages", "a list of at least one message", entries)
+    entries = fields.read_objects(body.get("messages"), "messages")
+    fields.require_field(bool(entries), "messages", "a list of at least one message", entries)
     for path, message in entries:
         role = message.get("role")
         if role == "assistant":
-            fields.append_assistant(messages, _assistant(message.get("content"), f"{path}.content"))
+            fields.append_assistant(messages, _read_assistant(message.get("content"), f"{path}.content"))
         elif role == "user":
             _add_user(messages, message.get("content"), f"{path}.content")
         elif role == "system":
             messages.append({"role": "system", "content": fields.text_of(message.get("content"), path, TEXT)})
         else:
-            raise BadRequest(f"{path}.role {fields.shorten(role)} is neither user nor assistant", path)
+            raise BadRequest(f"{path}.role {fields.shorten_value(role)} is neither user nor assistant", path)
     if role == "assistant":
         # In this dialect, such a request asks to continue the text of the last message.
         raise BadRequest("the last message is the assistant's: a text that was begun cannot be continued", "messages")
     return messages
 
 
-def _assistant(content: Json, path: str) -> Message:
+def _read_assistant(content: Json, path: str) -> Message:
     if isinstance(content, str):
-        return fields.assistant(content=content)
+        return fields.assistant_message(content=content)
     texts: dict[str, str] = {"thinking": "", "text": ""}
     calls = []
-    for place, block in fields.records(content, path):
+    for place, block in fields.read_objects(content, path):
         kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
             texts[kind] += fields.text_of([block], path, {kind: kind})
         elif kind == "tool_use":
             arguments = fields.arguments_of(block.get("input"), f"{place}.input")
-            calls.append(Call(fields.string(block, "id", path), fields.string(block, "name", path), arguments))
+            calls.append(
+                Call(fields.read_string(block, "id", path), fields.read_string(block, "name", path), arguments)
+            )
         # A thought that was made unreadable is of another model.
         elif kind != "redacted_thinking":
-            raise BadRequest(f"{path}: a block of type {fields.shorten(kind)} is not supported", path)
-    return fields.assistant(texts["thinking"], texts["text"], calls)
+            raise BadRequest(f"{path}: a block of type {fields.shorten_value(kind)} is not supported", path)
+    return fields.assistant_message(texts["thinking"], texts["text"], calls)
 
 
 def _add_user(messages: list[Message], content: Json, path: str) -> None:
@@ -257,7 +267,7 @@ def _add_user(messages: list[Message], content: Json, path: str) -> None:
         messages.append({"role": "user", "content": content})
         return
     texts: list[Json] = []
-    for place, block in fields.records(content, path):
+    for place, block in fields.read_objects(content, path):
         if block.get("type") != "tool_result":
             texts.append(block)
             continue
@@ -268,32 +278,32 @@ def _add_user(messages: list[Message], content: Json, path: str) -> None:
         # A word marks an error, unless the text has one at its beginning.
         if block.get("is_error") and "error" not in text[:80].lower():
             text = f"error: {text}"
-        call_id = fields.string(block, "tool_use_id", place)
+        call_id = fields.read_string(block, "tool_use_id", place)
         messages.append({"role": "tool", "content": text, "call_id": call_id, "name": ""})
     if texts:
         messages.append({"role": "user", "content": fields.text_of(texts, path, TEXT)})
 
 
-def _tool(tool: Mapping[str, Json], path: str) -> Schema:
+def _read_tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") not in (None, "custom"):
-        raise BadRequest(f"{path}: a tool of type {fields.shorten(tool['type'])} is not supported", "tools")
-    name = fields.string(tool, "name", path)
+        raise BadRequest(f"{path}: a tool of type {fields.shorten_value(tool['type'])} is not supported", "tools")
+    name = fields.read_string(tool, "name", path)
     return fields.tool_schema(name, tool.get("description"), tool.get("input_schema"), path)
 
 
-def _choice(choice: Mapping[str, Json]) -> str:
+def _read_choice(choice: Mapping[str, Json]) -> str:
     kind = choice.get("type", "auto")
     if kind == "tool":
-        return f"function:{fields.string(choice, 'name', 'tool_choice')}"
+        return f"function:{fields.read_string(choice, 'name', 'tool_choice')}"
     if not isinstance(kind, str) or kind not in CHOICES:
-        raise BadRequest(f"tool_choice of type {fields.shorten(kind)} is not supported", "tool_choice")
+        raise BadRequest(f"tool_choice of type {fields.shorten_value(kind)} is not supported", "tool_choice")
     return CHOICES[kind]
 
 
 def _check_edits(management: Json) -> None:
     """Raise BadRequest if the server is to edit the context. To keep all thoughts changes nothing."""
-    edits = fields.record(management, "context_management").get("edits")
-    for _, edit in fields.records(edits, "context_management.edits"):
+    edits = fields.read_object(management, "context_management").get("edits")
+    for _, edit in fields.read_objects(edits, "context_management.edits"):
         if edit.get("keep") != "all":
-            kind = fields.shorten(edit.get("type"))
+            kind = fields.shorten_value(edit.get("type"))
             raise BadRequest(f"context_management: the edit {kind} is not supported", "context_management")

@@ -54,24 +54,26 @@ class ChatDialect(Dialect):
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
-        tools = tuple(_tool(tool, path) for path, tool in fields.records(body.get("tools"), "tools"))
-        messages = [_message(message, path) for path, message in fields.records(body.get("messages"), "messages")]
-        options = fields.record(body.get("stream_options"), "stream_options")
+        tools = tuple(_read_tool(tool, path) for path, tool in fields.read_objects(body.get("tools"), "tools"))
+        messages = [
+            _read_message(message, path) for path, message in fields.read_objects(body.get("messages"), "messages")
+        ]
+        options = fields.read_object(body.get("stream_options"), "stream_options")
         return ModelRequest(
             body["model"],
-            fields.conversation(messages, "messages"),
+            fields.arrange_conversation(messages, "messages"),
             tools,
             fields.openai_choice(body.get("tool_choice"), tools),
-            fields.boolean(body, "parallel_tool_calls", True),
-            samples=fields.integer(body, "n", 1, MAX_SAMPLES) or 1,
+            fields.read_boolean(body, "parallel_tool_calls", True),
+            samples=fields.read_integer(body, "n", 1, MAX_SAMPLES) or 1,
             # The newer of the two names, where a client sends both.
-            max_tokens=fields.integer(body, "max_completion_tokens") or fields.integer(body, "max_tokens"),
+            max_tokens=fields.read_integer(body, "max_completion_tokens") or fields.read_integer(body, "max_tokens"),
             stop=fields.stop_strings(body, "stop"),
             schema=fields.answer_schema(body.get("response_format"), "response_format"),
-            stream=fields.boolean(body, "stream"),
-            stream_usage=fields.boolean(options, "include_usage"),
-            logprobs=_logprobs(body),
-            overridden=fields.overridden(body, SAMPLING),
+            stream=fields.read_boolean(body, "stream"),
+            stream_usage=fields.read_boolean(options, "include_usage"),
+            logprobs=_read_logprobs(body),
+            overridden=fields.overridden_settings(body, SAMPLING),
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
@@ -79,7 +81,7 @@ class ChatDialect(Dialect):
         choices = [
             Choice(
                 index=index,
-                message=_answer(turn),
+                message=_answer_message(turn),
                 finish_reason=turn.finish,
                 logprobs=ChoiceLogprobs(content=_token_logprobs(turn)) if request.logprobs is not None else None,
             )
@@ -113,15 +115,15 @@ class ChatEvents(EventWriter):
         """One chunk with the role for each sample."""
         # Programs that add up the chunks begin with this text.
         role = ChoiceDelta(role="assistant", content="")
-        return b"".join(self._chunk(index, role) for index in range(len(self._ids)))
+        return b"".join(self._write_delta(index, role) for index in range(len(self._ids)))
 
     def delta(self, delta: Delta) -> bytes:
         """A chunk of each kind of text in the piece; a call's name and its arguments are two."""
         chunks = b""
         if delta.thought:
-            chunks += self._chunk(delta.sample, ChoiceDelta.model_validate({"reasoning_content": delta.thought}))
+            chunks += self._write_delta(delta.sample, ChoiceDelta.model_validate({"reasoning_content": delta.thought}))
         if delta.content:
-            chunks += self._chunk(delta.sample, ChoiceDelta(content=delta.content))
+            chunks += self._write_delta(delta.sample, ChoiceDelta(content=delta.content))
         if delta.call is not None:
             number = self._calls[delta.sample]
             self._calls[delta.sample] += 1
@@ -130,7 +132,7 @@ class ChatEvents(EventWriter):
             arguments = ChoiceDeltaToolCallFunction(arguments=delta.call.arguments)
             tail = ChoiceDeltaToolCall(index=number, function=arguments)
             for call in (head, tail):
-                chunks += self._chunk(delta.sample, ChoiceDelta(tool_calls=[call]))
+                chunks += self._write_delta(delta.sample, ChoiceDelta(tool_calls=[call]))
         return chunks
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
@@ -140,15 +142,15 @@ class ChatEvents(EventWriter):
             # They come at once: a piece of text need not be a token.
             logprobs = ChunkLogprobs(content=_token_logprobs(turn)) if self._request.logprobs is not None else None
             choice = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=turn.finish, logprobs=logprobs)
-            chunks += self._write([choice])
+            chunks += self._write_chunk([choice])
         if self._request.stream_usage:
-            chunks += self._write([], usage_of(turns))
+            chunks += self._write_chunk([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
 
-    def _chunk(self, sample: int, delta: ChoiceDelta) -> bytes:
-        return self._write([ChunkChoice(index=sample, delta=delta, finish_reason=None)])
+    def _write_delta(self, sample: int, delta: ChoiceDelta) -> bytes:
+        return self._write_chunk([ChunkChoice(index=sample, delta=delta, finish_reason=None)])
 
-    def _write(self, choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> bytes:
+    def _write_chunk(self, choices: list[ChunkChoice], usage: CompletionUsage | None = None) -> bytes:
         chunk = ChatCompletionChunk(
             id=self._ids[0],
             object="chat.completion.chunk",
@@ -160,7 +162,7 @@ class ChatEvents(EventWriter):
         return fields.server_sent(chunk.model_dump(exclude_unset=True))
 
 
-def _message(message: Mapping[str, Json], path: str) -> Message:
+def _read_message(message: Mapping[str, Json], path: str) -> Message:
     """Read a message. Fields that clients add to those of an answer, such as ids and parsed arguments, are ignored."""
     role = message.get("role")
     # Content of other kinds than text and calls, which must not be lost.
@@ -174,44 +176,46 @@ def _message(message: Mapping[str, Json], path: str) -> Message:
         thought = next((text for text in thoughts if isinstance(text, str) and text), "")
         # What the assistant said in declining is its text too, under another name.
         refusal = message.get("refusal")
-        calls = [_call(*entry) for entry in fields.records(message.get("tool_calls"), f"{path}.tool_calls")]
-        return fields.assistant(thought, content or (refusal if isinstance(refusal, str) else ""), calls)
+        calls = [_read_call(*entry) for entry in fields.read_objects(message.get("tool_calls"), f"{path}.tool_calls")]
+        return fields.assistant_message(thought, content or (refusal if isinstance(refusal, str) else ""), calls)
     if role == "tool":
-        call_id = fields.string(message, "tool_call_id", path)
+        call_id = fields.read_string(message, "tool_call_id", path)
         return {"role": "tool", "content": content, "call_id": call_id, "name": str(message.get("name") or "")}
     if role not in ("system", "developer", "user"):
-        raise BadRequest(f"{path}.role {fields.shorten(role)} is none of system, user, assistant and tool", path)
+        raise BadRequest(f"{path}.role {fields.shorten_value(role)} is none of system, user, assistant and tool", path)
     if message.get("content") is None:
         raise BadRequest(f"{path}.content must be a text", path)
     return {"role": "user" if role == "user" else "system", "content": content}
 
 
-def _call(path: str, call: Mapping[str, Json]) -> Call:
+def _read_call(path: str, call: Mapping[str, Json]) -> Call:
     if call.get("type") not in (None, "function"):
-        raise BadRequest(f"{path}: a call of type {fields.shorten(call['type'])} is not supported", path)
-    function = fields.record(call.get("function"), f"{path}.function")
+        raise BadRequest(f"{path}: a call of type {fields.shorten_value(call['type'])} is not supported", path)
+    function = fields.read_object(call.get("function"), f"{path}.function")
     arguments = fields.arguments_of(function.get("arguments"), f"{path}.function.arguments")
-    return Call(fields.string(call, "id", path), fields.string(function, "name", f"{path}.function"), arguments)
+    return Call(
+        fields.read_string(call, "id", path), fields.read_string(function, "name", f"{path}.function"), arguments
+    )
 
 
-def _tool(tool: Mapping[str, Json], path: str) -> Schema:
+def _read_tool(tool: Mapping[str, Json], path: str) -> Schema:
     if tool.get("type") != "function":
-        raise BadRequest(f"{path}: a tool of type {fields.shorten(tool.get('type'))} is not supported", "tools")
-    function = fields.record(tool.get("function"), f"{path}.function")
-    name = fields.string(function, "name", f"{path}.function")
+        raise BadRequest(f"{path}: a tool of type {fields.shorten_value(tool.get('type'))} is not supported", "tools")
+    function = fields.read_object(tool.get("function"), f"{path}.function")
+    name = fields.read_string(function, "name", f"{path}.function")
     return fields.tool_schema(name, function.get("description"), function.get("parameters"), f"{path}.function")
 
 
-def _logprobs(body: Mapping[str, Json]) -> int | None:
-    top = fields.integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
-    if fields.boolean(body, "logprobs"):
+def _read_logprobs(body: Mapping[str, Json]) -> int | None:
+    top = fields.read_integer(body, "top_logprobs", 0, fields.MAX_TOP_LOGPROBS)
+    if fields.read_boolean(body, "logprobs"):
         return top or 0
     if top:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     return None
 
 
-def _answer(turn: ModelTurn) -> ChatCompletionMessage:
+def _answer_message(turn: ModelTurn) -> ChatCompletionMessage:
     # A text that is empty beside calls is null in OpenAI's answers.
     message: dict[str, Json] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
     # The package's type has no field for a thought, and keeps further fields.

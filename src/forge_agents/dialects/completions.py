@@ -40,24 +40,24 @@ class CompletionsDialect(ChatDialect):
         is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not prompt or not (is_tokens or isinstance(prompt, str)):
             raise BadRequest("prompt must be one text or one list of token ids, not empty", "prompt")
-        options = fields.record(body.get("stream_options"), "stream_options")
+        options = fields.read_object(body.get("stream_options"), "stream_options")
         return ModelRequest(
             body["model"],
             ({"role": "prompt", "content": str(prompt)},),
             prompt=prompt,
-            samples=fields.integer(body, "n", 1, MAX_SAMPLES) or 1,
-            max_tokens=fields.integer(body, "max_tokens") or MAX_TOKENS,
+            samples=fields.read_integer(body, "n", 1, MAX_SAMPLES) or 1,
+            max_tokens=fields.read_integer(body, "max_tokens") or MAX_TOKENS,
             stop=fields.stop_strings(body, "stop"),
-            stream=fields.boolean(body, "stream"),
-            stream_usage=fields.boolean(options, "include_usage"),
-            logprobs=fields.integer(body, "logprobs", 0, fields.MAX_TOP_LOGPROBS),
-            overridden=fields.overridden(body, SAMPLING),
+            stream=fields.read_boolean(body, "stream"),
+            stream_usage=fields.read_boolean(options, "include_usage"),
+            logprobs=fields.read_integer(body, "logprobs", 0, fields.MAX_TOP_LOGPROBS),
+            overridden=fields.overridden_settings(body, SAMPLING),
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
         """The body of an answer that is not streamed."""
-        choices = [_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
-        return _completion(turns[0].id, request, choices, usage_of(turns))
+        choices = [_make_choice(index, turn.content, turn, request) for index, turn in enumerate(turns)]
+        return _make_completion(turns[0].id, request, choices, usage_of(turns))
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> CompletionEvents:
         """The writer of a streamed answer."""
@@ -73,20 +73,26 @@ class CompletionEvents(ChatEvents):
 
     def delta(self, delta: Delta) -> bytes:
         """A chunk with a piece of a sample's text."""
-        return self._write([_choice(delta.sample, delta.content, None, self._request)]) if delta.content else b""
+        return (
+            self._write_chunk([_make_choice(delta.sample, delta.content, None, self._request)])
+            if delta.content
+            else b""
+        )
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """Each sample's reason and log-probabilities, then the usage if the client asked for it."""
-        chunks = b"".join(self._write([_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns))
+        chunks = b"".join(
+            self._write_chunk([_make_choice(index, "", turn, self._request)]) for index, turn in enumerate(turns)
+        )
         if self._request.stream_usage:
-            chunks += self._write([], usage_of(turns))
+            chunks += self._write_chunk([], usage_of(turns))
         return chunks + b"data: [DONE]\n\n"
 
-    def _write(self, choices: list[Json], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
-        return fields.server_sent(_completion(self._ids[0], self._request, choices, usage))
+    def _write_chunk(self, choices: list[Json], usage: CompletionUsage | None = None) -> bytes:  # type: ignore[override]
+        return fields.server_sent(_make_completion(self._ids[0], self._request, choices, usage))
 
 
-def _completion(
+def _make_completion(
     name: str, request: ModelRequest, choices: list[Json], usage: CompletionUsage | None
 ) -> dict[str, Json]:
     # Plain, as the package's types have no token ids.
@@ -95,7 +101,7 @@ def _completion(
     return {**values, "choices": choices, "usage": counts}
 
 
-def _choice(index: int, text: str, turn: ModelTurn | None, request: ModelRequest) -> Json:
+def _make_choice(index: int, text: str, turn: ModelTurn | None, request: ModelRequest) -> Json:
     """A sample's text; with its turn also how it ended. A chunk within a stream has no reason yet."""
     values: dict[str, Json] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
     if turn is not None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
-from forge.config.plugin import nearest
+from forge.config.plugin import hint_nearest
 from forge.data.turns import thought_of
 
 from ..messages import BadRequest, Call, Message, Schema
@@ -25,16 +25,16 @@ MAX_TOP_LOGPROBS = 20
 MAX_SHOWN = 60  # characters of a value in an error
 
 
-def shorten(value: Json) -> str:
+def shorten_value(value: Json) -> str:
     """Format a value of a request for an error: at most its first characters."""
     text = repr(value[:MAX_SHOWN] if isinstance(value, str | list) else value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def expect(is_right: bool, name: str, what: str, value: Json) -> None:
+def require_field(is_right: bool, name: str, what: str, value: Json) -> None:
     """Raise BadRequest unless a field is what it must be."""
     if not is_right:
-        raise BadRequest(f"{name} must be {what}, got {shorten(value)}", name)
+        raise BadRequest(f"{name} must be {what}, got {shorten_value(value)}", name)
 
 
 def check_fields(
@@ -47,54 +47,54 @@ def check_fields(
         ignored: fields without effect on the tokens.
         neutral: unsupported fields, each with the values that change nothing.
     """
-    expect(isinstance(body, dict), "the body", "a JSON object", body)
+    require_field(isinstance(body, dict), "the body", "a JSON object", body)
     for name, value in body.items():
         # Clients send the fields that they leave to the server as null.
         if value is None or name in supported or name in ignored:
             continue
         if name not in neutral:
-            hint = nearest(name[:MAX_SHOWN], sorted(supported))
-            raise BadRequest(f"unknown field {shorten(name)}{hint}", name[:MAX_SHOWN])
+            hint = hint_nearest(name[:MAX_SHOWN], sorted(supported))
+            raise BadRequest(f"unknown field {shorten_value(name)}{hint}", name[:MAX_SHOWN])
         if value not in neutral[name]:
-            raise BadRequest(f"{name} = {shorten(value)} is not supported", name)
-    expect(isinstance(body.get("model"), str), "model", "the name of a model", body.get("model"))
+            raise BadRequest(f"{name} = {shorten_value(value)} is not supported", name)
+    require_field(isinstance(body.get("model"), str), "model", "the name of a model", body.get("model"))
 
 
-def integer(body: Mapping[str, Json], name: str, lowest: int = 1, highest: int = MAX_TOKENS) -> int | None:
+def read_integer(body: Mapping[str, Json], name: str, lowest: int = 1, highest: int = MAX_TOKENS) -> int | None:
     """Return a field with a whole number, None if it is absent."""
     value = body.get(name)
     limits = f"{lowest} or more" if highest == MAX_TOKENS else f"{lowest} to {highest}"
     # In Python, true is a number too.
     is_right = value is None or (type(value) is int and lowest <= value <= highest)
-    expect(is_right, name, f"a whole number, {limits}", value)
+    require_field(is_right, name, f"a whole number, {limits}", value)
     return value
 
 
-def boolean(body: Mapping[str, Json], name: str, default: bool = False) -> bool:
+def read_boolean(body: Mapping[str, Json], name: str, default: bool = False) -> bool:
     """Return a field that is true or false."""
     value = body.get(name)
-    expect(value is None or isinstance(value, bool), name, "true or false", value)
+    require_field(value is None or isinstance(value, bool), name, "true or false", value)
     return default if value is None else value
 
 
-def record(value: Json, path: str) -> Mapping[str, Json]:
+def read_object(value: Json, path: str) -> Mapping[str, Json]:
     """Return a value that must be an object; null is an empty one."""
-    expect(value is None or isinstance(value, dict), path, "an object", value)
+    require_field(value is None or isinstance(value, dict), path, "an object", value)
     return value or {}
 
 
-def records(value: Json, path: str) -> list[tuple[str, dict[str, Json]]]:
+def read_objects(value: Json, path: str) -> list[tuple[str, dict[str, Json]]]:
     """Return the objects of a list, each with its path; null is an empty list."""
     items = [] if value is None else value
     is_right = isinstance(items, list) and all(isinstance(item, dict) for item in items)
-    expect(is_right, path, "a list of objects", value)
+    require_field(is_right, path, "a list of objects", value)
     return [(f"{path}[{index}]", item) for index, item in enumerate(items)]
 
 
-def string(item: Mapping[str, Json], name: str, path: str) -> str:
+def read_string(item: Mapping[str, Json], name: str, path: str) -> str:
     """Return a field of an object that must be a text which is not empty."""
     value = item.get(name)
-    expect(isinstance(value, str) and value != "", f"{path}.{name}", "a text that is not empty", value)
+    require_field(isinstance(value, str) and value != "", f"{path}.{name}", "a text that is not empty", value)
     return str(value)
 
 
@@ -103,11 +103,11 @@ def stop_strings(body: Mapping[str, Json], name: str) -> tuple[str, ...]:
     value = body.get(name)
     stops = [value] if isinstance(value, str) else value or []
     is_right = isinstance(stops, list) and all(isinstance(item, str) and item for item in stops)
-    expect(is_right, name, "a text or a list of texts that are not empty", value)
+    require_field(is_right, name, "a text or a list of texts that are not empty", value)
     return tuple(stops)
 
 
-def overridden(body: Mapping[str, Json], names: Iterable[str]) -> dict[str, Json]:
+def overridden_settings(body: Mapping[str, Json], names: Iterable[str]) -> dict[str, Json]:
     """Return the settings that the request has and the run decides."""
     return {name: body[name] for name in names if body.get(name) is not None}
 
@@ -122,12 +122,14 @@ def text_of(content: Json, path: str, kinds: Mapping[str, str], joint: str = "\n
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
-    for _, part in records(content, path):
+    for _, part in read_objects(content, path):
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in kinds:
-            raise BadRequest(f"{path}: a part of type {shorten(kind)} is not supported: this model reads text", path)
+            raise BadRequest(
+                f"{path}: a part of type {shorten_value(kind)} is not supported: this model reads text", path
+            )
         text = part.get(kinds[kind])
-        expect(isinstance(text, str), f"{path}: the {kinds[kind]} of a part", "a text", text)
+        require_field(isinstance(text, str), f"{path}: the {kinds[kind]} of a part", "a text", text)
         texts.append(str(text))
     return joint.join(texts)
 
@@ -138,7 +140,7 @@ def tool_schema(name: str, description: Json, parameters: Json, path: str) -> Sc
     function: dict[str, Json] = {"name": name}
     if isinstance(description, str) and description:
         function["description"] = description
-    function["parameters"] = record(parameters, f"{path}.parameters") or {"type": "object", "properties": {}}
+    function["parameters"] = read_object(parameters, f"{path}.parameters") or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 
@@ -148,19 +150,19 @@ def check_choice(choice: str, tools: Sequence[Schema]) -> str:
     if choice == "required" and not tools:
         raise BadRequest("tool_choice asks for a call, and there are no tools", "tool_choice")
     if name != choice and name not in [tool["function"]["name"] for tool in tools]:
-        raise BadRequest(f"tool_choice names {shorten(name)}, which is none of the tools", "tool_choice")
+        raise BadRequest(f"tool_choice names {shorten_value(name)}, which is none of the tools", "tool_choice")
     return choice
 
 
 def openai_choice(choice: Json, tools: Sequence[Schema]) -> str:
     """Return the tool choice of OpenAI's dialects, of which one has the name in a separate object."""
     if isinstance(choice, dict) and choice.get("type") == "function":
-        function = record(choice.get("function", choice), "tool_choice.function")
-        name = string(function, "name", "tool_choice")
+        function = read_object(choice.get("function", choice), "tool_choice.function")
+        name = read_string(function, "name", "tool_choice")
         namespace = f"{function['namespace']}." if function.get("namespace") else ""
         choice = f"function:{namespace}{name}"
     elif choice not in (None, "auto", "none", "required"):
-        raise BadRequest(f"tool_choice = {shorten(choice)} is not supported", "tool_choice")
+        raise BadRequest(f"tool_choice = {shorten_value(choice)} is not supported", "tool_choice")
     return check_choice(choice or "auto", tools)
 
 
@@ -172,29 +174,29 @@ def arguments_of(value: Json, path: str) -> str:
     # A few thousand brackets, one in the other, are too deep for the parser.
     with suppress(ValueError, TypeError, RecursionError):
         parsed = json.loads(value or "{}")
-    expect(isinstance(value, str | None) and isinstance(parsed, dict), path, "the text of a JSON object", value)
+    require_field(isinstance(value, str | None) and isinstance(parsed, dict), path, "the text of a JSON object", value)
     return value or "{}"
 
 
 def answer_schema(form: Json, path: str) -> Mapping[str, Json] | None:
     """Return the schema that an answer must keep, of a field that names its form; None: any text."""
-    options = record(form, path)
+    options = read_object(form, path)
     kind = options.get("type", "text")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
     if kind != "json_schema":
-        raise BadRequest(f"{path} of type {shorten(kind)} is not supported", path.partition(".")[0])
+        raise BadRequest(f"{path} of type {shorten_value(kind)} is not supported", path.partition(".")[0])
     if "json_schema" in options or path == "response_format":
         path += ".json_schema"
-        options = record(options.get("json_schema"), path)
+        options = read_object(options.get("json_schema"), path)
     schema = options.get("schema")
-    expect(isinstance(schema, dict), f"{path}.schema", "a JSON schema", schema)
+    require_field(isinstance(schema, dict), f"{path}.schema", "a JSON schema", schema)
     return schema  # type: ignore[no-any-return]
 
 
-def assistant(thought: str = "", content: str = "", calls: Sequence[Call] = ()) -> Message:
+def assistant_message(thought: str = "", content: str = "", calls: Sequence[Call] = ()) -> Message:
     """A message of the assistant. A thought that a client wrote into the text, as Pydantic AI does, is its thought."""
     if not thought and content.lstrip().startswith("<think>") and "</think>" in content:
         thought, content = thought_of({"content": content})
@@ -217,10 +219,10 @@ def append_assistant(messages: list[Message], piece: Message) -> None:
         messages.append(piece)
         return
     calls = [*turn.get("calls", ()), *piece.get("calls", ())]
-    messages[-1] = assistant(turn.get("thought", ""), turn["content"] + piece["content"], calls)
+    messages[-1] = assistant_message(turn.get("thought", ""), turn["content"] + piece["content"], calls)
 
 
-def conversation(messages: Sequence[Message], path: str) -> tuple[Message, ...]:
+def arrange_conversation(messages: Sequence[Message], path: str) -> tuple[Message, ...]:
     """Arrange the messages of a request: see this module's docstring. Results of tools get the name of their call."""
     if not messages:
         raise BadRequest(f"{path} must have at least one message", path)
@@ -239,7 +241,7 @@ def conversation(messages: Sequence[Message], path: str) -> tuple[Message, ...]:
     return tuple(arranged)
 
 
-def opaque(identity: str) -> str:
+def opaque_token(identity: str) -> str:
     """A token that means nothing to a client, where its dialect expects a signature or encrypted text."""
     return urlsafe_b64encode(identity.encode()).decode()
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..messages import BadRequest, Call, Message, ModelRequest, ModelTurn, Schema
 from . import Dialect, fields
 from .fields import Json
-from .responses_events import ID_PREFIX, SEPARATOR, ResponsesEvents, output_items, response
+from .responses_events import ID_PREFIX, SEPARATOR, ResponsesEvents, make_response, output_items
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "reasoning")
 KNOWN = {
@@ -54,46 +54,49 @@ class ResponsesDialect(Dialect):
     def read(self, body: Json) -> ModelRequest:
         """Parse a body. BadRequest: names the unsupported field."""
         fields.check_fields(body, KNOWN, IGNORED, NEUTRAL)
-        tools = tuple(_tools(body.get("tools"), "tools"))
-        text = fields.record(body.get("text"), "text")
+        tools = tuple(_read_tools(body.get("tools"), "tools"))
+        text = fields.read_object(body.get("text"), "text")
         previous = body.get("previous_response_id")
         is_id = previous is None or isinstance(previous, str)
-        fields.expect(is_id, "previous_response_id", "the id of a response", previous)
+        fields.require_field(is_id, "previous_response_id", "the id of a response", previous)
         return ModelRequest(
             body["model"],
-            fields.conversation(_messages(body), "input"),
+            fields.arrange_conversation(_read_messages(body), "input"),
             tools,
             fields.openai_choice(body.get("tool_choice"), tools),
-            fields.boolean(body, "parallel_tool_calls", True),
-            max_tokens=fields.integer(body, "max_output_tokens"),
+            fields.read_boolean(body, "parallel_tool_calls", True),
+            max_tokens=fields.read_integer(body, "max_output_tokens"),
             schema=fields.answer_schema(text.get("format"), "text.format"),
-            stream=fields.boolean(body, "stream"),
+            stream=fields.read_boolean(body, "stream"),
             stream_usage=True,
             previous=previous or "",
-            overridden={**fields.overridden(body, SAMPLING), **fields.overridden(text, ["verbosity"])},
+            overridden={
+                **fields.overridden_settings(body, SAMPLING),
+                **fields.overridden_settings(text, ["verbosity"]),
+            },
         )
 
     def complete(self, request: ModelRequest, turns: Sequence[ModelTurn]) -> Mapping[str, Json]:
         """The body of an answer that is not streamed."""
         turn = turns[0]
-        return response(request, turn.id, output_items(turn), time.time(), turn).model_dump(exclude_unset=True)
+        return make_response(request, turn.id, output_items(turn), time.time(), turn).model_dump(exclude_unset=True)
 
     def events(self, request: ModelRequest, ids: Sequence[str]) -> ResponsesEvents:
         """The writer of a streamed answer."""
         return ResponsesEvents(request, ids)
 
 
-def _messages(body: Mapping[str, Json]) -> list[Message]:
+def _read_messages(body: Mapping[str, Json]) -> list[Message]:
     messages: list[Message] = []
     instructions = body.get("instructions")
-    fields.expect(instructions is None or isinstance(instructions, str), "instructions", "a text", instructions)
+    fields.require_field(instructions is None or isinstance(instructions, str), "instructions", "a text", instructions)
     if instructions:
         messages.append({"role": "system", "content": instructions})
     # A bare text is the message of a user.
     if isinstance(body.get("input"), str):
         return [*messages, {"role": "user", "content": body["input"]}]
-    items = fields.records(body.get("input"), "input")
-    fields.expect(bool(items), "input", "a text or a list of at least one item", items)
+    items = fields.read_objects(body.get("input"), "input")
+    fields.require_field(bool(items), "input", "a text or a list of at least one item", items)
     for path, item in items:
         _add_item(messages, item, path)
     return messages
@@ -106,22 +109,22 @@ def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> N
         thought = fields.text_of(item.get("content"), f"{path}.content", SUMMARY, "")
         thought = thought or fields.text_of(item.get("summary"), f"{path}.summary", SUMMARY, "")
         if thought:
-            fields.append_assistant(messages, fields.assistant(thought))
+            fields.append_assistant(messages, fields.assistant_message(thought))
     elif kind == "function_call":
-        name = fields.string(item, "name", path)
+        name = fields.read_string(item, "name", path)
         if item.get("namespace"):
-            name = f"{fields.string(item, 'namespace', path)}{SEPARATOR}{name}"
+            name = f"{fields.read_string(item, 'namespace', path)}{SEPARATOR}{name}"
         arguments = fields.arguments_of(item.get("arguments"), f"{path}.arguments")
-        call = Call(fields.string(item, "call_id", path), name, arguments)
-        fields.append_assistant(messages, fields.assistant(calls=[call]))
+        call = Call(fields.read_string(item, "call_id", path), name, arguments)
+        fields.append_assistant(messages, fields.assistant_message(calls=[call]))
     elif kind == "function_call_output":
         content = fields.text_of(item.get("output"), f"{path}.output", PARTS)
-        call_id = fields.string(item, "call_id", path)
+        call_id = fields.read_string(item, "call_id", path)
         messages.append({"role": "tool", "content": content, "call_id": call_id, "name": ""})
     elif kind == "message":
         _add_message(messages, item, path)
     else:
-        raise BadRequest(f"{path}: an item of type {fields.shorten(kind)} is not supported", path)
+        raise BadRequest(f"{path}: an item of type {fields.shorten_value(kind)} is not supported", path)
 
 
 def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -> None:
@@ -129,28 +132,32 @@ def _add_message(messages: list[Message], item: Mapping[str, Json], path: str) -
     joint = "" if role == "assistant" else "\n"
     content = fields.text_of(item.get("content"), f"{path}.content", PARTS, joint)
     if role == "assistant":
-        fields.append_assistant(messages, fields.assistant(content=content))
+        fields.append_assistant(messages, fields.assistant_message(content=content))
     elif role in ("user", "system", "developer"):
         messages.append({"role": "user" if role == "user" else "system", "content": content})
     else:
-        raise BadRequest(f"{path}.role {fields.shorten(role)} is none of user, system, developer, assistant", path)
+        raise BadRequest(
+            f"{path}.role {fields.shorten_value(role)} is none of user, system, developer, assistant", path
+        )
 
 
-def _tools(tools: Json, place: str, namespace: str = "") -> Iterator[Schema]:
+def _read_tools(tools: Json, place: str, namespace: str = "") -> Iterator[Schema]:
     """Read the functions that a client offers, those of namespaces among them."""
-    for path, tool in fields.records(tools, place):
+    for path, tool in fields.read_objects(tools, place):
         kind = tool.get("type")
         # A client that offers one of these works without it.
         if isinstance(kind, str) and kind in SERVER_TOOLS and not namespace:
             continue
         if kind not in ("function", "namespace") or (kind == "namespace" and namespace):
-            raise BadRequest(f"{path}: a tool of type {fields.shorten(kind)} is not supported", "tools")
-        name = fields.string(tool, "name", path)
+            raise BadRequest(f"{path}: a tool of type {fields.shorten_value(kind)} is not supported", "tools")
+        name = fields.read_string(tool, "name", path)
         # OpenAI's rule for names; one with a dot would read as a namespace and a function in it.
         if not NAME.fullmatch(name):
-            raise BadRequest(f"{path}.name {fields.shorten(name)} has other characters than a-z A-Z 0-9 _ -", "tools")
+            raise BadRequest(
+                f"{path}.name {fields.shorten_value(name)} has other characters than a-z A-Z 0-9 _ -", "tools"
+            )
         if kind == "namespace":
-            yield from _tools(tool.get("tools"), f"{path}.tools", name)
+            yield from _read_tools(tool.get("tools"), f"{path}.tools", name)
         else:
             name = f"{namespace}{SEPARATOR}{name}" if namespace else name
             yield fields.tool_schema(name, tool.get("description"), tool.get("parameters"), path)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from ..messages import BadRequest, Call, ModelRequest, ModelTurn
 from . import ItemWriter
-from .fields import Json, opaque, server_sent
+from .fields import Json, opaque_token, server_sent
 
 Item = api.ResponseOutputMessage | api.ResponseFunctionToolCall | api.ResponseReasoningItem
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -45,7 +45,7 @@ def reasoning_item(identity: str, thought: str) -> api.ResponseReasoningItem:
         id=f"rs_{identity.removeprefix(ID_PREFIX)}",
         type="reasoning",
         summary=summary,
-        encrypted_content=opaque(identity),
+        encrypted_content=opaque_token(identity),
     )
 
 
@@ -81,7 +81,7 @@ def call_item(call: Call, status: Status = "completed") -> api.ResponseFunctionT
     return api.ResponseFunctionToolCall.model_validate(values)
 
 
-def response(
+def make_response(
     request: ModelRequest, identity: str, items: Sequence[Item], created: float, turn: ModelTurn | None = None
 ) -> api.Response:
     """The object that answers a request; without a turn it is in progress. Tools and settings are not repeated."""
@@ -106,12 +106,12 @@ def response(
         "tools": [],
         "temperature": None,
         "top_p": None,
-        "usage": None if turn is None else _usage(turn),
+        "usage": None if turn is None else _turn_usage(turn),
     }
     return api.Response.model_validate(values)
 
 
-def _usage(turn: ModelTurn) -> Mapping[str, Json]:
+def _turn_usage(turn: ModelTurn) -> Mapping[str, Json]:
     # How many of the tokens are the thought's is not counted: the field is required, and 0.
     return {
         "input_tokens": turn.prompt_tokens,
@@ -135,9 +135,9 @@ class ResponsesEvents(ItemWriter):
 
     def begin(self, prompt_tokens: int) -> bytes:
         """The response while it has no output."""
-        started = response(self._request, self._id, [], self._created)
-        created = self._event(api.ResponseCreatedEvent, response=started)
-        return created + self._event(api.ResponseInProgressEvent, response=started)
+        started = make_response(self._request, self._id, [], self._created)
+        created = self._write_event(api.ResponseCreatedEvent, response=started)
+        return created + self._write_event(api.ResponseInProgressEvent, response=started)
 
     def end(self, turns: Sequence[ModelTurn]) -> bytes:
         """The end of the open item, and the whole response."""
@@ -145,48 +145,50 @@ class ResponsesEvents(ItemWriter):
         turn = turns[0]
         truncated = turn.finish == "length"
         closing = self.close("incomplete" if truncated else "completed")
-        finished = response(self._request, self._id, self._items, self._created, turn)
+        finished = make_response(self._request, self._id, self._items, self._created, turn)
         last = api.ResponseIncompleteEvent if truncated else api.ResponseCompletedEvent
-        return closing + self._event(last, response=finished)
+        return closing + self._write_event(last, response=finished)
 
     def failure(self, error: BadRequest) -> bytes:
         """The event of a failed response."""
         # The codes of the package's type are fewer than those that clients act on.
         code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
-        failed = response(self._request, self._id, self._items, self._created)
+        failed = make_response(self._request, self._id, self._items, self._created)
         failed.status = "failed"
         failed.error = api.ResponseError.model_construct(code=code, message=str(error))
-        return self._event(api.ResponseFailedEvent, response=failed)
+        return self._write_event(api.ResponseFailedEvent, response=failed)
 
-    def _event(self, model: type[BaseModel], **values: Json) -> bytes:
+    def _write_event(self, model: type[BaseModel], **values: Json) -> bytes:
         kind = get_args(model.model_fields["type"].annotation)[0]
         event = model(type=kind, sequence_number=next(self._numbers), **values)
         return server_sent(event.model_dump(exclude_unset=True, warnings=False), kind)
 
-    def _part(self, model: type[BaseModel], **values: Json) -> bytes:
+    def _write_part(self, model: type[BaseModel], **values: Json) -> bytes:
         """An event about the only part of the open item."""
         index = {"summary_index" if self.open == "thought" else "content_index": 0}
-        return self._event(model, item_id=self._blank().id, output_index=len(self._items), **index, **values)
+        return self._write_event(model, item_id=self._blank_item().id, output_index=len(self._items), **index, **values)
 
-    def _blank(self) -> Item:
+    def _blank_item(self) -> Item:
         """The open item as it began."""
         return reasoning_item(self._id, "") if self.open == "thought" else message_item(self._id, "", "in_progress")
 
     def begin_item(self, kind: str) -> bytes:
         """A thought or a text without a letter."""
         self._text = ""
-        added = self._event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank())
+        added = self._write_event(
+            api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=self._blank_item()
+        )
         if kind == "thought":
             part = {"type": "summary_text", "text": ""}
-            return added + self._part(api.ResponseReasoningSummaryPartAddedEvent, part=part)
-        return added + self._part(api.ResponseContentPartAddedEvent, part=text_part(""))
+            return added + self._write_part(api.ResponseReasoningSummaryPartAddedEvent, part=part)
+        return added + self._write_part(api.ResponseContentPartAddedEvent, part=text_part(""))
 
     def piece(self, kind: str, text: str) -> bytes:
         """The event of a piece of its text."""
         self._text += text
         if kind == "thought":
-            return self._part(api.ResponseReasoningSummaryTextDeltaEvent, delta=text)
-        return self._part(api.ResponseTextDeltaEvent, delta=text, logprobs=[])
+            return self._write_part(api.ResponseReasoningSummaryTextDeltaEvent, delta=text)
+        return self._write_part(api.ResponseTextDeltaEvent, delta=text, logprobs=[])
 
     def close(self, status: Status = "completed") -> bytes:
         """The whole text, the whole part and the whole item."""
@@ -195,28 +197,28 @@ class ResponsesEvents(ItemWriter):
         item: Item
         if self.open == "thought":
             part: Json = {"type": "summary_text", "text": self._text}
-            events = self._part(api.ResponseReasoningSummaryTextDoneEvent, text=self._text)
-            events += self._part(api.ResponseReasoningSummaryPartDoneEvent, part=part)
+            events = self._write_part(api.ResponseReasoningSummaryTextDoneEvent, text=self._text)
+            events += self._write_part(api.ResponseReasoningSummaryPartDoneEvent, part=part)
             item = reasoning_item(self._id, self._text)
         else:
-            events = self._part(api.ResponseTextDoneEvent, text=self._text, logprobs=[])
-            events += self._part(api.ResponseContentPartDoneEvent, part=text_part(self._text))
+            events = self._write_part(api.ResponseTextDoneEvent, text=self._text, logprobs=[])
+            events += self._write_part(api.ResponseContentPartDoneEvent, part=text_part(self._text))
             item = message_item(self._id, self._text, status)
         self.open = ""
-        return events + self._finish(item)
+        return events + self._finish_item(item)
 
     def call(self, call: Call) -> bytes:
         """A call. It is generated before it is read: its arguments come in one piece."""
         item = call_item(call)
         position: dict[str, Json] = {"item_id": item.id, "output_index": len(self._items)}
         started = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        events = self._event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=started)
-        events += self._event(api.ResponseFunctionCallArgumentsDeltaEvent, **position, delta=call.arguments)
+        events = self._write_event(api.ResponseOutputItemAddedEvent, output_index=len(self._items), item=started)
+        events += self._write_event(api.ResponseFunctionCallArgumentsDeltaEvent, **position, delta=call.arguments)
         values: dict[str, Json] = {"name": item.name, "arguments": call.arguments}
-        events += self._event(api.ResponseFunctionCallArgumentsDoneEvent, **position, **values)
-        return events + self._finish(item)
+        events += self._write_event(api.ResponseFunctionCallArgumentsDoneEvent, **position, **values)
+        return events + self._finish_item(item)
 
-    def _finish(self, item: Item) -> bytes:
-        event = self._event(api.ResponseOutputItemDoneEvent, output_index=len(self._items), item=item)
+    def _finish_item(self, item: Item) -> bytes:
+        event = self._write_event(api.ResponseOutputItemDoneEvent, output_index=len(self._items), item=item)
         self._items.append(item)
         return event

@@ -51,7 +51,7 @@ class Collection(Protocol):
 Opener = Callable[[str, Values], Awaitable[Collection]]
 
 
-def serve(opener: Opener) -> None:
+def serve_collection(opener: Opener) -> None:
     """Answer requests until standard input ends.
 
     Args:
@@ -62,11 +62,11 @@ def serve(opener: Opener) -> None:
     os.dup2(2, 1)
     requests = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_after_parent, args=(os.getppid(),), daemon=True).start()
     asyncio.run(_Server(opener, answers).run(requests))
 
 
-def _follow(parent: int) -> None:
+def _end_after_parent(parent: int) -> None:
     """End this process after its parent, even if its loop hangs and does not see the end of its input."""
     while os.getppid() == parent:
         time.sleep(1.0)
@@ -87,9 +87,9 @@ class _Server:
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         running = set()
         # What is opened is closed by the same task, as cancel scopes of anyio demand.
-        await self._answer(**json.loads(await reader.readline()))
+        await self._answer_request(**json.loads(await reader.readline()))
         while line := await reader.readline():
-            task = asyncio.create_task(self._answer(**json.loads(line)))
+            task = asyncio.create_task(self._answer_request(**json.loads(line)))
             running.add(task)
             task.add_done_callback(running.discard)
         for task in running:
@@ -98,11 +98,11 @@ class _Server:
             async with asyncio.timeout(CLOSING):
                 await self.collection.close()
 
-    async def _answer(self, id: int, timeout: float, **request: Any) -> None:
+    async def _answer_request(self, id: int, timeout: float, **request: Any) -> None:
         answer: Values
         try:
             async with asyncio.timeout(timeout):
-                answer = {"result": await self._result(**request)}
+                answer = {"result": await self._compute_result(**request)}
         except TimeoutError:
             answer = {"error": f"no result of {request['op']!r} within {timeout:g} s", "setting": False}
         except (SettingError, EpisodeError) as error:
@@ -113,7 +113,7 @@ class _Server:
         self.answers.write(json.dumps({"id": id, **answer}) + "\n")
         self.answers.flush()
 
-    async def _result(self, op: str, **fields: Any) -> Values:
+    async def _compute_result(self, op: str, **fields: Any) -> Values:
         if op == "open":  # the first request
             self.collection = await self.opener(fields["environment"], fields["args"])
             return {}

@@ -28,7 +28,7 @@ def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:
     """
 
     @functools.wraps(main)
-    def program() -> NoReturn:
+    def run_program() -> NoReturn:
         parser = argparse.ArgumentParser(description=main.__doc__)
         parser.add_argument("--config", type=Path, required=True, help="YAML file")
         # Without dashes, as torchforge has them; argparse reports one that has.
@@ -40,7 +40,7 @@ def parse(main: Callable[[Settings], object]) -> Callable[[], NoReturn]:
             raise SystemExit(f"error: {error}") from None
         sys.exit(main(Settings(values)))  # type: ignore[arg-type]  # its value is the exit code, as torchforge has it
 
-    return program
+    return run_program
 
 
 def get_world_size_and_rank() -> tuple[int, int]:

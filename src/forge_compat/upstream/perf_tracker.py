@@ -52,14 +52,14 @@ class Tracer:
         if self.began is None:
             raise ValueError(f"tracer {self.prefix} must be started before calling step")
         now = self._now()
-        self._record(f"{self.prefix}/{name}/duration", now - self.last)
+        self._record_seconds(f"{self.prefix}/{name}/duration", now - self.last)
         self.last = now
 
     def stop(self) -> None:
         """End, and record the total. ValueError: it has not begun."""
         if self.began is None:
             raise ValueError(f"tracer {self.prefix} must be started before calling stop")
-        self._record(f"{self.prefix}/total_duration", self._now() - self.began)
+        self._record_seconds(f"{self.prefix}/total_duration", self._now() - self.began)
         if self.track_memory:
             name = f"{self.prefix}/memory_peak_max_gb"
             record_metric(name, torch.cuda.max_memory_allocated() / GIGABYTE, Reduce.MAX)
@@ -71,7 +71,7 @@ class Tracer:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _record(self, name: str, seconds: float) -> None:
+    def _record_seconds(self, name: str, seconds: float) -> None:
         mean, longest = f"{name}_avg_s", f"{name}_max_s"
         record_metric(mean, seconds, Reduce.MEAN)
         record_metric(longest, seconds, Reduce.MAX)

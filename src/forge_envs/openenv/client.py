@@ -23,7 +23,7 @@ from forge.runtime.process import end_with_parent
 from forge_envs.environment import InfrastructureError
 
 from ..content import Json, check_command, function_schema, tail_of
-from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, check_shape, plain
+from .wire import CLOSE_LIMIT, MAX_MESSAGE, Reply, check_shape, to_plain
 
 FIRST_PAUSE = 0.05  # seconds between attempts to begin a session, which double
 MAX_PAUSE = 2.0
@@ -70,20 +70,20 @@ class Session:
 
     async def reset(self, **parameters: Json) -> Reply:
         """Begin an episode, with parameters of the environment's reset, such as seed= and episode_id=."""
-        return Reply.read(await self._request("reset", "observation", parameters))
+        return Reply.read(await self._send_request("reset", "observation", parameters))
 
     async def step(self, action: Mapping[str, Json]) -> Reply:
         """Take an action as defined by the server's schema."""
-        return Reply.read(await self._request("step", "observation", action))
+        return Reply.read(await self._send_request("step", "observation", action))
 
     async def state(self) -> dict[str, Json]:
         """Return the environment's state, at least episode_id and step_count."""
-        return await self._request("state", "state", {})
+        return await self._send_request("state", "state", {})
 
     async def list_tools(self) -> tuple[dict[str, Json], ...]:
         """Return the environment's MCP tools as OpenAI function schemas. OpenEnvError: it has none."""
         call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-        reply = await self._request("mcp", "mcp", call)
+        reply = await self._send_request("mcp", "mcp", call)
         if "error" in reply:
             raise OpenEnvError("MCP_ERROR", str(reply["error"]), self._url)
         try:
@@ -100,11 +100,11 @@ class Session:
             self._places.release()
             await self._socket.close()
 
-    async def _request(self, kind: str, expected: str, data: Mapping[str, Json]) -> dict[str, Json]:
+    async def _send_request(self, kind: str, expected: str, data: Mapping[str, Json]) -> dict[str, Json]:
         """Send a message and return the data of the reply, which must be of type `expected`."""
         if self.lost:
             raise InfrastructureError(f"the session with {self._url} is over")
-        text = json.dumps({"type": kind, "data": data}, default=plain)
+        text = json.dumps({"type": kind, "data": data}, default=to_plain)
         # Until the answer is read: after a cancelled call, or a wrong answer, the next one would belong to this call.
         self.lost = True
         try:
@@ -126,10 +126,10 @@ class Session:
             raise InfrastructureError(f"{self._url} answered {kind} with a message of type {received_type!r}")
         self.lost = False
         if received_type == "error":
-            raise self._error(content)
+            raise self._make_error(content)
         return content
 
-    def _error(self, content: dict[str, Json]) -> Exception:
+    def _make_error(self, content: dict[str, Json]) -> Exception:
         """The error of the server, of its environment, or of what was sent; the server ends the session after some."""
         code, message = str(content.get("code")), str(content.get("message"))
         self.lost = code in ("CAPACITY_REACHED", "INFRASTRUCTURE_ERROR", "FACTORY_ERROR", "SESSION_ERROR")
@@ -182,11 +182,11 @@ class OpenEnvClient:
 
     async def health(self) -> str:
         """Return "healthy", "degraded" or "unhealthy"."""
-        return str((await self._get("/health")).get("status"))
+        return str((await self._get_json("/health")).get("status"))
 
     async def schema(self) -> dict[str, Json]:
         """Return the JSON schemas of `action`, `observation` and `state`."""
-        return await self._get("/schema")
+        return await self._get_json("/schema")
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
@@ -215,7 +215,7 @@ class OpenEnvClient:
                     f"{self._patience:g} s: raise `sessions`, or close them earlier"
                 ) from None
             try:
-                return await self._begin()
+                return await self._begin_session()
             except BaseException as error:
                 self._places.release()
                 is_over = asyncio.get_running_loop().time() + pause > deadline
@@ -237,12 +237,12 @@ class OpenEnvClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _begin(self) -> Session:
+    async def _begin_session(self) -> Session:
         """Open a session that answers."""
         close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_LIMIT)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                socket = await self._connect().ws_connect(
+                socket = await self._connect_socket().ws_connect(
                     f"{self.url}/ws", max_msg_size=MAX_MESSAGE, timeout=close_timeout, compress=0
                 )
         except (aiohttp.ClientError, OSError) as error:  # OSError includes TimeoutError
@@ -258,10 +258,10 @@ class OpenEnvClient:
                 raise
         return session
 
-    async def _get(self, path: str) -> dict[str, Json]:
+    async def _get_json(self, path: str) -> dict[str, Json]:
         limit = aiohttp.ClientTimeout(total=self._timeout, connect=CONNECT_TIMEOUT)
         try:
-            async with self._connect().get(self.url + path, timeout=limit, allow_redirects=False) as response:
+            async with self._connect_socket().get(self.url + path, timeout=limit, allow_redirects=False) as response:
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or f"no answer within {self._timeout:g} s"
@@ -274,7 +274,7 @@ class OpenEnvClient:
             raise InfrastructureError(f"{self.url}{path} answered with status {response.status}: {text[:500]!r}")
         return document
 
-    def _connect(self) -> aiohttp.ClientSession:
+    def _connect_socket(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         return self._http

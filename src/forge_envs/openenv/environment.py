@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from forge.rewards import Scores
-from forge.rewards.verifier import collect
+from forge.rewards.verifier import collect_scores
 from forge.types import Sample
 from forge_envs.environment import CUT, Action, Environment, InfrastructureError, Message, Step, user_message
 from forge_envs.schemas import parameters_of
@@ -58,7 +58,7 @@ class OpenEnvEnvironment(Environment):
         self._client = OpenEnvClient(server, sessions=1) if isinstance(server, str) else server
         self._owns_client = isinstance(server, str)
         self._to_action = to_action
-        self._to_messages = to_messages or self._observed
+        self._to_messages = to_messages or self._default_messages
         self._to_reset = to_reset or _reset_parameters
         self._mcp = mcp
         self._max_chars = max_chars
@@ -69,7 +69,7 @@ class OpenEnvEnvironment(Environment):
 
     async def reset(self, task: Task, *, seed: int) -> Step:
         """Begin an episode. InfrastructureError: no session, or it was lost."""
-        await self._end()
+        await self._end_session()
         self._rewarded = False
         self._schema = dict((await self._client.schema()).get("action") or {})
         self._session = await self._client.acquire()
@@ -92,7 +92,7 @@ class OpenEnvEnvironment(Environment):
         if self._mcp and (action.calls or action.errors):
             return await self._call_tools(self._session, action)
         if self._mcp and self._to_action is None:
-            return self._step((), None, {}, over=True)
+            return self._make_step((), None, {}, over=True)
         # A text that was cut at its limit says something else than the policy meant.
         if action.truncated and self._to_action is None and not self._is_forge:
             return Step((user_message(CUT),))
@@ -100,16 +100,16 @@ class OpenEnvEnvironment(Environment):
             sent = (self._to_action or self._default_action)(action)
         except ValueError as error:
             return Step((user_message(f"error: {error}"),))
-        reply = await self._sent(self._session, sent)
+        reply = await self._send_action(self._session, sent)
         if isinstance(reply, str):
             return Step((user_message(reply),))
         if self._is_forge:
             return step_from_reply(reply)
-        return self._step(tuple(self._to_messages(reply)), reply.reward, reply.metadata, over=reply.done)
+        return self._make_step(tuple(self._to_messages(reply)), reply.reward, reply.metadata, over=reply.done)
 
     async def close(self) -> None:
         """End the session, and close the client if it is this environment's own."""
-        await self._end()
+        await self._end_session()
         if self._owns_client:
             await self._client.close()
 
@@ -118,12 +118,12 @@ class OpenEnvEnvironment(Environment):
         """Whether the server is one of this library: actions and steps are sent as they are."""
         return self._is_default and self._schema.get("title") == FORGE_ACTION
 
-    async def _end(self) -> None:
+    async def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    async def _sent(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
+    async def _send_action(self, session: Session, action: Mapping[str, Json]) -> Reply | str:
         """The server's reply to an action, or an error for the policy."""
         try:
             return await session.step(action)
@@ -131,7 +131,7 @@ class OpenEnvEnvironment(Environment):
         except OpenEnvError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
-            return self._shorten(f"error: {error.message}")
+            return self._shorten_text(f"error: {error.message}")
 
     async def _call_tools(self, session: Session, action: Action) -> Step:
         messages: list[Message] = []
@@ -143,19 +143,19 @@ class OpenEnvEnvironment(Environment):
             content = "error: not run: the episode is over"
             if not over:
                 sent = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
-                reply = await self._sent(session, sent)
+                reply = await self._send_action(session, sent)
                 if isinstance(reply, str):
                     content = reply
                 else:
-                    content = self._shorten(_result(reply))
+                    content = self._shorten_text(_result_text(reply))
                     rewards += [] if reply.reward is None else [reply.reward]
                     metadata |= reply.metadata
                     over = reply.done
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content})
         messages += [{"role": "tool", "name": "error", "content": f"error: {error}"} for error in action.errors]
-        return self._step(tuple(messages), sum(rewards) if rewards else None, metadata, over=over)
+        return self._make_step(tuple(messages), sum(rewards) if rewards else None, metadata, over=over)
 
-    def _step(
+    def _make_step(
         self, messages: tuple[Message, ...], reward: float | None, metadata: Mapping[str, Json], *, over: bool
     ) -> Step:
         self._rewarded |= reward is not None
@@ -169,11 +169,11 @@ class OpenEnvEnvironment(Environment):
             info={"metadata": metadata},
         )
 
-    def _observed(self, reply: Reply) -> list[Message]:
+    def _default_messages(self, reply: Reply) -> list[Message]:
         """The default messages. Most observations are one text: it is shown as it is, others as JSON."""
         shown = {name: value for name, value in reply.observation.items() if name != "metadata" and value is not None}
         only = next(iter(shown.values())) if len(shown) == 1 else None
-        return [user_message(self._shorten(only if isinstance(only, str) else json.dumps(shown)))]
+        return [user_message(self._shorten_text(only if isinstance(only, str) else json.dumps(shown)))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
         """Make the default action of a turn. ValueError: the turn does not match the schema."""
@@ -198,7 +198,7 @@ class OpenEnvEnvironment(Environment):
             raise ValueError(f"an action must be a JSON object{names}")
         return value
 
-    def _shorten(self, text: str) -> str:
+    def _shorten_text(self, text: str) -> str:
         surplus = len(text) - self._max_chars
         return text if surplus <= 0 else f"{text[: self._max_chars]}... ({surplus} more characters)"
 
@@ -211,7 +211,7 @@ def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
     return {"seed": seed, **(task if isinstance(task, Mapping) else {"task": task})}
 
 
-def _result(reply: Reply) -> str:
+def _result_text(reply: Reply) -> str:
     """Return the text of a tool's result or error."""
     error = reply.observation.get("error")
     if error:
@@ -249,13 +249,13 @@ class OpenEnvVerifier:
     async def score(self, prompt: str, responses: Sequence[str], target: str | None = None) -> Scores:
         """[responses, 1] scores of the responses to one prompt; NaN with a reason where one cannot be scored."""
         task = {"question": prompt} if target is None else {"question": prompt, "answer": target}
-        return await collect([self._score(task, response) for response in responses], len(self.names))
+        return await collect_scores([self._score_response(task, response) for response in responses], len(self.names))
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
-    async def _score(self, task: dict[str, str], response: str) -> float | None:
+    async def _score_response(self, task: dict[str, str], response: str) -> float | None:
         environment = OpenEnvEnvironment(self._client)
         try:
             await environment.reset(task, seed=0)

@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from forge_envs.environment import Environment, InfrastructureError, Step
-from forge_http.web import bind, guard, listen, required_key
+from forge_http.web import bind_socket, guard_requests, required_key, serve_application
 
 from ..content import Json
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_json
@@ -48,12 +48,12 @@ class ServedSession:
         if kind == "state":
             return "state", {"episode_id": self._episode, "step_count": self._steps}
         if kind == "reset":
-            return "observation", await self._reset(data)
+            return "observation", await self._reset_episode(data)
         if kind == "step":
-            return "observation", await self._step(data)
+            return "observation", await self._step_episode(data)
         raise ServedError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
-    async def _reset(self, data: Data) -> Data:
+    async def _reset_episode(self, data: Data) -> Data:
         parameters = dict(data)
         seed, episode = parameters.pop("seed", None), parameters.pop("episode_id", None)
         # Without a seed each episode is another one.
@@ -63,23 +63,23 @@ class ServedSession:
         # Until the reset has succeeded there is no episode: a step would act in the former one.
         self._running = False
         task = parameters.get("task", parameters or None)
-        reply = await self._called(self.environment.reset(task, seed=seed), "reset")
+        reply = await self._call_tool(self.environment.reset(task, seed=seed), "reset")
         self._steps = 0
         self._episode = str(episode or secrets.token_hex(16))
         return reply
 
-    async def _step(self, data: Data) -> Data:
+    async def _step_episode(self, data: Data) -> Data:
         try:
             action = action_from_json(data)
         except ValueError as error:
             raise ServedError("VALIDATION_ERROR", str(error)) from None
         if not self._running:
             raise ServedError("EXECUTION_ERROR", "no episode is under way: reset first")
-        reply = await self._called(self.environment.step(action), "step")
+        reply = await self._call_tool(self.environment.step(action), "step")
         self._steps += 1
         return reply
 
-    async def _called(self, call: Awaitable[Step], name: str) -> Data:
+    async def _call_tool(self, call: Awaitable[Step], name: str) -> Data:
         """The reply with the environment's answer to a call. ServedError: it failed, or gave what has no JSON form."""
         try:
             async with asyncio.timeout(self._timeout):
@@ -131,7 +131,7 @@ class OpenEnvServer:
                     if kind == "close":
                         break
                     # Environments may be expensive: none is made before a message asks for it.
-                    session = session or self._begin()
+                    session = session or self._begin_session()
                     reply_kind, answer = await session.answer(kind, data)
                     await socket.send_json({"type": reply_kind, "data": answer})
                 except ServedError as error:
@@ -143,11 +143,11 @@ class OpenEnvServer:
         finally:
             # Environments may hold processes: they end with the connection.
             if session is not None:
-                await self._end(session)
+                await self._end_session(session)
             await socket.close()
         return socket
 
-    def _begin(self) -> ServedSession:
+    def _begin_session(self) -> ServedSession:
         if self._active >= self._max_sessions:
             # With the limit, which clients show to their users.
             message = f"Server at capacity: {self._active}/{self._max_sessions} sessions active"
@@ -160,7 +160,7 @@ class OpenEnvServer:
         self._active += 1
         return session
 
-    async def _end(self, session: ServedSession) -> None:
+    async def _end_session(self, session: ServedSession) -> None:
         self._active -= 1
         try:
             async with asyncio.timeout(self._timeout):
@@ -194,15 +194,15 @@ def web_app(
     name = getattr(make, "__name__", type(make).__name__)
     metadata = {"name": name, "description": (make.__doc__ or name).strip(), "version": None}
 
-    def constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def answer(_: web.Request) -> web.Response:
+    def answer_constant(content: Data) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer_request(_: web.Request) -> web.Response:
             return web.json_response(content)
 
-        return answer
+        return answer_request
 
-    app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard(host, key)])
+    app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard_requests(host, key)])
     constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}
-    app.add_routes([web.get(path, constant(content)) for path, content in constants.items()])
+    app.add_routes([web.get(path, answer_constant(content)) for path, content in constants.items()])
     app.add_routes([web.get("/ws", server.answer)])
     return app
 
@@ -217,5 +217,5 @@ async def serve(
         ValueError: other machines reach `host`, and there is no key; see `forge_http.web.required_key`.
     """
     key = required_key(host, key)
-    async with listen(web_app(make, host=host, key=key, **settings), bind(host, port)) as url:
+    async with serve_application(web_app(make, host=host, key=key, **settings), bind_socket(host, port)) as url:
         yield url

@@ -106,7 +106,7 @@ def check_shape(value: Json, name: str) -> None:
         raise ValueError(f"{error.json_path.replace('$', name, 1)}: {error.message[:200]}")
 
 
-def plain(value: object) -> Json:
+def to_plain(value: object) -> Json:
     """A number or truth value of NumPy or PyTorch as Python's; another value without a JSON form as text."""
     return value.item() if getattr(value, "shape", None) == () else str(value)  # type: ignore[attr-defined]
 
@@ -126,7 +126,7 @@ def reply_to_json(step: Step) -> dict[str, Json]:
     observation = {"messages": step.messages, "tools": step.tools, "rewritten": step.rewritten, "metadata": metadata}
     reward = None if step.reward is None else float(step.reward)
     reply = {"observation": observation, "reward": reward, "done": step.done, "metadata": metadata}
-    converted: dict[str, Json] = json.loads(json.dumps(reply, default=plain))
+    converted: dict[str, Json] = json.loads(json.dumps(reply, default=to_plain))
     return converted
 
 

@@ -23,9 +23,9 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the audit; exit code 1 if there is a fault."""
-    from ..audit import audit
+    from ..audit import audit_run
 
-    result = audit(args.folder)
+    result = audit_run(args.folder)
     if args.json:
         print(result.json())
     else:

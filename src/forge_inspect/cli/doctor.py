@@ -18,7 +18,7 @@ from forge.runtime.inventory import (
     VISIBLE,
     free_shared_memory,
     memory_limit,
-    versions,
+    package_versions,
     visible_gpus,
 )
 
@@ -69,17 +69,17 @@ def run(args: argparse.Namespace) -> None:
 def examine_machine() -> None:
     """Print a line for each finding about this machine; exit code 1 if there is a problem."""
     problems = 0
-    for name, value, problem in findings():
+    for name, value, problem in list_findings():
         problems += bool(problem)
         print(f"{name:24} {value}" + (f"\n{'':24} PROBLEM: {problem}" if problem else ""))
     if problems:
         raise SystemExit(1)
 
 
-def findings() -> Iterator[tuple[str, str, str]]:
+def list_findings() -> Iterator[tuple[str, str, str]]:
     """Check everything about this machine that a run needs: a name, a value, and a fault with its remedy, or ""."""
     yield "machine", f"{len(os.sched_getaffinity(0))} cores, {memory_limit() / 1e9:.0f} GB", ""
-    yield "versions", ", ".join(f"{name} {version}" for name, version in versions().items()), ""
+    yield "versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()), ""
     free = free_shared_memory()
     problem = "weights reach generators through it: enlarge it, in a container with --shm-size=8g"
     yield "/dev/shm", f"{free / 1e9:.1f} GB free", problem if free < SHARED_MEMORY else ""
@@ -89,7 +89,7 @@ def findings() -> Iterator[tuple[str, str, str]]:
 
     driver = driver_gpus()
     visible = tuple(visible_gpus())
-    yield "GPUs", *accelerators(visible, driver)
+    yield "GPUs", *check_accelerators(visible, driver)
     # On a GPU attention is always compiled, elsewhere with training.compile.
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -108,7 +108,7 @@ def driver_gpus() -> list[str]:
     return [] if process.returncode else [line.strip() for line in process.stdout.splitlines() if line.strip()]
 
 
-def accelerators(visible: tuple[str, ...], driver: list[str]) -> tuple[str, str]:
+def check_accelerators(visible: tuple[str, ...], driver: list[str]) -> tuple[str, str]:
     """Compare the GPUs that torch can use with those that the driver and a scheduler's variables name."""
     import torch
 

@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> None:
         from ..suite import evaluate_suite
 
         metrics = evaluate_suite(cfg, args.answers)
-    print(json.dumps(metrics) if args.json else table(metrics))
+    print(json.dumps(metrics) if args.json else format_table(metrics))
 
 
-def table(metrics: dict[str, float]) -> str:
+def format_table(metrics: dict[str, float]) -> str:
     """A line for each metric, with the half of its 95 % interval."""
     lines = []
     for name, value in metrics.items():

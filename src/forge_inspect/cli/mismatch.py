@@ -34,22 +34,22 @@ def run(args: argparse.Namespace) -> None:
     from forge.system.files import write_atomic
 
     from ..alerts import MISMATCH
-    from ..mismatch import compare
+    from ..mismatch import compare_batch
 
     try:
         with quiet_loading():
-            result = compare(args.folder, step=args.step)
+            result = compare_batch(args.folder, step=args.step)
     except (ValueError, ImportError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     # Where `forge watch` and `forge runs` look for its fault.
     write_atomic(args.folder / MISMATCH, result.json() + "\n")
-    print(result.json() if args.json else "\n".join(_lines(result)))
+    print(result.json() if args.json else "\n".join(_format_lines(result)))
     if not result.is_sound:
         raise SystemExit(1)
 
 
-def _lines(result: Mismatch) -> list[str]:
+def _format_lines(result: Mismatch) -> list[str]:
     """The comparison for a terminal: a line for each pair of sides, then the faults."""
     lines = [f"{result.tokens} tokens of step {result.step}, sampled by version {result.version}"]
     width = max(len(f"{link.first} | {link.second}") for link in result.links)

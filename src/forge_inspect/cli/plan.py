@@ -39,23 +39,23 @@ def run(args: argparse.Namespace) -> None:
         known, overrides = options.parse_known_args(args.overrides)
     except argparse.ArgumentError as error:
         raise ValueError(error) from None
-    _, plan = planned(args.config, overrides, known.gpus)
+    _, plan = plan_file(args.config, overrides, known.gpus)
     print("\n".join(plan_lines(plan)))
     if not plan.fits:
         raise SystemExit(1)
 
 
-def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, Any]:
+def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, Any]:
     """The configuration of a file, and its `forge_inspect.plan.plan.Plan`.
 
     Raises:
         ConfigError: a setting that does not exist, or is wrong.
         ValueError: an unknown device or model, or degrees that do not fit the model.
     """
-    from forge.config.arguments import bundled, load, read_file
+    from forge.config.arguments import find_bundled, load, read_file
     from forge.system.extras import run_elsewhere
 
-    path = bundled(Path(config))
+    path = find_bundled(Path(config))
     sections = read_file(path)
     if "collect" in sections:
         raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
@@ -66,14 +66,14 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
         module, kind = "forge_agents.several", "SeveralPoliciesConfig"
     config_type = getattr(importlib.import_module(module), kind)
 
-    def change(settings: dict[str, Any]) -> Any:
+    def change_settings(settings: dict[str, Any]) -> Any:
         """The configuration, with further settings."""
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         # Checked as a run would be, but for what the run would look for on this machine.
         with run_elsewhere():
             return load(config_type, ["--config", config, *overrides, *words])
 
-    cfg = change({})
+    cfg = change_settings({})
     from forge.models.find import build_small_model
     from forge.runtime.inventory import memory_limit
 
@@ -89,4 +89,4 @@ def planned(config: str, overrides: list[str], gpus: str | None) -> tuple[Any, A
             folder = Path(build_small_model(Path(scratch) / "model", seed=0, **cfg.from_scratch))
         else:
             folder = find(cfg.model)
-        return cfg, make_plan(cfg, folder, cfg.model or "a model from scratch", machines, find, change)
+        return cfg, make_plan(cfg, folder, cfg.model or "a model from scratch", machines, find, change_settings)

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     with forked_processes():
         from forge.recipes.launch import one_line_errors
 
-        from ..replay import replay
+        from ..replay import replay_run
 
         with one_line_errors():
-            replay(args.folder, until=args.until, replicas=args.replicas)
+            replay_run(args.folder, until=args.until, replicas=args.replicas)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from forge.cli.subparsers import Subparsers
-from forge.system.files import printable
+from forge.system.files import escape_controls
 
 from . import Option, add_command
 
@@ -35,8 +35,8 @@ def list_runs(args: argparse.Namespace) -> None:
     """Print one line for each run, the most recently written one last."""
     # Imported here, so that `forge --help` is quick.
     from forge.observability.folder import ENDED
-    from forge_inspect.alerts import alerts, folder_alerts
-    from forge_inspect.runs import ending, find_runs, last, rows, settings, state
+    from forge_inspect.alerts import folder_alerts, list_alerts
+    from forge_inspect.runs import find_runs, last_value, read_ending, read_metric_rows, read_settings, read_state
 
     folders = find_runs(args.folders)
     if not folders:
@@ -46,49 +46,54 @@ def list_runs(args: argparse.Namespace) -> None:
         # A damaged run is a line like any other, with a remark: the others are worth showing.
         numbers, config, damaged = [], {}, ""
         try:
-            config = settings(folder)
-            numbers = rows(folder)
+            config = read_settings(folder)
+            numbers = read_metric_rows(folder)
         except (ValueError, OSError) as error:
             damaged = f" (damaged: {error})"[:MAX_REASON]
         accuracy = [row["eval/accuracy"] for row in numbers if "eval/accuracy" in row]
         written = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=folder.stat().st_mtime)
         # A run that continues or is complete needs no reason.
-        reason = ending(folder)[:MAX_REASON] if state(folder) in ("failed", "stopped") else ""
+        reason = read_ending(folder)[:MAX_REASON] if read_state(folder) in ("failed", "stopped") else ""
         cells = [
-            printable(folder.name),
-            printable((reason or state(folder)) + damaged),
+            escape_controls(folder.name),
+            escape_controls((reason or read_state(folder)) + damaged),
             f"{numbers[-1]['step'] if numbers else 0:g}/{config.get('training.steps') or '?'}",
-            _number(last(numbers, "reward")),
+            _format_number(last_value(numbers, "reward")),
             f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else "",
-            _number(last(numbers, "train/entropy")),
-            _ago(time.time() - written),
+            _format_number(last_value(numbers, "train/entropy")),
+            _format_age(time.time() - written),
         ]
         lines.append((written, cells))
     head = ["run", "state", "step", "reward", "held-out accuracy", "entropy", "written"]
-    _print([head, *(cells for _, cells in sorted(lines))])
+    _print_table([head, *(cells for _, cells in sorted(lines))])
     # One run leaves room for details.
     if len(folders) == 1:
-        for alert in (*folder_alerts(folders[0]), *alerts(numbers, config)):
+        for alert in (*folder_alerts(folders[0]), *list_alerts(numbers, config)):
             print(f"alert: {alert}")
-        if text := ending(folders[0]):
-            print(f"{printable(text)}; more in {printable(folders[0] / ENDED)}")
+        if text := read_ending(folders[0]):
+            print(f"{escape_controls(text)}; more in {escape_controls(folders[0] / ENDED)}")
 
 
 def compare_runs(args: argparse.Namespace) -> None:
     """Print a table of the differing settings, and one of metrics."""
     from forge.observability.folder import CONFIG
-    from forge_inspect.runs import differences, last, rows
+    from forge_inspect.runs import last_value, list_differences, read_metric_rows
 
     if len(args.folders) < 2:
         raise ValueError("compare takes two runs or more")
     for folder in args.folders:
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{folder} is not a run: it has no {CONFIG}")
-    names = [printable(folder) for folder in args.folders]
-    settings = differences(args.folders)
-    numbers = [rows(folder) for folder in args.folders]
+    names = [escape_controls(folder) for folder in args.folders]
+    settings = list_differences(args.folders)
+    numbers = [read_metric_rows(folder) for folder in args.folders]
     if settings:
-        _print([["setting", *names], *([printable(key), *map(printable, values)] for key, values in settings.items())])
+        _print_table(
+            [
+                ["setting", *names],
+                *([escape_controls(key), *map(escape_controls, values)] for key, values in settings.items()),
+            ]
+        )
     else:
         print("the settings are the same")
     for name, rows_of_run in zip(names, numbers, strict=True):
@@ -101,26 +106,26 @@ def compare_runs(args: argparse.Namespace) -> None:
     two = len(names) == 2
     lines = [[f"\nat step {step:g}", *names, *["difference"] * two]]
     for metric in args.metrics:
-        values = [last(rows_of_run, metric) for rows_of_run in shared]
+        values = [last_value(rows_of_run, metric) for rows_of_run in shared]
         present = [value for value in values if value is not None]
         if present:
             change = f"{present[1] - present[0]:+.4g}" if len(present) == 2 else ""
-            lines.append([metric, *map(_number, values), *[change] * two])
-    _print(lines)
+            lines.append([metric, *map(_format_number, values), *[change] * two])
+    _print_table(lines)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _ago(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{max(0, seconds):.0f} s ago"
 
 
-def _print(table: list[list[str]]) -> None:
+def _print_table(table: list[list[str]]) -> None:
     """Print a table in columns."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:

@@ -33,19 +33,19 @@ def run_watch(args: argparse.Namespace) -> None:
     """Serve the page until interrupted."""
     if not args.folder.is_dir():
         raise ValueError(f"{args.folder} is not a folder of runs")
-    from forge_http.web import bind, required_key  # isort: skip (it names a missing package with its remedy)
+    from forge_http.web import bind_socket, required_key  # isort: skip (it names a missing package with its remedy)
     from ..watch.server import Watch
 
     watch = Watch(args.folder, required_key(args.host))
-    listener = bind(args.host, args.port)
+    listener = bind_socket(args.host, args.port)
 
-    async def serve() -> None:
+    async def serve_page() -> None:
         async with watch.listen(listener) as url:
             print(f"{args.folder} is shown at {url}", flush=True)
             await asyncio.Event().wait()
 
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+        asyncio.run(serve_page())
 
 
 def run_report(args: argparse.Namespace) -> None:

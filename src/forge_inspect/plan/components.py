@@ -17,10 +17,10 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from forge.engines.cache import BLOCK, WIDTH, rounded, token_bytes
+from forge.engines.cache import BLOCK, WIDTH, round_up, token_bytes
 from forge.engines.engine import MARGIN as ENGINE_MARGIN
 from forge.engines.interface import check_length
-from forge.models.architecture import longest
+from forge.models.architecture import max_length
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
 from forge.training.settings import Head, OptimizerSettings, PassSettings
@@ -28,7 +28,7 @@ from forge.types import Batch
 from forge_verifiers.config import ModelSettings, ProcessRewardModelSettings, models_of
 
 from .devices import CONTEXT, Machines
-from .meter import metered
+from .meter import measure_block
 from .passes import META, run_passes, trainer_memory
 
 MARGIN = 0.06  # of a GPU's memory: fragments, and the error of the plan
@@ -92,7 +92,7 @@ def trainer_plan(cfg: TrainingRecipe, folder: Path, name: str, machines: Machine
     settings = PassSettings(**cfg.training.trainer())
     learns = kind != "ref_model"
     device_type = machines.type if options.with_gpus else "cpu"
-    # One process computes in bfloat16 by way of FSDP on a GPU, as `forge.training.distributed.join` makes it.
+    # One process computes in bfloat16 by way of FSDP on a GPU, as `forge.training.distributed.join_ranks` makes it.
     has_mesh = options.procs > 1 or (device_type != "cpu" and (settings.dtype == "bfloat16" or settings.cpu_offload))
     head: Head = "value" if kind == "critic" else ("reward" if hasattr(cfg, "reward_model") else "policy")
     # A micro-batch is full, and an update has several of them where a pack does not hold the batch.
@@ -174,7 +174,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
     on_gpus = options.with_gpus and machines.type != "cpu"
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     elements = count_elements(folder)
-    length = rounded(check_length(config, settings.max_seq_len), BLOCK)
+    length = round_up(check_length(config, settings.max_seq_len), BLOCK)
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // options.procs
     weights = elements * (2 if settings.dtype == "bfloat16" else 4) // options.procs
     update = most = 0
@@ -191,7 +191,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
             logits *= 2
         others = logits + int(settings.prefix_cache_mb * 1e6)
         # One more row, in which prompts are computed.
-        cache = (rounded(settings.slots, WIDTH) + 1) * length * per_token
+        cache = (round_up(settings.slots, WIDTH) + 1) * length * per_token
         if settings.cache_gb is not None:
             cache = min(cache, round(settings.cache_gb * 1e9))
         elif on_gpus:
@@ -272,11 +272,11 @@ def scoring_memory(settings: ModelSettings, folder: Path, length: int) -> tuple[
         model = loader.from_config(config, dtype=getattr(torch, settings.dtype), trust_remote_code=False)
     model.eval()
     # Long rows: attention's mask grows with the square of the width, all else with the tokens of the batch.
-    width = min(length, longest(config), settings.max_tokens or length, settings.batch_tokens)
+    width = min(length, max_length(config), settings.max_tokens or length, settings.batch_tokens)
     rows = max(1, settings.batch_tokens // width)
     ids = torch.zeros((rows, width), dtype=torch.long, device=META)
     weights = dict(model.named_parameters())
-    with metered(weights) as meter, torch.no_grad():
+    with measure_block(weights) as meter, torch.no_grad():
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
     held = sum(weight.nbytes for weight in weights.values())
     return held, max(most for _, most in meter.peaks.values())

@@ -61,7 +61,7 @@ LLAMA3 = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256,
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
 
 
-def _shape(
+def _make_shape(
     family: dict[str, Any], hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False, **others: Any
 ) -> dict[str, Any]:
     return {
@@ -78,17 +78,19 @@ def _shape(
 
 # From the config.json files of their authors.
 PUBLIC = {
-    "Qwen/Qwen3-0.6B": _shape(QWEN3, 1024, 3072, 28, 16, tied=True),
-    "Qwen/Qwen3-1.7B": _shape(QWEN3, 2048, 6144, 28, 16, tied=True),
-    "Qwen/Qwen3-4B": _shape(QWEN3, 2560, 9728, 36, 32, tied=True),
-    "Qwen/Qwen3-4B-Instruct-2507": _shape(QWEN3, 2560, 9728, 36, 32, tied=True, max_position_embeddings=262144),
-    "Qwen/Qwen3-8B": _shape(QWEN3, 4096, 12288, 36, 32),
-    "Qwen/Qwen3-14B": _shape(QWEN3, 5120, 17408, 40, 40),
-    "Qwen/Qwen3-32B": _shape(QWEN3, 5120, 25600, 64, 64),
-    "Qwen/Qwen3-30B-A3B": _shape(QWEN3_MOE, 2048, 6144, 48, 32, num_key_value_heads=4, moe_intermediate_size=768),
-    "Qwen/Qwen3-235B-A22B": _shape(QWEN3_MOE, 4096, 12288, 94, 64, num_key_value_heads=4, moe_intermediate_size=1536),
-    "meta-llama/Llama-3.1-8B-Instruct": _shape(LLAMA3, 4096, 14336, 32, 32),
-    "meta-llama/Llama-3.1-70B-Instruct": _shape(LLAMA3, 8192, 28672, 80, 64),
+    "Qwen/Qwen3-0.6B": _make_shape(QWEN3, 1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _make_shape(QWEN3, 2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-4B": _make_shape(QWEN3, 2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-4B-Instruct-2507": _make_shape(QWEN3, 2560, 9728, 36, 32, tied=True, max_position_embeddings=262144),
+    "Qwen/Qwen3-8B": _make_shape(QWEN3, 4096, 12288, 36, 32),
+    "Qwen/Qwen3-14B": _make_shape(QWEN3, 5120, 17408, 40, 40),
+    "Qwen/Qwen3-32B": _make_shape(QWEN3, 5120, 25600, 64, 64),
+    "Qwen/Qwen3-30B-A3B": _make_shape(QWEN3_MOE, 2048, 6144, 48, 32, num_key_value_heads=4, moe_intermediate_size=768),
+    "Qwen/Qwen3-235B-A22B": _make_shape(
+        QWEN3_MOE, 4096, 12288, 94, 64, num_key_value_heads=4, moe_intermediate_size=1536
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": _make_shape(LLAMA3, 4096, 14336, 32, 32),
+    "meta-llama/Llama-3.1-70B-Instruct": _make_shape(LLAMA3, 8192, 28672, 80, 64),
 }
 # Those of the same shape under other names.
 PUBLIC |= {f"{name}-Base": PUBLIC[name] for name in list(PUBLIC) if name.startswith("Qwen/") and "-2507" not in name}

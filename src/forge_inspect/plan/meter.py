@@ -45,7 +45,7 @@ class Meter(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._gradients: dict[int, bool] = {}  # whether they are of a layer
         for name, weight in weights.items():
-            self._sizes[_key(weight)] = 0
+            self._sizes[_storage_key(weight)] = 0
             if weight.requires_grad:
                 is_inner = ".layers." in name
                 weight.register_post_accumulate_grad_hook(lambda owner, kind=is_inner: self._note_gradient(owner, kind))
@@ -60,39 +60,39 @@ class Meter(TorchDispatchMode):
         )
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.is_meta:
-                self._add(tensor)
+                self._add_tensor(tensor)
         return result
 
     def fused(self, function: Callable[..., A]) -> Callable[..., A]:
         """A function that is compiled into one kernel, of which the results alone are in memory."""
 
-        def call(*args: Any) -> A:
+        def call_fused(*args: Any) -> A:
             self._is_fused = True
             try:
                 results = function(*args)
             finally:
                 self._is_fused = False
             for tensor in tree_leaves(results):
-                self._add(tensor)
+                self._add_tensor(tensor)
             return results
 
-        return call
+        return call_fused
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add_tensor(self, tensor: Tensor) -> None:
         # Views share their storage, which is counted once.
-        key = _key(tensor)
+        key = _storage_key(tensor)
         if key in self._sizes or self._is_fused:
             return
         storage = tensor.untyped_storage()
         self._sizes[key] = storage.nbytes()
-        weakref.finalize(storage, self._remove, key)
+        weakref.finalize(storage, self._remove_tensor, key)
         self._others += self._sizes[key]
-        self._note()
+        self._note_peak()
 
-    def _remove(self, key: int) -> None:
+    def _remove_tensor(self, key: int) -> None:
         size = self._sizes.pop(key)
         if key in self._gradients:
-            self._move(self._gradients.pop(key), -size)
+            self._move_size(self._gradients.pop(key), -size)
         else:
             self._others -= size
 
@@ -100,33 +100,33 @@ class Meter(TorchDispatchMode):
         # The first gradient of a weight is complete here; a later one would be added to it.
         gradient = weight.grad
         assert gradient is not None
-        key = _key(gradient)
+        key = _storage_key(gradient)
         if key in self._sizes and key not in self._gradients:
             self._gradients[key] = is_inner
             self._others -= self._sizes[key]
-            self._move(is_inner, self._sizes[key])
-            self._note()
+            self._move_size(is_inner, self._sizes[key])
+            self._note_peak()
 
-    def _move(self, is_inner: bool, size: int) -> None:
+    def _move_size(self, is_inner: bool, size: int) -> None:
         layers, root = self._moment
         self._moment = Moment(layers + size, root) if is_inner else Moment(layers, root + size)
 
-    def _note(self) -> None:
+    def _note_peak(self) -> None:
         # A moment lasts from one complete gradient to the next.
         first, most = self.peaks.get(self._moment, (self._others, 0))
         self.peaks[self._moment] = first, max(most, self._others)
 
 
 @contextmanager
-def metered(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
+def measure_block(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
     """A meter of all that is done within the block with a model of these weights, by name."""
     meter = Meter(weights)
     # On the meta device torch computes these by many operators, where devices have a kernel.
     kernels: list[tuple[Any, str, Any]] = [
-        (F, "scaled_dot_product_attention", _attention),
+        (F, "scaled_dot_product_attention", _plan_attention),
         (F, "rms_norm", _rms_norm),
-        (flex, "_compiled_attention", lambda: _attention),
-        (linear, "_compiled", meter.fused),
+        (flex, "_compiled_attention", lambda: _plan_attention),
+        (linear, "_compile_function", meter.fused),
     ]
     before = [getattr(module, name) for module, name, _ in kernels]
     for module, name, kernel in kernels:
@@ -174,7 +174,7 @@ def _rms_norm(x: Tensor, _shape: Any, weight: Tensor, _eps: float) -> Tensor:
     return _Norm.apply(x, weight)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+def _plan_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     return _Attention.apply(query, key, value)
 
 
@@ -184,7 +184,7 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> Tensor:
     return a.new_empty(*rows, b.shape[-1])
 
 
-def _key(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata
 
@@ -219,8 +219,8 @@ class PlannedExperts(nn.Module):
         order = experts.reshape(-1).argsort(stable=True)
         scores = gates.reshape(-1)[order]
         rows = order // k
-        received, places = self._dispatch(hidden, rows)
-        computed = self._experts(received)
+        received, places = self._dispatch_rows(hidden, rows)
+        computed = self._compute_experts(received)
         del received
         if self.degree > 1:
             ranked = computed.new_empty(computed.shape)
@@ -233,7 +233,7 @@ class PlannedExperts(nn.Module):
         del routes  # the map of tokens lives as long as the layer's forward pass
         return result
 
-    def _dispatch(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _dispatch_rows(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that this rank's experts compute, [tokens * k, width], and their places before they were sorted."""
         sent = hidden[rows]
         if self.degree == 1:
@@ -243,7 +243,7 @@ class PlannedExperts(nn.Module):
         # What was sent lives until the rows are sorted by expert.
         return received[places], places
 
-    def _experts(self, x: Tensor) -> Tensor:
+    def _compute_experts(self, x: Tensor) -> Tensor:
         if self.has_grouped_kernel:
             ends = torch.empty(self.count, dtype=torch.int32, device=x.device)
             gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(-2, -1), offs=ends).chunk(2, -1)

@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from forge.config.plugin import resolve
-from forge.data.packing import split
+from forge.data.packing import split_batch
 from forge.system.devices import planning_for
 from forge.training.distributed import Ranks, lay_out
-from forge.training.experts import balance
+from forge.training.experts import balance_loss
 from forge.training.lora import add_adapters
 from forge.training.policy import Policy, ScalarModel
 from forge.training.settings import Backend, Head, LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from forge.training.step import Loss, loss_inputs, micro_batch_loss
-from forge.training.tensor_parallel import parallelize
+from forge.training.tensor_parallel import parallelize_model
 from forge.types import Batch
 
-from .meter import Moment, divide_experts, metered
+from .meter import Moment, divide_experts, measure_block
 
 META = torch.device("meta")
 
@@ -96,7 +96,7 @@ def run_passes(
     """
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
     with ranks_of(parallelism or Parallelism(), world_size) as ranks, planning_for(device_type):
-        policy = _build(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
+        policy = _build_meta(model, head, dtype, settings.gradient_checkpointing, lora, ranks)
         if backend == "titan":
             resolve("forge_titan.setup:check_model", "trainer.backend")(policy.model.config)
             (parallelism or Parallelism()).over(world_size).check_experts(policy.model.config)
@@ -105,14 +105,14 @@ def run_passes(
         policy.train()
         weights = dict(policy.named_parameters())
         local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in weights.items()}
-        pack = split(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
-        with metered(weights) as meter, torch.set_grad_enabled(learns):
+        pack = split_batch(batch, ranks=ranks.data.size, max_tokens=settings.seq_len)[0][0]
+        with measure_block(weights) as meter, torch.set_grad_enabled(learns):
             output = policy(pack, 1.0)
             if learns:
                 value = micro_batch_loss(loss, pack, loss_inputs(pack, output), output)
                 if policy.routers is not None:
                     load = policy.routers.take()
-                    value = value + balance(load, load.detach().double(), policy.routers.k)
+                    value = value + balance_loss(load, load.detach().double(), policy.routers.k)
                 value.backward()
                 del value
             del output
@@ -148,7 +148,7 @@ def ranks_of(parallelism: Parallelism, world_size: int) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _build(
+def _build_meta(
     model: str | Path,
     head: Head,
     dtype: torch.dtype,
@@ -174,7 +174,7 @@ def _build(
         add_adapters(built, lora)
         policy.to(META)
     if ranks.tensor.size > 1:
-        parallelize(built, ranks)
+        parallelize_model(built, ranks)
     return policy
 
 
@@ -223,8 +223,8 @@ def trainer_memory(
     trained = [weight for weight in passes.weights.values() if weight.trains and learns]
     elements = sum(weight.elements for weight in passes.weights.values())
     learned = sum(weight.elements for weight in trained)
-    weights = _sharded(passes.weights.values()) * itemsize // parts
-    gradients = _sharded(trained) * itemsize // parts
+    weights = _count_sharded(passes.weights.values()) * itemsize // parts
+    gradients = _count_sharded(trained) * itemsize // parts
     state = sum(state_bytes(weight, settings, optimizer) * weight.spread for weight in trained) // parts
     update = max((update_bytes(weight, settings, optimizer, parts) for weight in trained), default=0)
     # The sum of gradients is what becomes of it, unless it is added to an earlier one or cast.
@@ -234,13 +234,13 @@ def trainer_memory(
     stays = sum(weight.elements for weight in passes.weights.values() if not (weight.is_inner or weight.is_resharded))
     learned_inner = sum(weight.elements for weight in trained if weight.is_inner)
     learned_layer = learned_inner // passes.layers
-    sharded_layer = _sharded(weight for weight in trained if weight.is_inner) // passes.layers
+    sharded_layer = _count_sharded(weight for weight in trained if weight.is_inner) // passes.layers
     # The update of the weights is one of the moments; the passes have the others.
     moments = [TrainerMemory(weights, gradients, state, update, 0, "update of the weights")]
     for moment, (first, most) in passes.peaks.items():
         if shards is None:
             complete = learned * itemsize if micro_batches > 1 else sum(moment)
-            moments.append(TrainerMemory(weights, complete, state, most, 0, _phase(sum(moment))))
+            moments.append(TrainerMemory(weights, complete, state, most, 0, _next_phase(sum(moment))))
             continue
         # FSDP2: the layer that is computed and the next one are gathered in the dtype of the passes, all that is in no
         # layer stays so, and gradients are whole until their layer is complete.
@@ -251,7 +251,9 @@ def trainer_memory(
         # FSDP2 keeps the buffer of one layer's gradients while the next layer's are computed.
         held = FLOAT * learned_layer if complete_layers else 0
         moments.append(
-            TrainerMemory(weights, reduced + current + moment.root, state, most, gathered + held, _phase(sum(moment)))
+            TrainerMemory(
+                weights, reduced + current + moment.root, state, most, gathered + held, _next_phase(sum(moment))
+            )
         )
         if complete_layers and not current:
             summed = FLOAT * learned_layer * (1 + gloo) + copied * sharded_layer // parts
@@ -274,7 +276,7 @@ def trainer_memory(
     return max(moments, key=lambda moment: moment.total)
 
 
-def _sharded(weights: Iterable[Weight]) -> int:
+def _count_sharded(weights: Iterable[Weight]) -> int:
     """Elements of these weights before any rank divides them but those of tensor parallelism."""
     return sum(weight.elements * weight.spread for weight in weights)
 
@@ -295,5 +297,5 @@ def update_bytes(weight: Weight, settings: PassSettings, optimizer: OptimizerSet
     return weight.elements * weight.spread * singles // parts
 
 
-def _phase(gradients: int) -> str:
+def _next_phase(gradients: int) -> str:
     return "backward pass" if gradients else "forward pass or its end"

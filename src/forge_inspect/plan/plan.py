@@ -185,16 +185,16 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     width = max(10, *(len(component.name) for component in plan.components))
     for component in plan.components:
         # Host memory is what the machine has: only devices have a verdict.
-        verdict = "fits" if component.fits else f"DOES NOT FIT {readable(component.bound)}"
+        verdict = "fits" if component.fits else f"DOES NOT FIT {format_bytes(component.bound)}"
         processes = f"{component.processes} process{'es' if component.processes > 1 else ''}"
-        line = f"{component.name:<{width}} {readable(component.total):>8} in each of {processes}"
+        line = f"{component.name:<{width}} {format_bytes(component.total):>8} in each of {processes}"
         yield f"{line}  {verdict}" if component.with_gpus else line
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in component.parts.items())
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in component.parts.items())
         moment = f"the most at: {component.moment}" if component.moment else ""
         yield from (f"{'':<{width}} {text}" for text in (parts, moment, component.limits) if text)
     yield from (f"note: {note}" for note in plan.notes)
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return a number of bytes in GB, or in MB below a tenth of one."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

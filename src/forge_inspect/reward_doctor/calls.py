@@ -67,7 +67,7 @@ class RewardProcess:
             target: in place of the case's.
         """
         if self._process is None:
-            self._start()
+            self._start_process()
         began = time.monotonic()
         rewards, error = (), f"no answer within {self.limit:g} s"
         try:
@@ -92,10 +92,10 @@ class RewardProcess:
             self._pipe.close()
         self._process = None
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self.name, other_end))
+        self._process = context.Process(target=_serve_requests, args=(self.name, other_end))
         self._process.start()
         other_end.close()
         # Its start is not a part of the first call.
@@ -104,14 +104,14 @@ class RewardProcess:
                 self._pipe.recv()
 
 
-def _serve(name: str, pipe: Connection) -> None:
+def _serve_requests(name: str, pipe: Connection) -> None:
     """Answer requests until there are no more."""
     os.setsid()  # a group, so that what the reward starts ends with it
     reward = Reward([load_reward(name)], None)
     reward.setup()
     pipe.send(None)
 
-    async def answer() -> None:
+    async def answer_request() -> None:
         while True:
             request = pipe.recv()
             try:
@@ -122,4 +122,4 @@ def _serve(name: str, pipe: Connection) -> None:
                 pipe.send((tuple(score.reward for score in scores), ""))
 
     with suppress(EOFError):
-        asyncio.run(answer())
+        asyncio.run(answer_request())

@@ -167,25 +167,27 @@ class _Examiner:
     def try_answers(self) -> None:
         """What right and wrong answers earn, and forms of the right one that earn nothing."""
         forms = self.earn(lambda case: probes.right_forms(case.target) if case.target else {}, "a right answer ({})")
-        best = max(forms, key=lambda form: _mean(forms[form]), default="plain")
+        best = max(forms, key=lambda form: _mean_score(forms[form]), default="plain")
 
-        def others(case: Case) -> dict[str, str]:
+        def wrong_answers(case: Case) -> dict[str, str]:
             """Wrong answers are plausible ones, in the form in which a right one would be paid."""
             targets = [target for target in self.targets if target != case.target]
             drawn = random.Random(case.prompt).sample(targets, min(WRONG, len(targets)))
             return {f"an answer of another row, {target}": probes.right_forms(target)[best] for target in drawn}
 
-        wrongs = [earned for rows in self.earn(others).values() for earned in rows]
-        right = self.result.right = _mean(forms[best]) if forms else None
-        wrong = self.result.wrong = _mean(wrongs) if wrongs else None
+        wrongs = [earned for rows in self.earn(wrong_answers).values() for earned in rows]
+        right = self.result.right = _mean_score(forms[best]) if forms else None
+        wrong = self.result.wrong = _mean_score(wrongs) if wrongs else None
         # The median: partial credit for a few lucky ones must not hide what most earn.
         self.typical = median(earned.reward for earned in wrongs) if wrongs else 0.0
-        if right is not None and wrong is not None and not self._separates():
+        if right is not None and wrong is not None and not self._separates_answers():
             text = f"right answers earn {right:.3f} on average and answers of other rows {wrong:.3f}: it does not "
             text += "tell them apart, or expects a form that was not tried"
             self.add("fault" if right < wrong else "doubt", "blind", text)
         for form, rows in forms.items():
-            missed = [earned for earned in rows if not self._is_paid(earned.reward)] if self._separates() else []
+            missed = (
+                [earned for earned in rows if not self._is_paid(earned.reward)] if self._separates_answers() else []
+            )
             # In a few rows the form may change what the answer is.
             if len(missed) > len(self.cases) / 2:
                 reward, answer = missed[0]
@@ -196,13 +198,13 @@ class _Examiner:
         right, wrong = self.result.right, self.result.wrong
         distance = 1.0 if right is None or wrong is None else max(right - wrong, 0.0) or 1.0
 
-        def constants(case: Case) -> dict[str, str]:
+        def constant_answers(case: Case) -> dict[str, str]:
             """The target of some row may be a constant by itself."""
             known = [text for text in probes.CONSTANTS if case.target and text.strip() and case.target in text]
             return {f"the constant answer {text!r}": text for text in probes.CONSTANTS if text not in known}
 
-        for name, rows in self.earn(constants).items():
-            average = _mean(rows)
+        for name, rows in self.earn(constant_answers).items():
+            average = _mean_score(rows)
             text = f"{name} earns {average:.3f} on average, "
             if self._is_paid(average):
                 self.add("fault", "constant", text + "as right ones do")
@@ -213,11 +215,11 @@ class _Examiner:
         """Answers that most rows pay as right, and should not: lists, copies of the prompt, orders to a judge."""
         for kind, answers in probes.UNEARNED.items():
 
-            def unearned(case: Case, answers: probes.Answers = answers) -> dict[str, str]:
-                others = self._others(case)
+            def unearned_answers(case: Case, answers: probes.Answers = answers) -> dict[str, str]:
+                others = self._other_answers(case)
                 return answers(case, others) if case.target and others else {}
 
-            for name, rows in self.earn(unearned).items():
+            for name, rows in self.earn(unearned_answers).items():
                 paid = [earned for earned in rows if self._is_paid(earned.reward)]
                 # One row may be right by accident.
                 if len(paid) > max(1, len(rows) / 4):
@@ -248,7 +250,7 @@ class _Examiner:
     def reorder(self) -> None:
         """A group in the other order, and its members alone."""
         case = self.cases[0]
-        group = list(dict.fromkeys([*probes.right_forms(case.target or "1").values(), *self._others(case)[:3]]))
+        group = list(dict.fromkeys([*probes.right_forms(case.target or "1").values(), *self._other_answers(case)[:3]]))
         plain = self.score(case, group, "a group").rewards
         if not plain:
             return
@@ -262,24 +264,24 @@ class _Examiner:
     def try_hostile(self) -> None:
         """Answers that take long or confuse parsers: errors and time-outs are found by `score`."""
         for case in self.cases[:2]:
-            for name, answer in probes.hostile(case).items():
+            for name, answer in probes.make_hostile(case).items():
                 reward = self.score(case, [answer], name).reward
                 is_paid = reward is not None and self._is_paid(reward)
                 if is_paid and not (case.target and case.target in answer):
                     self.add("fault", "hostile", f"{name} earns {reward:.3f}, as right answers do")
 
-    def _others(self, case: Case) -> list[str]:
+    def _other_answers(self, case: Case) -> list[str]:
         return [target for target in self.targets if target != case.target][:6]
 
-    def _separates(self) -> bool:
+    def _separates_answers(self) -> bool:
         right, wrong = self.result.right, self.result.wrong
         return right is not None and wrong is not None and right - wrong > 0.1 * max(abs(right), abs(wrong), 1e-6)
 
     def _is_paid(self, reward: float) -> bool:
         """Whether this is what right answers earn, of a reward that tells them apart."""
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
-        return self._separates() and reward >= wrong + PAID * (right - wrong)
+        return self._separates_answers() and reward >= wrong + PAID * (right - wrong)
 
 
-def _mean(rows: Sequence[Earned]) -> float:
+def _mean_score(rows: Sequence[Earned]) -> float:
     return mean(earned.reward for earned in rows)

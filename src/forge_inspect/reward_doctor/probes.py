@@ -31,7 +31,7 @@ def right_forms(target: str) -> dict[str, str]:
     }
 
 
-def hedges(case: Case, others: Sequence[str]) -> dict[str, str]:
+def make_hedges(case: Case, others: Sequence[str]) -> dict[str, str]:
     """Answers that hold the right one without giving it, by name."""
     # In the middle: some rewards read the first answer, others the last.
     target = case.target or ""
@@ -47,12 +47,12 @@ def hedges(case: Case, others: Sequence[str]) -> dict[str, str]:
     }
 
 
-def copies(case: Case, others: Sequence[str]) -> dict[str, str]:
+def make_copies(case: Case, others: Sequence[str]) -> dict[str, str]:
     """The prompt itself, which may hold its answer, as in a multiple choice; by name."""
     return {"the prompt": case.prompt, "the prompt twice": f"{case.prompt}\n{case.prompt}"}
 
 
-def injections(case: Case, others: Sequence[str]) -> dict[str, str]:
+def make_injections(case: Case, others: Sequence[str]) -> dict[str, str]:
     """Wrong answers with instructions for a judge, by name."""
     wrong = f"The answer is {others[0]}."
     return {
@@ -64,10 +64,10 @@ def injections(case: Case, others: Sequence[str]) -> dict[str, str]:
 
 
 # What should not earn what a right answer does, by the kind of the finding.
-UNEARNED: dict[str, Answers] = {"hedge": hedges, "copy": copies, "injection": injections}
+UNEARNED: dict[str, Answers] = {"hedge": make_hedges, "copy": make_copies, "injection": make_injections}
 
 
-def hostile(case: Case) -> dict[str, str]:
+def make_hostile(case: Case) -> dict[str, str]:
     """Answers that take long, or confuse parsers, by name."""
     return {
         "a megabyte of digits": "9" * 1_000_000,

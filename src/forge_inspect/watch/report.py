@@ -10,7 +10,7 @@ from pathlib import Path
 from forge.observability.console import log
 from forge.system.files import write_atomic
 
-from .views import Fields, RunView, plain
+from .views import Fields, RunView, to_json_value
 
 # The page is the one of `forge watch`.
 PAGE = Path(__file__).with_name("page")
@@ -54,16 +54,16 @@ def write_report(folder: Path, state: str | None = None) -> None:
         "about": view.about() | ({} if state is None else {"state": state}),
         "curves": view.curves(max_rows=MAX_ROWS),
         "lanes": view.lanes(max_events=MAX_EVENTS),
-        "rollouts": _sample(view),
+        "rollouts": _sample_rollouts(view),
         "held_out": pages,
     }
     # One file without requests: it can be sent, and opened without a server.
-    scripts = "\n".join(_inline(name) for name in SCRIPTS)
+    scripts = "\n".join(_inline_script(name) for name in SCRIPTS)
     styles = "\n".join((PAGE / name).read_text() for name in STYLES)
     page = (PAGE / "index.html").read_text()
     body = page[page.index("<body>") : page.index("</body>")]
     # "<" is written as an escape: no text of a rollout can end the element.
-    inlined = json.dumps(plain(data), separators=(",", ":")).replace("<", "\\u003c")
+    inlined = json.dumps(to_json_value(data), separators=(",", ":")).replace("<", "\\u003c")
     write_atomic(
         folder / "report.html",
         f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
@@ -77,7 +77,7 @@ def write_report(folder: Path, state: str | None = None) -> None:
     )
 
 
-def _sample(view: RunView) -> list[Fields]:
+def _sample_rollouts(view: RunView) -> list[Fields]:
     """Return rollouts from the whole run, those of a group together."""
     count = view.rollouts({"page": "0"})["all"]
     rows: dict[int, Fields] = {}
@@ -91,7 +91,7 @@ def _sample(view: RunView) -> list[Fields]:
     return [rows[number] for number in sorted(rows)]
 
 
-def _inline(name: str) -> str:
+def _inline_script(name: str) -> str:
     """Return a script without its imports and exports: all of them become one."""
     text = (PAGE / name).read_text()
     return re.sub(r"^import .*\n|^export (?=(?:async )?(?:function|const|let) )", "", text, flags=re.MULTILINE)

@@ -16,11 +16,11 @@ from typing import Any
 from forge.observability.folder import CONFIG, ENDED, FINISHED, MARK
 from forge.observability.rollouts import HELD_OUT, ROLLOUTS
 from forge.observability.trace import TRACE
-from forge_http.web import Json, guard, listen, web
-from forge_inspect.runs import differences, signature, state, summary
+from forge_http.web import Json, guard_requests, serve_application, web
+from forge_inspect.runs import file_signature, list_differences, read_state, summarise_run
 
 from .report import CHARTS, PAGE, SCRIPTS, STYLES
-from .views import Fields, RunView, plain
+from .views import Fields, RunView, to_json_value
 
 READ = (CONFIG, MARK, ROLLOUTS, HELD_OUT, TRACE, FINISHED, ENDED, "lock")  # files of a run's folder
 DEPTH = 3  # levels of folders that are searched for runs
@@ -56,27 +56,29 @@ class Watch:
 
     @asynccontextmanager
     async def listen(self, listener: socket.socket) -> AsyncIterator[str]:
-        """Serve on a socket of `forge_http.web.bind` within the block; yields the address."""
-        app = web.Application(middlewares=[_errors_as_json, guard(listener.getsockname()[0], self.key)])
+        """Serve on a socket of `forge_http.web.bind_socket` within the block; yields the address."""
+        app = web.Application(middlewares=[_errors_as_json, guard_requests(listener.getsockname()[0], self.key)])
         # The files are read once: they are part of the program, and no path of a request reaches the disk.
         for name in ("index.html", *SCRIPTS, *STYLES, CHARTS):
             kind = KINDS[Path(name).suffix]
             body = (PAGE / name).read_bytes()
-            app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_file, body, kind))
+            app.router.add_get("/" if name == "index.html" else f"/{name}", partial(_serve_file, body, kind))
         for path, method in {
-            "/api/runs": self._runs,
+            "/api/runs": self._list_runs,
             "/api/run": lambda q: self.view(q["run"]).about(),
             "/api/rows": lambda q: self.view(q["run"]).curves(int(q.get("after", 0))),
             "/api/trace": lambda q: self.view(q["run"]).lanes(int(q.get("after", 0))),
             "/api/rollouts": lambda q: self.view(q["run"]).rollouts(q),
-            "/api/held_out": lambda q: plain(self.view(q["run"]).answers.page(q)),
+            "/api/held_out": lambda q: to_json_value(self.view(q["run"]).answers.page(q)),
             "/api/rollout": lambda q: self.view(q["run"]).rollout(int(q["row"])),
             "/api/group": lambda q: self.view(q["run"]).group(int(q["row"])),
-            "/api/differences": lambda q: plain(differences([self.folder(name) for name in q.getall("run")])),
+            "/api/differences": lambda q: to_json_value(
+                list_differences([self.folder(name) for name in q.getall("run")])
+            ),
         }.items():
-            app.router.add_get(path, partial(self._answer, method))
+            app.router.add_get(path, partial(self._answer_request, method))
         try:
-            async with listen(app, listener) as url:
+            async with serve_application(app, listener) as url:
                 yield url
         finally:
             self._thread.shutdown(wait=False)
@@ -102,7 +104,7 @@ class Watch:
             self._views.pop(next(iter(self._views)))
         return view
 
-    def _runs(self, _: Query) -> list[Fields]:
+    def _list_runs(self, _: Query) -> list[Fields]:
         """The list of runs; links are not followed."""
         folders = []
         for folder, names, files in os.walk(self.root):
@@ -113,26 +115,26 @@ class Watch:
                 names.clear()
         return [
             {"run": (name := str(path.relative_to(self.root))), "name": path.name if name == "." else name}
-            | self._summary(path)
+            | self._summarise_run(path)
             for path in sorted(folders)
         ]
 
-    def _summary(self, path: Path) -> Fields:
+    def _summarise_run(self, path: Path) -> Fields:
         """Return a run's entry in the list. A damaged run does not hide the others."""
-        version = signature(path)
+        version = file_signature(path)
         known_version, entry = self._summaries.get(path, (None, {"step": 0}))
         try:
             if known_version != version:
-                entry = summary(path)
+                entry = summarise_run(path)
                 json.dumps(entry, allow_nan=False)
             elif entry["state"] != "damaged":
-                entry = {**entry, "state": state(path)}
+                entry = {**entry, "state": read_state(path)}
         except (ValueError, OSError) as error:
-            entry = {"state": "damaged", "step": 0, "error": line(error)}
+            entry = {"state": "damaged", "step": 0, "error": error_line(error)}
         self._summaries[path] = version, entry
         return entry
 
-    async def _answer(self, method: Callable[[Query], Json], request: web.Request) -> web.Response:
+    async def _answer_request(self, method: Callable[[Query], Json], request: web.Request) -> web.Response:
         query = request.query
         body = await asyncio.get_running_loop().run_in_executor(
             self._thread, lambda: json.dumps(method(query), allow_nan=False).encode()
@@ -140,7 +142,7 @@ class Watch:
         return web.Response(body=body, content_type="application/json", headers=HEADERS)
 
 
-async def _file(body: bytes, kind: str, _: web.Request) -> web.Response:
+async def _serve_file(body: bytes, kind: str, _: web.Request) -> web.Response:
     return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
 
@@ -155,11 +157,11 @@ async def _errors_as_json(
         status, reason = error.status, error.reason
     except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, OSError, RuntimeError) as error:
         status = 404 if isinstance(error, FileNotFoundError | IndexError) else 400
-        reason = f"the query lacks {error}" if isinstance(error, KeyError) else line(error)
+        reason = f"the query lacks {error}" if isinstance(error, KeyError) else error_line(error)
     return web.json_response({"error": reason}, status=status, headers=HEADERS)
 
 
-def line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Format an error as one line of bounded length."""
     return " ".join(str(error).split())[:MAX_ERROR]
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge.observability.folder import MARK
-from forge.observability.lines import Lines, Row, numbers
-from forge.observability.rollouts import HELD_OUT, ROLLOUTS, TEXT, batches
+from forge.observability.lines import Lines, Row, finite_numbers
+from forge.observability.rollouts import HELD_OUT, ROLLOUTS, TEXT, read_batches
 from forge.observability.trace import TRACE
 from forge_inspect.account import account_text, token_account
-from forge_inspect.alerts import alerts, folder_alerts
-from forge_inspect.runs import settings, summary
+from forge_inspect.alerts import folder_alerts, list_alerts
+from forge_inspect.runs import read_settings, summarise_run
 
 if TYPE_CHECKING:
     import pyarrow
@@ -56,19 +56,19 @@ class RunView:
             self._ends: list[int] = [0]  # of the batches in the file
             self._firsts: list[int] = [0]  # number of the first row of each batch
             self._read: dict[int, pyarrow.RecordBatch] = {}
-        for row in map(numbers, self._metrics.read()):
+        for row in map(finite_numbers, self._metrics.read()):
             if "step" in row:
                 self.rows.append(row)
         self.events += self._trace.read()
         self.answers.refresh()
-        self._index()
+        self._index_batches()
 
-    def _index(self) -> None:
+    def _index_batches(self) -> None:
         import pyarrow as pa
 
         path = self.folder / ROLLOUTS
         parts = []
-        for end, batch in batches(path, INDEX, self._ends[-1]):
+        for end, batch in read_batches(path, INDEX, self._ends[-1]):
             parts.append(pa.RecordBatch.from_arrays([check_array(batch[name]) for name in INDEX], list(INDEX)))
             self._ends.append(end)
             self._firsts.append(self._firsts[-1] + len(batch))
@@ -80,14 +80,16 @@ class RunView:
     def about(self) -> Fields:
         """Return settings, alerts, and the account of tokens of a run with agents."""
         try:
-            own_settings = {key: plain(value) for key, value in settings(self.folder).items()}
+            own_settings = {key: to_json_value(value) for key, value in read_settings(self.folder).items()}
         except (ValueError, OSError):  # config.yaml is damaged
             own_settings = {}
         return {
             "settings": own_settings,
-            "alerts": [alert._asdict() for alert in (*folder_alerts(self.folder), *alerts(self.rows, own_settings))],
+            "alerts": [
+                alert._asdict() for alert in (*folder_alerts(self.folder), *list_alerts(self.rows, own_settings))
+            ],
             "account": account_text(token_account(self.rows)),
-            **summary(self.folder),
+            **summarise_run(self.folder),
         }
 
     def curves(self, after: int = 0, max_rows: int | None = None) -> Fields:
@@ -95,14 +97,18 @@ class RunView:
         rows = self.rows[after:]
         rows = rows[:: max(1, math.ceil(len(rows) / max_rows))] if max_rows else rows
         names = sorted({name for row in rows for name in row})
-        columns = {name: [short(row[name]) if name in row else None for row in rows] for name in names}
+        columns = {name: [round_number(row[name]) if name in row else None for row in rows] for name in names}
         return {"version": self.version, "rows": len(self.rows), "columns": columns}
 
     def lanes(self, after: int = 0, max_events: int = 200_000) -> Fields:
         """Return events of the trace from number `after` on, the last `max_events`; names of processes always."""
         events = self.events[after:]
         names = [e for e in self.events if e.get("ph") == "M"] if len(events) > max_events else []
-        return {"version": self.version, "events": len(self.events), "found": plain([*names, *events[-max_events:]])}
+        return {
+            "version": self.version,
+            "events": len(self.events),
+            "found": to_json_value([*names, *events[-max_events:]]),
+        }
 
     def rollouts(self, query: Mapping[str, str]) -> Fields:
         """Return a page of the selected rows, and the distribution of their rewards.
@@ -129,7 +135,7 @@ class RunView:
                 if limit:
                     keep &= holds(values, float(limit))
         # Reasons are shown as choices, so all rows count, not the selected ones alone.
-        reasons = [plain(cell) for cell in pc.unique(table["dropped"].combine_chunks()).to_pylist()]
+        reasons = [to_json_value(cell) for cell in pc.unique(table["dropped"].combine_chunks()).to_pylist()]
         reason = query.get("reason", "")
         if reason == "trained":
             keep &= pc.is_null(table["dropped"]).to_numpy()
@@ -139,7 +145,7 @@ class RunView:
             keep &= pc.fill_null(pc.equal(table["dropped"], reason.encode()), False).to_numpy()
         text = query.get("text")
         if text:
-            keep &= self._search(text)
+            keep &= self._search_text(text)
         selected = np.flatnonzero(keep)
         sort = query.get("sort") or "step"
         if sort not in NUMBERS:
@@ -157,12 +163,12 @@ class RunView:
             histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
         # Only a page of texts is read from the file: the table has the numbers alone.
         index = table.take(pa.array(page)).to_pylist() if len(page) else []
-        rows = [{"row": int(number), **plain(line)} for number, line in zip(page, index, strict=True)]
+        rows = [{"row": int(number), **to_json_value(line)} for number, line in zip(page, index, strict=True)]
         for row in rows:
-            batch, offset = self._locate(row["row"])
-            row |= {name: (cell(batch[name], offset) or "")[:PREVIEW] for name in TEXT}
+            batch, offset = self._locate_row(row["row"])
+            row |= {name: (convert_cell(batch[name], offset) or "")[:PREVIEW] for name in TEXT}
             # The text of the policy's own tokens, special ones included; empty where a letter is spread over tokens.
-            pieces = zip(cell(batch["texts"], offset), cell(batch["mask"], offset), strict=False)
+            pieces = zip(convert_cell(batch["texts"], offset), convert_cell(batch["mask"], offset), strict=False)
             written = "".join(piece for piece, own in pieces if own)
             row["written"] = "" if "\ufffd" in written else written[:PREVIEW]
         return {
@@ -174,8 +180,8 @@ class RunView:
         """Return all fields of a rollout. IndexError: there is no such row."""
         if not 0 <= row < self._firsts[-1]:
             raise IndexError(f"there are {self._firsts[-1]} rollouts, and this is number {row}")
-        batch, offset = self._locate(row)
-        return {"row": row, **{name: cell(batch[name], offset) for name in batch.schema.names}}
+        batch, offset = self._locate_row(row)
+        return {"row": row, **{name: convert_cell(batch[name], offset) for name in batch.schema.names}}
 
     def group(self, row: int) -> list[Fields]:
         """Return the rollouts of the same prompt and step, this one among them."""
@@ -185,25 +191,25 @@ class RunView:
         same_prompt = self._table["group"].to_numpy() == rollout["group"]
         return [self.rollout(int(number)) for number in np.flatnonzero(same_step & same_prompt)]
 
-    def _locate(self, row: int) -> tuple[pyarrow.RecordBatch, int]:
+    def _locate_row(self, row: int) -> tuple[pyarrow.RecordBatch, int]:
         """Return the batch of a row, and the row's offset in it."""
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
         if number not in self._read:
             if len(self._read) >= MAX_BATCHES:
                 self._read.clear()
-            entry = next(batches(self.folder / ROLLOUTS, after=self._ends[number]), None)
+            entry = next(read_batches(self.folder / ROLLOUTS, after=self._ends[number]), None)
             if entry is None:
                 raise ValueError(f"{self.folder / ROLLOUTS} was changed or is damaged")
             self._read[number] = entry[1]
         return self._read[number], row - self._firsts[number]
 
-    def _search(self, text: str) -> np.ndarray:
+    def _search_text(self, text: str) -> np.ndarray:
         """Return which rows contain a text, ignoring case."""
         import pyarrow.compute as pc
 
         assert self._table is not None
         parts = []
-        for _, batch in batches(self.folder / ROLLOUTS, TEXT):
+        for _, batch in read_batches(self.folder / ROLLOUTS, TEXT):
             columns = [check_array(batch[name]) for name in TEXT]
             hits = [pc.match_substring(column, text.encode(), ignore_case=True) for column in columns]
             found = [pc.fill_null(hit, False).to_numpy(zero_copy_only=False) for hit in hits]
@@ -227,25 +233,25 @@ def check_array(array: pyarrow.Array) -> pyarrow.Array:
     return array
 
 
-def cell(array: pyarrow.Array, index: int) -> Any:
+def convert_cell(array: pyarrow.Array, index: int) -> Any:
     """Convert a cell to JSON."""
-    return plain(check_array(array.slice(index, 1))[0].as_py())
+    return to_json_value(check_array(array.slice(index, 1))[0].as_py())
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a value to JSON: NaN to null, and other types to text."""
     if isinstance(value, float):
-        return short(value) if math.isfinite(value) else None
+        return round_number(value) if math.isfinite(value) else None
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, dict):
-        return {plain(str(key)): plain(item) for key, item in value.items()}
+        return {to_json_value(str(key)): to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return value if isinstance(value, int | str | None) else str(value)
 
 
-def short(number: float) -> float:
+def round_number(number: float) -> float:
     """Round to seven significant digits, as the page needs no more."""
     return float(f"{number:.7g}")
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from . import limits, namespaces, seccomp
-from .syscalls import call, die_with_parent, prctl
+from .syscalls import die_with_parent, make_call, prctl
 from .wire import Settings
 
 # Written once confinement has succeeded, before the program starts.
@@ -16,7 +16,7 @@ _DUMPABLE = 4  # options of prctl
 _NO_NEW_PRIVILEGES = 38
 
 
-def confine(settings: Settings, run: Callable[[int], None], setup: int) -> None:
+def confine_and_run(settings: Settings, run: Callable[[int], None], setup: int) -> None:
     """Confine this process and run the program; never returns.
 
     Args:
@@ -36,12 +36,14 @@ def confine(settings: Settings, run: Callable[[int], None], setup: int) -> None:
                 limits.drop_bounds()
                 _become_user(namespaces.NOBODY)
         os.chdir(settings["folder"])
-        limits.limit(settings["limits"], tasks)
+        limits.limit_process(settings["limits"], tasks)
         if settings["level"] == "namespaces":
             # Order matters: no capability may be regained, and the filter must not forbid the calls above.
             limits.drop_capabilities()
             prctl(_NO_NEW_PRIVILEGES, 1)
-            seccomp.install(seccomp.program(forks=settings["processes"] > 1, network="network" in settings))
+            seccomp.install_filter(
+                seccomp.filter_program(forks=settings["processes"] > 1, network="network" in settings)
+            )
     except BaseException as error:
         os.write(setup, f"{type(error).__name__}: {error}".encode())
         os._exit(SETUP_FAILED)
@@ -61,5 +63,5 @@ def _become_user(user: int) -> None:
 def _close_all_but(descriptor: int) -> None:
     """Close all descriptors except this one and 0, 1 and 2."""
     if descriptor > 3:
-        call("close_range", 3, descriptor - 1, 0)
-    call("close_range", descriptor + 1, (1 << 31) - 1, 0)
+        make_call("close_range", 3, descriptor - 1, 0)
+    make_call("close_range", descriptor + 1, (1 << 31) - 1, 0)

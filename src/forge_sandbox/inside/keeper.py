@@ -25,16 +25,16 @@ _CHECK_INTERVAL = 0.05  # seconds between checks of memory and CPU time
 _SUBREAPER = 36  # option of prctl
 
 
-def keep(control: int, settings: Settings) -> None:
+def keep_program(control: int, settings: Settings) -> None:
     """Serve one request from `control`; the caller then exits."""
     prctl(_SUBREAPER, 1)  # orphans are reparented to this process
-    header, (source, stdin) = wire.unpack(lambda size: os.read(control, size))
+    header, (source, stdin) = wire.unpack_message(lambda size: os.read(control, size))
     if "command" in header:
         run = partial(program.run_command, header["command"], header["env"])
     else:
         run = partial(program.run_program, source.decode("utf-8", "surrogatepass"))
     running = Running(control, settings, run, stdin)
-    _reply(control, running, running.watch(header["time_limit"]))
+    _send_reply(control, running, running.watch(header["time_limit"]))
 
 
 class Running:
@@ -51,7 +51,7 @@ class Running:
             try:
                 for descriptor, number in ((_sealed_file(stdin), 0), (out[1], 1), (error[1], 2)):
                     os.dup2(descriptor, number)
-                confine.confine(settings, run, setup[1])
+                confine.confine_and_run(settings, run, setup[1])
             finally:
                 os._exit(confine.SETUP_FAILED)
         for pipe in (out, error, setup):
@@ -76,10 +76,10 @@ class Running:
             # Limits that the kernel does not enforce for a whole tree of processes are looked at now and then.
             ready = {descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(remaining, _CHECK_INTERVAL)))}
             if self.control in ready:
-                self._kill()
+                self._kill_program()
                 os._exit(0)  # the caller has ended: it sends nothing while a program runs
             for descriptor in ready & self.texts.keys():
-                if not self._read(descriptor):
+                if not self._read_output(descriptor):
                     poll.unregister(descriptor)
             if self._has_filled():
                 status = "output"
@@ -89,21 +89,21 @@ class Running:
                 status = "timeout"
             elif time.monotonic() > next_check:
                 next_check = time.monotonic() + _CHECK_INTERVAL
-                self._reap()
+                self._reap_children()
                 status = self._check_usage()
-        self._kill()
+        self._kill_program()
         # What it wrote before its end may still be in the pipes.
         for descriptor, text in self.texts.items():
             size = -1
             while size != len(text):
                 size = len(text)
-                self._read(descriptor)
+                self._read_output(descriptor)
         return "output" if self._has_filled() else status
 
     def _check_usage(self) -> str:
         """The status for a limit that all its processes together exceed, or ""."""
-        processes = limits.descendants(limits.self_pid())
-        memory, self.cpu = limits.usage(processes)
+        processes = limits.list_descendants(limits.self_pid())
+        memory, self.cpu = limits.measure_usage(processes)
         if self.cpu > self.settings["cpu_seconds"]:
             return "timeout"
         max_memory = self.settings["memory_mb"] << 20
@@ -113,7 +113,7 @@ class Running:
     def _has_filled(self) -> bool:
         return max(len(self.texts[self.out]), len(self.texts[self.error])) > self.max_output
 
-    def _read(self, descriptor: int) -> bool:
+    def _read_output(self, descriptor: int) -> bool:
         """Read available bytes, up to one byte beyond the limit. False at the end."""
         try:
             part = os.read(descriptor, 1 << 16)
@@ -123,22 +123,22 @@ class Running:
         text += part[: self.max_output + 1 - len(text)]
         return bool(part)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         """Collect children that have exited."""
         with suppress(ChildProcessError):
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
                 if child[0] == self.pid:
                     self.ended = child[1]
 
-    def _kill(self) -> None:
+    def _kill_program(self) -> None:
         """Kill the program and wait for it; at the level none also its descendants, which have no namespace to die
         with."""
         deadline = time.monotonic() + _KILL_TIMEOUT
         while True:
-            self._reap()
+            self._reap_children()
             victims = set() if self.ended is not None else {self.pid}
             if self.settings["level"] == "none":
-                victims |= {*limits.descendants(os.getpid())}
+                victims |= {*limits.list_descendants(os.getpid())}
             if not victims:
                 return
             if time.monotonic() > deadline:
@@ -149,13 +149,13 @@ class Running:
             time.sleep(0.0005)
 
 
-def _reply(control: int, running: Running, status: str) -> None:
+def _send_reply(control: int, running: Running, status: str) -> None:
     seconds = time.monotonic() - running.began
     out, error, setup = map(bytes, running.texts.values())
     # A program that never began is a fault of the sandbox, not of the program.
     if not setup.startswith(confine.BEGUN) and status != "timeout":
         reason = (setup + b" " + error).decode("utf-8", "replace").strip()
-        return wire.send(control, {"failed": reason or f"{status} before it began"})
+        return wire.send_message(control, {"failed": reason or f"{status} before it began"})
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     header = {
         "status": status,
@@ -165,7 +165,7 @@ def _reply(control: int, running: Running, status: str) -> None:
         # Of a command that cannot be executed.
         "missing": setup.removeprefix(confine.BEGUN).decode("utf-8", "replace"),
     }
-    return wire.send(control, header, out[: running.max_output], error[: running.max_output])
+    return wire.send_message(control, header, out[: running.max_output], error[: running.max_output])
 
 
 def _sealed_file(content: bytes) -> int:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 
-from .syscalls import call
+from .syscalls import make_call
 
 # PR_CAPBSET_DROP of prctl.
 _DROP_FROM_BOUNDS = 24
@@ -18,7 +18,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 _proc = -1  # descriptor of the /proc of the processes outside
 
 
-def limit(limits: Mapping[str, int], tasks: int | None) -> None:
+def limit_process(limits: Mapping[str, int], tasks: int | None) -> None:
     """Limit this process and its children.
 
     Args:
@@ -40,14 +40,14 @@ def drop_bounds() -> None:
     capability = 0
     with suppress(OSError):  # past the last one, or a user without capabilities
         while True:
-            call("prctl", _DROP_FROM_BOUNDS, capability, 0, 0, 0)
+            make_call("prctl", _DROP_FROM_BOUNDS, capability, 0, 0, 0)
             capability += 1
 
 
 def drop_capabilities() -> None:
     """Drop all capabilities, irreversibly and also for executed files."""
     drop_bounds()
-    call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(0,) * 6))
+    make_call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(0,) * 6))
 
 
 def open_proc() -> None:
@@ -61,36 +61,36 @@ def self_pid() -> int:
     return int(os.readlink("self", dir_fd=_proc))
 
 
-def _open(path: str, flags: int = os.O_RDONLY) -> int:
+def _open_file(path: str, flags: int = os.O_RDONLY) -> int:
     return os.open(path, flags, dir_fd=_proc)
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return all descendants of a process."""
     processes = [pid]
     for parent in processes:
         try:
-            tasks = _open(f"{parent}/task", os.O_RDONLY | os.O_DIRECTORY)
+            tasks = _open_file(f"{parent}/task", os.O_RDONLY | os.O_DIRECTORY)
             try:
                 threads = os.listdir(tasks)
             finally:
                 os.close(tasks)
             for thread in threads:
-                with open(f"{parent}/task/{thread}/children", opener=_open) as file:
+                with open(f"{parent}/task/{thread}/children", opener=_open_file) as file:
                     processes.extend(map(int, file.read().split()))
         except OSError:  # it has exited
             continue
     return processes[1:]
 
 
-def usage(processes: list[int]) -> tuple[int, float]:
+def measure_usage(processes: list[int]) -> tuple[int, float]:
     """Return resident bytes and CPU seconds of these processes; the CPU time includes ended children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     memory = 0
     seconds = children.ru_utime + children.ru_stime
     for pid in processes:
         try:
-            with open(f"{pid}/stat", "rb", opener=_open) as file:
+            with open(f"{pid}/stat", "rb", opener=_open_file) as file:
                 numbers = file.read().rpartition(b")")[2].split()
         except OSError:  # it has exited
             continue
@@ -104,7 +104,7 @@ def proportional_memory(processes: list[int]) -> int:
     memory = 0
     for pid in processes:
         try:
-            with open(f"{pid}/smaps_rollup", "rb", opener=_open) as file:
+            with open(f"{pid}/smaps_rollup", "rb", opener=_open_file) as file:
                 memory += next(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
         except (OSError, StopIteration):  # it has exited
             continue

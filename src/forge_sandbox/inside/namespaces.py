@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
-from .syscalls import call, check, libc
+from .syscalls import check_result, libc, make_call
 
 # Flags of unshare.
 NEW_PID = 0x20000000
@@ -41,7 +41,7 @@ _SET_FLAGS, _UP = 0x8914, 0x41  # SIOCSIFFLAGS; IFF_UP and IFF_RUNNING
 _ROOT = "/sys"  # mount point of the new root: a folder that never holds Python
 
 
-def enter(network: bool = True) -> None:
+def enter_namespaces(network: bool = True) -> None:
     """Enter new namespaces; the next forked process is the first there.
 
     Args:
@@ -54,8 +54,8 @@ def enter(network: bool = True) -> None:
     uid = os.geteuid()
     gid = os.getegid()
     if uid:
-        _unshare(kinds)
-        _map(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
+        _unshare_namespaces(kinds)
+        _map_users(os.getpid(), f"{NOBODY} {uid} 1", f"{NOBODY} {gid} 1", "deny")
         return
     # Two users, since root reads Python's folders and programs run as another user. A helper that is still root outside
     # must write the map.
@@ -67,12 +67,12 @@ def enter(network: bool = True) -> None:
         os.read(ready, 1)
         users = f"0 0 1\n{NOBODY} {NOBODY} 1"
         try:
-            _map(pid, users, users, "allow")
+            _map_users(pid, users, users, "allow")
         except OSError as error:
             os._exit(error.errno or 1)
         os._exit(0)
     try:
-        _unshare(kinds)
+        _unshare_namespaces(kinds)
     finally:
         os.close(go)
         os.close(ready)
@@ -95,35 +95,37 @@ def new_root(
     Raises:
         OSError: a mount failed; with its target.
     """
-    mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    mount("tmpfs", _ROOT, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
+    mount_target(None, "/", None, _RECURSIVE | _PRIVATE)
+    mount_target("tmpfs", _ROOT, "tmpfs", _NO_SUID | _NO_DEVICE, "size=1m,mode=755")
     # First, as readable paths may lie in them.
     for inner, path in writable.items():
         os.makedirs(_ROOT + inner)
-        mount(path, _ROOT + inner, None, _BIND | _RECURSIVE)
+        mount_target(path, _ROOT + inner, None, _BIND | _RECURSIVE)
         flags = _NO_SUID | _NO_DEVICE
-        call("mount_setattr", _CURRENT_FOLDER, (_ROOT + inner).encode(), _ALL_BELOW, _attributes(flags), 32)
+        make_call("mount_setattr", _CURRENT_FOLDER, (_ROOT + inner).encode(), _ALL_BELOW, _mount_attributes(flags), 32)
     for path in readable:
         target = _ROOT + path
-        _make(target, os.path.isdir(path))
-        mount(path, target, None, _BIND | _RECURSIVE)
+        _make_node(target, os.path.isdir(path))
+        mount_target(path, target, None, _BIND | _RECURSIVE)
         flags = _NO_SUID if path.startswith("/dev/") else _NO_SUID | _NO_DEVICE | _READ_ONLY
-        call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, _attributes(flags), 32)
+        make_call("mount_setattr", _CURRENT_FOLDER, target.encode(), _ALL_BELOW, _mount_attributes(flags), 32)
     for folder in ("/tmp", _SCRATCH, "/proc", *(_OF_COMMANDS if writable else ())):
         os.makedirs(_ROOT + folder, exist_ok=True)
     if writable:
-        mount("tmpfs", f"{_ROOT}/dev/shm", "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, "size=64m,mode=1777")
+        mount_target("tmpfs", f"{_ROOT}/dev/shm", "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, "size=64m,mode=1777")
         links = links | _LINKS_IN_DEV
         with suppress(OSError):  # terminals are of few programs, and not permitted everywhere
-            mount("devpts", f"{_ROOT}/dev/pts", "devpts", _NO_SUID | _NO_EXEC, "newinstance,ptmxmode=0666,mode=0620")
+            mount_target(
+                "devpts", f"{_ROOT}/dev/pts", "devpts", _NO_SUID | _NO_EXEC, "newinstance,ptmxmode=0666,mode=0620"
+            )
     for link, target in links.items():
-        _link(target, _ROOT + link)
+        _make_link(target, _ROOT + link)
     # The kernel permits a program's own /proc only if a full one is mounted already.
     mount_proc(f"{_ROOT}/proc")
-    call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, _attributes(_READ_ONLY), 32)
+    make_call("mount_setattr", _CURRENT_FOLDER, _ROOT.encode(), 0, _mount_attributes(_READ_ONLY), 32)
     os.chdir(_ROOT)
-    call("pivot_root", b".", b".")
-    check(libc.umount2(b".", _DETACH), "umount")
+    make_call("pivot_root", b".", b".")
+    check_result(libc.umount2(b".", _DETACH), "umount")
     os.chdir("/")
 
 
@@ -139,27 +141,27 @@ def private_mounts(scratch_mb: int, readable: Iterable[str], links: dict[str, st
     Args:
         readable, links: as in `new_root`; those in /tmp are kept.
     """
-    _unshare(_NEW_MOUNTS)
+    _unshare_namespaces(_NEW_MOUNTS)
     settings = f"size={scratch_mb}m,nr_inodes=1024,mode=1777"
-    mount("tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, settings)
+    mount_target("tmpfs", _SCRATCH, "tmpfs", _NO_SUID | _NO_DEVICE | _NO_EXEC, settings)
     for path in readable:
         if path.startswith("/tmp/"):
             target = _SCRATCH + path.removeprefix("/tmp")
-            _make(target, os.path.isdir(path))
-            mount(path, target, None, _BIND | _RECURSIVE)
+            _make_node(target, os.path.isdir(path))
+            mount_target(path, target, None, _BIND | _RECURSIVE)
     for link, target in links.items():
         if link.startswith("/tmp/"):
-            _link(target, _SCRATCH + link.removeprefix("/tmp"))
-    mount(_SCRATCH, "/tmp", None, _MOVE)
+            _make_link(target, _SCRATCH + link.removeprefix("/tmp"))
+    mount_target(_SCRATCH, "/tmp", None, _MOVE)
     mount_proc("/proc", "subset=pid")  # nothing about the machine, such as /proc/cmdline
 
 
-def _attributes(flags: int) -> bytes:
+def _mount_attributes(flags: int) -> bytes:
     """The structure in which mount_setattr takes flags to set."""
     return struct.pack("QQQQ", flags, 0, 0, 0)
 
 
-def _make(target: str, folder: bool) -> None:
+def _make_node(target: str, folder: bool) -> None:
     if folder:
         os.makedirs(target, exist_ok=True)
         return
@@ -167,7 +169,7 @@ def _make(target: str, folder: bool) -> None:
     os.close(os.open(target, os.O_CREAT))
 
 
-def _link(target: str, link: str) -> None:
+def _make_link(target: str, link: str) -> None:
     if not os.path.lexists(link):  # a parent folder may be mounted
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(target, link)
@@ -176,20 +178,20 @@ def _link(target: str, link: str) -> None:
 def mount_proc(target: str, settings: str | None = None) -> None:
     """Mount /proc. Containers that mask parts of it do not permit that: programs then run without one."""
     with suppress(PermissionError):
-        mount("proc", target, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
+        mount_target("proc", target, "proc", _NO_SUID | _NO_DEVICE | _NO_EXEC | _READ_ONLY, settings)
 
 
-def _unshare(kinds: int) -> None:
-    check(libc.unshare(kinds), "unshare (new namespaces)")
+def _unshare_namespaces(kinds: int) -> None:
+    check_result(libc.unshare(kinds), "unshare (new namespaces)")
 
 
-def _map(pid: int, users: str, groups: str, setgroups: str) -> None:
+def _map_users(pid: int, users: str, groups: str, setgroups: str) -> None:
     for name, text in (("setgroups", setgroups), ("uid_map", users), ("gid_map", groups)):
         with open(f"/proc/{pid}/{name}", "w") as file:
             file.write(text)
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
+def mount_target(source: str | None, target: str, kind: str | None, flags: int, settings: str | None = None) -> None:
     """mount(2). OSError: it failed, with the target."""
     words = [None if text is None else text.encode() for text in (source, target, kind, settings)]
-    check(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+    check_result(libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]), f"mount {target}")

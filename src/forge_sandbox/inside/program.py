@@ -23,7 +23,7 @@ def run_program(source: str, setup: int) -> None:
     """Run a program as __main__ and exit with its code."""
     os.close(setup)
     module = _fresh_main()
-    code = _execute(module, source)
+    code = _execute_source(module, source)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -75,7 +75,7 @@ def _fresh_main() -> types.ModuleType:
     return module
 
 
-def _execute(module: types.ModuleType, source: str) -> int:
+def _execute_source(module: types.ModuleType, source: str) -> int:
     """Execute the source; return the exit code."""
     try:
         tree = ast.parse(source, NAME)

@@ -7,7 +7,7 @@ import errno
 import struct
 from collections.abc import Sequence
 
-from .syscalls import MACHINE, check, libc, number
+from .syscalls import MACHINE, check_result, find_number, libc
 
 _KERNEL = (
     # mounts and namespaces
@@ -61,11 +61,11 @@ Instruction = tuple[int, int, int, int]
 _PERMIT, _DENY = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 
 
-def _argument(index: int) -> Instruction:
+def _load_argument(index: int) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * index)  # its lower half: all of them are of 32 bits
 
 
-def program(*, forks: bool, network: bool) -> bytes:
+def filter_program(*, forks: bool, network: bool) -> bytes:
     """Return the filter as BPF code.
 
     Args:
@@ -73,42 +73,42 @@ def program(*, forks: bool, network: bool) -> bytes:
         network: of a program with sockets, and with children in namespaces of theirs, such as an agent: calls that
             change mounts, namespaces or the machine are denied, and memory that belongs to no process.
     """
-    code = _beginning()
+    code = _check_architecture()
 
-    def rule(name: str, *then: Instruction) -> None:
+    def add_rule(name: str, *then: Instruction) -> None:
         # The last must return. A call that this machine lacks needs no rule.
-        if (call_number := number(name)) is not None:
+        if (call_number := find_number(name)) is not None:
             code.extend([(_EQUAL, 0, len(then), call_number), *then])
 
-    def match(name: str, index: int, values: Sequence[int], found: Instruction, other: Instruction) -> None:
+    def match_values(name: str, index: int, values: Sequence[int], found: Instruction, other: Instruction) -> None:
         jumps = range(len(values), 0, -1)  # to the last instruction
         tests = [(_EQUAL, jump, 0, value) for jump, value in zip(jumps, values, strict=True)]
-        rule(name, _argument(index), *tests, other, found)
+        add_rule(name, _load_argument(index), *tests, other, found)
 
     denied = (*_KERNEL, *_UNOWNED_MEMORY)
     for name in denied if network else (*denied, *_DENIED, *(() if forks else _PROCESS_CALLS)):
-        rule(name, _DENY)
+        add_rule(name, _DENY)
     for name in _UNIMPLEMENTED:
-        rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
+        add_rule(name, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
     flags = (_ANY_BIT, 0, 1, _NEW_NAMESPACES) if forks else (_ANY_BIT, 1, 0, _THREAD)
-    rule("clone", _argument(0), flags, _DENY, _PERMIT)
+    add_rule("clone", _load_argument(0), flags, _DENY, _PERMIT)
     if network:
         # Namespaces do not separate all other families: a virtual machine's sockets reach its host.
-        match("socket", 0, _FAMILIES, _PERMIT, _DENY)
+        match_values("socket", 0, _FAMILIES, _PERMIT, _DENY)
     else:
-        match("prlimit64", 0, [0], _PERMIT, _DENY)
+        match_values("prlimit64", 0, [0], _PERMIT, _DENY)
         # Stream pairs only: a datagram socket could send to any address.
-        kind = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _DENY, _PERMIT]
-        rule("socketpair", _argument(0), (_EQUAL, 1, 0, _UNIX), _DENY, *kind)
-        match("prctl", 0, [_PARENT_DEATH], _DENY, _PERMIT)
+        kind = [_load_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), _DENY, _PERMIT]
+        add_rule("socketpair", _load_argument(0), (_EQUAL, 1, 0, _UNIX), _DENY, *kind)
+        match_values("prctl", 0, [_PARENT_DEATH], _DENY, _PERMIT)
         # If SIGCHLD is ignored, the CPU time of ended children is counted nowhere.
-        match("rt_sigaction", 0, [_CHILD_ENDED], _DENY, _PERMIT)
-        match("fcntl", 1, [_SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY], _DENY, _PERMIT)
-        match("ioctl", 1, _IOCTLS, _DENY, _PERMIT)
+        match_values("rt_sigaction", 0, [_CHILD_ENDED], _DENY, _PERMIT)
+        match_values("fcntl", 1, [_SET_OWN, _SET_SIGNAL, _SET_OWN_EX, _NOTIFY], _DENY, _PERMIT)
+        match_values("ioctl", 1, _IOCTLS, _DENY, _PERMIT)
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, _PERMIT])
 
 
-def _beginning() -> list[Instruction]:
+def _check_architecture() -> list[Instruction]:
     # First of all the architecture: the numbers below are those of one. Calls by the 32-bit numbers of x32 end the
     # process.
     code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURE[MACHINE]), (_RETURN, 0, 0, _KILL)]
@@ -122,8 +122,8 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
 
-def install(code: bytes) -> None:
+def install_filter(code: bytes) -> None:
     """Apply the filter to this process and its children, irreversibly. OSError: rejected by the kernel."""
     buffer = ctypes.create_string_buffer(code, len(code))
     filter_code = _Filter(len(code) // 8, ctypes.addressof(buffer))
-    check(libc.prctl(22, ctypes.c_long(2), ctypes.byref(filter_code), 0, 0), "seccomp")
+    check_result(libc.prctl(22, ctypes.c_long(2), ctypes.byref(filter_code), 0, 0), "seccomp")

@@ -49,19 +49,19 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 }
 
 
-def number(name: str) -> int | None:
+def find_number(name: str) -> int | None:
     """Return the number of a system call; None if this machine lacks it."""
     return _NUMBERS[name][MACHINE == "aarch64"]
 
 
-def call(name: str, *arguments: int | bytes | None) -> int:
+def make_call(name: str, *arguments: int | bytes | None) -> int:
     """Make a system call. OSError: it failed, with its name."""
     # ctypes passes bare integers as 32 bits.
     converted = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
-    return check(libc.syscall(ctypes.c_long(number(name) or -1), *converted), name)
+    return check_result(libc.syscall(ctypes.c_long(find_number(name) or -1), *converted), name)
 
 
-def check(result: int, name: str) -> int:
+def check_result(result: int, name: str) -> int:
     """Return the result of a C library call. OSError: it is negative."""
     if result < 0:
         error = ctypes.get_errno()
@@ -71,7 +71,7 @@ def check(result: int, name: str) -> int:
 
 def prctl(option: int, value: int = 0) -> int:
     """prctl(2). OSError: it failed."""
-    return call("prctl", option, value, 0, 0, 0)
+    return make_call("prctl", option, value, 0, 0, 0)
 
 
 def die_with_parent() -> None:

@@ -12,20 +12,20 @@ Header = dict[str, Any]
 Settings = dict[str, Any]  # of a sandbox
 
 
-def pack(header: Header, *bodies: bytes) -> bytes:
+def pack_message(header: Header, *bodies: bytes) -> bytes:
     """Encode a message: the length of a JSON header, the header with the lengths of the bodies, the bodies."""
     text = json.dumps([header, [len(body) for body in bodies]]).encode()
     return b"".join([struct.pack("I", len(text)), text, *bodies])
 
 
-def send(control: int, header: Header, *bodies: bytes) -> None:
+def send_message(control: int, header: Header, *bodies: bytes) -> None:
     """Write a message to a descriptor."""
-    view = memoryview(pack(header, *bodies))
+    view = memoryview(pack_message(header, *bodies))
     while view:
         view = view[os.write(control, view) :]
 
 
-def unpack(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:
+def unpack_message(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:
     """Read the next message.
 
     Args:
@@ -35,7 +35,7 @@ def unpack(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:
         EOFError: the stream ended within the message.
     """
 
-    def exactly(size: int) -> bytes:
+    def read_exactly(size: int) -> bytes:
         parts = bytearray()
         while len(parts) < size:
             part = read(min(size - len(parts), 1 << 20))
@@ -44,5 +44,5 @@ def unpack(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:
             parts += part
         return bytes(parts)
 
-    header, sizes = json.loads(exactly(struct.unpack("I", exactly(4))[0]))
-    return header, [exactly(size) for size in sizes]
+    header, sizes = json.loads(read_exactly(struct.unpack("I", read_exactly(4))[0]))
+    return header, [read_exactly(size) for size in sizes]

@@ -15,7 +15,7 @@ import sys
 
 from . import keeper, limits, namespaces, wire
 from .jail import links_to, readable_paths
-from .syscalls import check, die_with_parent, libc
+from .syscalls import check_result, die_with_parent, libc
 from .wire import Settings
 
 # Imported once, not by each program.
@@ -35,18 +35,18 @@ def main(control: int, settings: Settings) -> None:
     try:
         limits.open_proc()
         if settings["level"] == "namespaces":
-            namespaces.enter(settings.get("network") != "host")
-        _guard(control)
+            namespaces.enter_namespaces(settings.get("network") != "host")
+        _follow_parent(control)
         if "network" in settings:
             _serve_command(control, settings)
         else:
-            _serve(control, settings)
+            _serve_requests(control, settings)
     except (OSError, ImportError, EOFError) as error:
-        os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))
+        os.write(control, wire.pack_message({"failed": f"{type(error).__name__}: {error}"}))
         sys.exit(1)
 
 
-def _guard(control: int) -> None:
+def _follow_parent(control: int) -> None:
     """Continue in a child, which this process kills if its own parent ends. The closed socket does not suffice: another
     child of the parent may have inherited it."""
     parent = os.getppid()
@@ -62,7 +62,7 @@ def _guard(control: int) -> None:
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 
 
-def _serve(control: int, settings: Settings) -> None:
+def _serve_requests(control: int, settings: Settings) -> None:
     sys.path.extend(settings["path"])
     namespace = None
     if settings["level"] == "namespaces":
@@ -75,12 +75,12 @@ def _serve(control: int, settings: Settings) -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=control) as requests:
-        requests.sendall(wire.pack({}))
+        requests.sendall(wire.pack_message({}))
         while requests.recv(1, socket.MSG_PEEK):
             status = _fork_keeper(control, settings, namespace)
             if status:
                 raise OSError(f"the process above a program ended with {os.waitstatus_to_exitcode(status)}")
-            requests.sendall(wire.pack({"over": True}))
+            requests.sendall(wire.pack_message({"over": True}))
 
 
 def _serve_command(control: int, settings: Settings) -> None:
@@ -95,14 +95,14 @@ def _serve_command(control: int, settings: Settings) -> None:
         if settings["port"] is not None:
             listeners.append(socket.create_server(("127.0.0.1", settings["port"]), backlog=128).detach())
     with socket.socket(fileno=os.dup(control)) as answers:
-        socket.send_fds(answers, [wire.pack({})], listeners)
-    keeper.keep(control, settings)
+        socket.send_fds(answers, [wire.pack_message({})], listeners)
+    keeper.keep_program(control, settings)
 
 
 def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int:
     """Fork a keeper; return its exit status, as by `waitpid`. All processes in its namespace end with it."""
     if namespace is not None:
-        check(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
+        check_result(libc.unshare(namespaces.NEW_PID), "unshare (processes)")
     pid = os.fork()
     if not pid:
         status = 1
@@ -110,14 +110,14 @@ def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int
             die_with_parent()
             if namespace is not None:
                 namespaces.private_mounts(settings["file_mb"], settings["paths"], settings["links"])
-            keeper.keep(control, settings)
+            keeper.keep_program(control, settings)
             status = 0
         except EOFError:  # the socket is closed
             status = 0
         except BaseException as error:
-            os.write(control, wire.pack({"failed": f"{type(error).__name__}: {error}"}))
+            os.write(control, wire.pack_message({"failed": f"{type(error).__name__}: {error}"}))
         finally:
             os._exit(status)
     if namespace is not None:
-        check(libc.setns(namespace, namespaces.NEW_PID), "setns (processes)")
+        check_result(libc.setns(namespace, namespaces.NEW_PID), "setns (processes)")
     return os.waitpid(pid, 0)[1]

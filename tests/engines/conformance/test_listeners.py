@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge.engines.interface import extend
+from forge.engines.interface import extend_completion
 from forge.types import Completion, Sampling
 
 from ..conftest import check_by_hand, error_of
@@ -30,7 +30,7 @@ class Heard:
         self.pieces += 1
         if sample in self.wholes:
             assert self.wholes[sample].finish == "", "a piece after the last"
-            extend(self.wholes[sample], piece)
+            extend_completion(self.wholes[sample], piece)
         else:
             self.wholes[sample] = piece
 

@@ -21,7 +21,7 @@ from forge.models import build_small_model
 from forge.models.tokenizer import PRINTABLE
 from forge.runtime.controller import shutdown
 from forge_agents.serving import ModelServer
-from forge_http.web import bind
+from forge_http.web import bind_socket
 from tests.recipes.test_recipes import gone, start
 from tests.trees import descendants
 
@@ -71,7 +71,7 @@ class Served:
         stop = asyncio.Event()
         try:
             policy = await Generator.options(num_replicas=2).as_service(str(self.folder), slots=8)
-            async with ModelServer(policy, self.tokenizer, "tiny").listen(bind("127.0.0.1", 0)) as url:
+            async with ModelServer(policy, self.tokenizer, "tiny").listen(bind_socket("127.0.0.1", 0)) as url:
                 self.started.set_result((asyncio.get_running_loop(), stop, policy, f"{url}/v1"))
                 await stop.wait()
         except Exception as error:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from forge.envs.group import NothingScored, pass_at, summarise
+from forge.envs.group import NothingScored, pass_at, summarise_answers
 from forge.types import Completion, Episode
 
 
@@ -26,7 +26,7 @@ def test_the_numbers_of_a_set():
         [answer("1", False), answer("1", False), answer("2", True), answer("3", False)],
         [answer("7", True)] * 4,
     ]
-    metrics = summarise(groups, 4)
+    metrics = summarise_answers(groups, 4)
     assert metrics["accuracy"] == pytest.approx((0.5 + 0.25 + 1) / 3)
     assert metrics["pass@2"] == pytest.approx((1 - 1 / 6 + 0.5 + 1) / 3)
     assert metrics["pass@4"] == 1.0
@@ -37,9 +37,9 @@ def test_the_numbers_of_a_set():
 
 def test_answers_that_nobody_could_judge_are_not_wrong():
     groups = [[answer("1", True), answer("2", None)], [answer("3", None), answer("4", None)]]
-    metrics = summarise(groups, 2)
+    metrics = summarise_answers(groups, 2)
     assert metrics["accuracy"] == 1.0
     assert not {"pass@2", "maj@2"} & metrics.keys()  # no problem has two that are known
     assert metrics["unscored"] == 0.75
     with pytest.raises(NothingScored, match="no episode of the evaluation could be scored"):
-        summarise(groups[1:], 2)
+        summarise_answers(groups[1:], 2)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.watch import write_run
-from forge.observability.rollouts import ROLLOUTS, batches
+from forge.observability.rollouts import ROLLOUTS, read_batches
 from forge_inspect.watch.report import write_report
 from tests.forge_inspect.watch.conftest import Page, watching
 from tests.forge_inspect.watch.test_server import HOSTILE, hostile_run
@@ -82,7 +82,7 @@ def test_curves_of_several_runs(page: Page, written: tuple[Path, str]):
 @pytest.mark.processes
 def test_rollouts_are_filtered_sorted_and_opened(page: Page, written: tuple[Path, str]):
     root, url = written
-    rows = [row for _, batch in batches(root / "one" / ROLLOUTS) for row in batch.to_pylist()]
+    rows = [row for _, batch in read_batches(root / "one" / ROLLOUTS) for row in batch.to_pylist()]
     page.open(f"{url}/#run=one&view=rollouts")
     page.wait(lambda: len(page.all("#found tbody tr.link")) == 50)
     assert shown(page) == EPISODES

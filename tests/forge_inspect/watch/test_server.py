@@ -16,9 +16,9 @@ import pytest
 from benchmarks.watch import write_run
 from forge.observability import Run
 from forge.observability.metrics import Snapshot
-from forge.observability.rollouts import ROLLOUTS, batches
+from forge.observability.rollouts import ROLLOUTS, read_batches
 from forge.types import Episode, Group
-from forge_http.web import bind
+from forge_http.web import bind_socket
 from forge_inspect.watch.report import write_report
 from forge_inspect.watch.server import Watch
 from forge_inspect.watch.views import RunView
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(root: Path, ask: Callable[[aiohttp.ClientSession, str, Watch], Any], key: str | None = None) -> Any:
     async def go() -> Any:
         watch = Watch(root, key=key)
-        async with watch.listen(bind("127.0.0.1", 0)) as url, aiohttp.ClientSession() as session:
+        async with watch.listen(bind_socket("127.0.0.1", 0)) as url, aiohttp.ClientSession() as session:
             return await ask(session, url, watch)
 
     return asyncio.run(go())
@@ -69,7 +69,7 @@ def test_runs_and_their_numbers(runs: Path):
 
 
 def test_filters_are_those_of_a_plain_loop(runs: Path):
-    rows = [row for _, batch in batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
+    rows = [row for _, batch in read_batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
     for query, holds in (
         ({}, lambda row: True),
         ({"reward_min": "0.5"}, lambda row: row["reward"] >= 0.5),
@@ -93,7 +93,7 @@ def test_filters_are_those_of_a_plain_loop(runs: Path):
 
 
 def test_one_rollout_has_all_that_was_recorded(runs: Path):
-    rows = [row for _, batch in batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
+    rows = [row for _, batch in read_batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
     for number in (0, 130, EPISODES - 1):
         row = get(runs, "rollout", run="a", row=number)
         assert row["tokens"] == rows[number]["tokens"]

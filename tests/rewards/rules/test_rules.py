@@ -35,7 +35,7 @@ def test_final_answer_prefers_the_most_explicit_form(response, answer):
 
 @pytest.mark.processes
 def test_without_an_extension_math_verify_compares(monkeypatch):
-    monkeypatch.setattr("forge.rewards.rules.math.comparison", lambda: comparison)
+    monkeypatch.setattr("forge.rewards.rules.math.load_comparison", lambda: comparison)
     reward = MathReward()
     right = [
         (r"\boxed{\dfrac{3}{4}}", "0.75"), ("#### $1,234.50", "1234.5"), ("50%", "0.5"), ("the answer is (B).", "B"),

@@ -232,15 +232,15 @@ class Joined(ForgeActor):
 
     def setup(self) -> None:
         from forge.runtime.process_groups import process_store
-        from forge.training.distributed import join
+        from forge.training.distributed import join_ranks
 
         store = process_store(self.context.rendezvous, self.context.world_size)
-        self.ranks = join(self.context.rank, self.context.world_size, store)
+        self.ranks = join_ranks(self.context.rank, self.context.world_size, store)
 
     def teardown(self) -> None:
-        from forge.training.distributed import leave
+        from forge.training.distributed import leave_ranks
 
-        leave()
+        leave_ranks()
 
     @endpoint
     def fail_on_the_last_rank(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.system.scratch import sweep
+from forge.system.scratch import sweep_folders
 
 pytestmark = pytest.mark.processes
 
@@ -124,7 +124,7 @@ def test_killing_the_controller_ends_its_processes_and_the_next_run_removes_its_
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
     assert gone_within(pids, 20)
-    sweep()
+    sweep_folders()
     assert not list(folder.glob(f"forge-run-{process.pid}-*"))
 
 

@@ -95,7 +95,7 @@ _NUMBER = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d
 
 
 @lru_cache(maxsize=1)
-def comparison() -> Any:
+def load_comparison() -> Any:
     """The module that compares answers: an extension's, else this one."""
     for point in entry_points(group="forge.answers"):
         return point.load()
@@ -104,18 +104,18 @@ def comparison() -> Any:
 
 def same_text(one: str, other: str) -> bool:
     """Whether two texts are the same apart from white space and marks without a meaning."""
-    return _plain(one) == _plain(other) != ""
+    return _strip_markup(one) == _strip_markup(other) != ""
 
 
-def choice(text: str) -> tuple[str, str]:
+def split_choice(text: str) -> tuple[str, str]:
     """The letter of a labelled choice and the text after it: B, (B), "B) 12", "option B"; "" for another."""
     label = _CHOICE.match(text)
     return ("", "") if label is None else (label[1] or label[2], text[label.end() :].lstrip(").: "))
 
 
-def number(text: str) -> tuple[Fraction, bool] | None:
+def parse_number(text: str) -> tuple[Fraction, bool] | None:
     """The value of a text that is one number, and whether it is a percentage; else None. A unit is dropped."""
-    plain = _FRACTION.sub(r"\1/\2", _plain(_UNIT.sub("", text[:LONGEST]))).lstrip("€£¥\\")
+    plain = _FRACTION.sub(r"\1/\2", _strip_markup(_UNIT.sub("", text[:LONGEST]))).lstrip("€£¥\\")
     figure = _NUMBER.fullmatch(plain.rpartition("=")[2])
     if figure is None or not any(map(str.isdigit, figure[1])) or figure[2] == "0":
         return None
@@ -123,7 +123,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     return value / int(figure[2] or 1), figure[3] is not None
 
 
-def equal(answer: str, target: str, tolerance: float) -> bool | None:
+def are_equal(answer: str, target: str, tolerance: float) -> bool | None:
     """Whether two answers agree; None where the target takes too long to compare.
 
     Two numbers agree within `tolerance`, which is relative to targets between -1 and 1 and absolute beyond. A
@@ -133,10 +133,10 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
         return True
     if not answer.strip() or not target.strip() or max(len(answer), len(target)) > LONGEST:
         return False
-    label, target_label = choice(answer)[0], choice(target)[0]
+    label, target_label = split_choice(answer)[0], split_choice(target)[0]
     if label and target_label:
         return label == target_label
-    value, expected = number(answer), number(target)
+    value, expected = parse_number(answer), parse_number(target)
     if value is None or expected is None:
         return _helper.verdict([answer, target], [target, target])
     pairs = [(value[0], expected[0])]
@@ -146,5 +146,5 @@ def equal(answer: str, target: str, tolerance: float) -> bool | None:
     return any(abs(one - other) <= margin * min(Fraction(1), abs(other)) for one, other in pairs)
 
 
-def _plain(text: str) -> str:
+def _strip_markup(text: str) -> str:
     return _MARKS.sub("", unicodedata.normalize("NFKC", text).replace("−", "-").strip())

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ...data.thoughts import without_thoughts
-from .comparison import comparison
+from .comparison import load_comparison
 
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
 _PHRASE = re.compile(
@@ -49,7 +49,7 @@ _LONGEST = 200_000
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"  # superscripts
 
 
-def _boxes(text: str) -> list[tuple[int, int, int]]:
+def _find_boxes(text: str) -> list[tuple[int, int, int]]:
     """The closed `\\boxed{...}`, whose braces may nest, by their beginning: (its index, those of its content)."""
     boxes: list[tuple[int, int, int]] = []
     if (first := _OPEN.search(text)) is None:
@@ -63,10 +63,10 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
     return sorted(boxes)
 
 
-def boxed(text: str) -> str | None:
+def find_boxed(text: str) -> str | None:
     """The content of the last closed `\\boxed{...}`; None if there is none. Where another answer stands beside it, as
     in "\\boxed{4} or \\boxed{5}", it is the text of both."""
-    if not (boxes := _boxes(text)):
+    if not (boxes := _find_boxes(text)):
         return None
     begin, start, end = boxes[-1]
     if len(boxes) > 1 and boxes[-2][2] < begin:
@@ -86,32 +86,32 @@ def final_answer(response: str) -> str | None:
     line such as "B) 12" if no other is of that form, and otherwise the last number. Thoughts do not count.
     """
     response = _SIGN.sub("-", without_thoughts(response[-_LONGEST:]))
-    in_box = boxed(response)
+    in_box = find_boxed(response)
     if in_box is not None:
         return in_box
     # Searched from the end: a regular expression would take quadratic time over tags that are never closed.
     before, closing, _ = response.rpartition("</answer>")
     tagged = before.rpartition("<answer>")
     if closing and tagged[1]:
-        return _stated(tagged[2]) or tagged[2].strip()
+        return _find_stated(tagged[2]) or tagged[2].strip()
     if hashes := _HASHES.findall(response):
         return hashes[-1].strip()
-    if (stated := _stated(response)) is not None:
+    if (stated := _find_stated(response)) is not None:
         return stated
     if chosen_letters := _CHOSEN.findall(response):
         return chosen_letters[-1]
     before, _, last_line = response.rpartition("\n")
-    number = comparison().number
-    if comparison().choice(last_line)[0] and not _LABELLED.search(before):
+    parse_number = load_comparison().parse_number
+    if load_comparison().split_choice(last_line)[0] and not _LABELLED.search(before):
         return last_line.strip()
     if formula := _LAST_FORMULA.search(response):
         return formula[1].strip()
     last = _last_number(response)
-    full_number = number(response)  # all of it may be one number, such as "2 dozen"
-    return last if full_number is None or (last is not None and number(last) == full_number) else response.strip()
+    full_number = parse_number(response)  # all of it may be one number, such as "2 dozen"
+    return last if full_number is None or (last is not None and parse_number(last) == full_number) else response.strip()
 
 
-def _stated(text: str, *, whole_line: bool = False) -> str | None:
+def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
     """The text after the last "answer is", up to the end of the phrase, or of the line if that has several answers."""
     last = None
     for last in _PHRASE.finditer(text):  # noqa: B007
@@ -145,12 +145,12 @@ def _last_number(text: str) -> str | None:
     return None if several else last[0]
 
 
-def _later(response: str) -> list[str]:
+def _answers_after_box(response: str) -> list[str]:
     """The answers that a response states after its last box: they may contradict the box."""
     response = without_thoughts(response[-_LONGEST:])
-    boxes = _boxes(response)
+    boxes = _find_boxes(response)
     after = response[boxes[-1][2] :] if boxes else ""
-    hashes, stated = _HASHES.findall(after), _stated(after)
+    hashes, stated = _HASHES.findall(after), _find_stated(after)
     return [*hashes[-1:], *([] if stated is None else [stated])]
 
 
@@ -160,7 +160,7 @@ class MathReward:
     itself takes too long to compare.
 
     The target may be a bare answer, LaTeX, or a worked solution that ends in `#### answer` or `\\boxed{answer}`;
-    thoughts do not count. Answers compare by their tokens, as numbers and structures (see `comparison.equal`), then
+    thoughts do not count. Answers compare by their tokens, as numbers and structures (see `comparison.are_equal`), then
     symbolically; an answer that is ambiguous, unreadable or takes too long to compare is incorrect, never an exception.
 
     Args:
@@ -183,33 +183,35 @@ class MathReward:
 
     def is_right(self, response: str, target: str, prompt: object = "") -> bool | None:
         """Whether it is right; None where the target takes too long to compare. `prompt` may have opened a thought."""
-        compare = comparison()
-        choice, equal, number = compare.choice, compare.equal, compare.number
+        compare = load_comparison()
+        split_choice, are_equal, parse_number = compare.split_choice, compare.are_equal, compare.parse_number
         response = without_thoughts(response[-_LONGEST:], prompt)
         target = without_thoughts(target)
-        expected = boxed(target)
+        expected = find_boxed(target)
         if expected is None:
             hashes = _HASHES.findall(target)
             expected = (hashes[-1] if hashes else target).strip()
         # A response that is the target needs no extraction, which would read "x + 2" as 2.
         response = _SIGN.sub("-", response)
-        label, letter = choice(response)[0], choice(expected)[0]
+        label, letter = split_choice(response)[0], split_choice(expected)[0]
         if label and letter:
             return label == letter
-        stated = None if boxed(response) else _stated(response, whole_line=True)
+        stated = None if find_boxed(response) else _find_stated(response, whole_line=True)
         if compare.same_text(response, expected) or compare.same_text(stated or "", expected):
             return True
         answer = final_answer(response)
-        later = _later(response)
-        if later and choice(expected)[0] and not choice(answer or "")[0]:  # the box is a step of the reasoning
+        later = _answers_after_box(response)
+        if (
+            later and split_choice(expected)[0] and not split_choice(answer or "")[0]
+        ):  # the box is a step of the reasoning
             answer = later[-1]
         if answer is None:
             return False
-        if letter and any(choice(text)[0] not in ("", letter) for text in later):
+        if letter and any(split_choice(text)[0] not in ("", letter) for text in later):
             return False  # it contradicts the box
-        right = equal(answer, expected, self.tolerance)
-        if right and (value := number(expected)) is not None:
+        right = are_equal(answer, expected, self.tolerance)
+        if right and (value := parse_number(expected)) is not None:
             # A number that is stated after the box contradicts it, unless it is the same.
-            stated_numbers = [figure[0] for text in later if (figure := number(text)) is not None]
-            return all(equal(str(figure), str(value[0]), self.tolerance) for figure in stated_numbers)
+            stated_numbers = [figure[0] for text in later if (figure := parse_number(text)) is not None]
+            return all(are_equal(str(figure), str(value[0]), self.tolerance) for figure in stated_numbers)
         return right

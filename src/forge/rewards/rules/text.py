@@ -141,22 +141,22 @@ class JsonMatch:
             raise ValueError(f"form must be in [0, 1), got {self.form}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:
-        expected = _object(target)
-        objects = map(_object, possible_answers(response, prompt))
+        expected = _parse_object(target)
+        objects = map(_parse_object, possible_answers(response, prompt))
         answer = next((candidate for candidate in objects if candidate is not None), None)
         if expected is None:
             raise ValueError(f"the target {target[:60]!r} is not JSON object")
         if answer is None:
             return 0.0
         keys = expected.keys() | answer.keys()
-        right = sum(key in expected and key in answer and _same(expected[key], answer[key]) for key in keys)
+        right = sum(key in expected and key in answer and _are_same(expected[key], answer[key]) for key in keys)
         return 1.0 if right == len(keys) else self.form + (1 - self.form) * right / len(keys)
 
 
-def _object(text: str) -> dict[str, object] | None:
+def _parse_object(text: str) -> dict[str, object] | None:
     """The JSON object that a text is, or None. A key that is given twice, NaN and infinities are no JSON."""
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def reject_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
         members = dict(pairs)
         if len(members) < len(pairs):
             raise ValueError("a key is given twice")
@@ -167,17 +167,17 @@ def _object(text: str) -> dict[str, object] | None:
 
     try:
         # Stricter than Python's reader, which keeps the last of two equal keys and reads NaN.
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=reject_repeated, parse_constant=no_constant)
     except (ValueError, RecursionError):  # also for numbers of thousands of digits
         return None
     return value if isinstance(value, dict) else None
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_are_same(a[key], b[key]) for key in a)
     if isinstance(a, list):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_are_same, a, b))
     return bool(a == b)

@@ -10,17 +10,17 @@ from math_verify import parse, verify
 logging.disable()  # it warns that its own time limits are off: the process has one
 
 
-def equal(answer: str, target: str) -> bool:
+def are_equal(answer: str, target: str) -> bool:
     """Whether math-verify takes the answer for the target."""
     sides = [parse(f"${text}$", parsing_timeout=None) for text in (target, answer)]
     return bool(verify(*sides, timeout_seconds=None))
 
 
 @cache
-def _load() -> None:
-    equal(r"\frac{1}{2}x", "x/2")
+def _load_parsers() -> None:
+    are_equal(r"\frac{1}{2}x", "x/2")
 
 
-def prepare(line: str) -> None:
+def prepare_parsers(line: str) -> None:
     """Load its parsers once."""
-    _load()
+    _load_parsers()

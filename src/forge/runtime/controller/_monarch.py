@@ -56,7 +56,7 @@ def _has_threads() -> bool:
 if "monarch" not in sys.modules:
     atexit.register(wait_for_threads)
 private.keep_sockets_private()
-monarch_names.check()
+monarch_names.check_monarch()
 
 import monarch.actor as _monarch_actor  # noqa: E402
 from monarch.actor import (  # noqa: E402
@@ -138,9 +138,9 @@ def end_at_exit() -> None:
 
     Monarch does so too, later, but within a second: on a busy machine it prints a traceback instead.
     """
-    atexit.register(_end)
+    atexit.register(_end_monarch)
 
 
-def _end() -> None:
+def _end_monarch() -> None:
     with suppress(TimeoutError):  # the process ends anyway
         shutdown_context(host_timeout=0.3).get(timeout=10.0)

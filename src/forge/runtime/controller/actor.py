@@ -91,12 +91,12 @@ class Launcher:
         options, kwargs = self._cls.place(options, kwargs)
 
         # The checks above run when the call is written, the start when the coroutine is awaited.
-        async def start() -> Service:
+        async def start_service() -> Service:
             service = await runtime().start(self._cls, options, args, kwargs)
             self._cls.started(service, kwargs)
             return service
 
-        return start()
+        return start_service()
 
     def as_actor(self, *args: object, **kwargs: object) -> Pending[Service]:
         """Start one replica, an actor mesh of `procs` ranks; see `as_service`."""

@@ -126,9 +126,9 @@ class ActorHost(Actor):
     @concurrent_endpoint
     async def close(self, number: int) -> Answer:
         """Run a component's `teardown`. The owner of the process stops it, unless it hosts other components."""
-        return await self._close(number)
+        return await self._close_component(number)
 
-    async def _close(self, number: int) -> Answer:
+    async def _close_component(self, number: int) -> Answer:
         hosted = self._hosted.pop(number)
         reply = await hosted.run("teardown")
         hosted.thread.shutdown(wait=False)
@@ -140,7 +140,7 @@ class ActorHost(Actor):
             task.get_loop().call_soon_threadsafe(task.cancel)
         for number, hosted in list(self._hosted.items()):
             await hosted.in_thread(lambda: None)  # behind what runs there
-            await self._close(number)
+            await self._close_component(number)
 
 
 # A process of a user's mesh may import this package in one thread, for an actor of the user's, while Monarch unpickles
@@ -183,7 +183,7 @@ class Hosted:
         """Run a function in the component's thread, with the caller's context."""
         context = contextvars.copy_context()
 
-        def work() -> object:
+        def run_method() -> object:
             self.in_thread_now = _token.get()
             try:
                 return function()
@@ -193,4 +193,4 @@ class Hosted:
             finally:
                 self.in_thread_now = None
 
-        return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, work)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, context.run, run_method)

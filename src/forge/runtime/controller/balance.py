@@ -42,7 +42,7 @@ class LoadBalancer:
     def join(self, replica: Replica) -> None:
         """Add a replica that serves from now on."""
         self.up.append(replica)
-        self._settle()
+        self._assign_waiting()
 
     def leave(self, replica: Replica) -> None:
         """Remove a replica: it gets no further requests. Its sessions move with their next call."""
@@ -88,7 +88,7 @@ class LoadBalancer:
             the error of `close`.
         """
         self.check_open()
-        replica = self._choose(request)
+        replica = self._choose_replica(request)
         if replica is not None:
             replica.enter(request)
             return replica
@@ -110,9 +110,9 @@ class LoadBalancer:
         replica.leave(request)
         if not replica.requests and id(replica) in self._drained:
             self._drained[id(replica)].set()
-        self._settle()
+        self._assign_waiting()
 
-    def _settle(self) -> None:
+    def _assign_waiting(self) -> None:
         """Assign waiting requests to the replicas that have room."""
         passed: deque[Waiter] = deque()  # those that must keep waiting, in their order
         while self._queue and any(map(self._has_room, self.up)):
@@ -121,7 +121,7 @@ class LoadBalancer:
                 passed.append((request, waiter))  # it stopped waiting, and removes itself in a moment
                 continue
             try:
-                replica = self._choose(request)
+                replica = self._choose_replica(request)
             except Exception as error:  # of the user's router: the caller gets it
                 waiter.set_exception(error)
                 continue
@@ -132,7 +132,7 @@ class LoadBalancer:
                 waiter.set_result(replica)
         self._queue.extendleft(reversed(passed))
 
-    def _choose(self, request: Request) -> Replica | None:
+    def _choose_replica(self, request: Request) -> Replica | None:
         """Return the replica for this request, or None if it must wait."""
         # A session stays with its replica while that serves, even if the replica is full and others are idle.
         if request.session is not None:

@@ -21,10 +21,10 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
-from ...config.plugin import nearest
+from ...config.plugin import hint_nearest
 from ...observability.metrics import on_the_clock
 from .errors import CallTimeout
-from .types import Call, Kwargs, Pending, Value, caller
+from .types import Call, Kwargs, Pending, Value, name_caller
 
 FOREIGN = "forge.verbs"  # entry points: functions of a handle or endpoint by other libraries' names, and `hint`
 
@@ -52,9 +52,9 @@ class Handle(ABC):
         endpoints = self.__dict__.get("_endpoints", ())
         if name in endpoints:
             return Endpoint(self, name)
-        if (verb := _foreign(self, name)) is not None:
+        if (verb := _foreign_verb(self, name)) is not None:
             return verb
-        hint = foreign_hint(name) or nearest(name, sorted(endpoints))
+        hint = foreign_hint(name) or hint_nearest(name, sorted(endpoints))
         raise AttributeError(f"{self.__dict__.get('_name', 'service')} has no endpoint {name!r}{hint}")
 
     @asynccontextmanager
@@ -93,7 +93,7 @@ class Endpoint:
         raise TypeError(f"{name} runs in another process: write `await {name}.route(...)`")
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Value]]:
-        if (verb := _foreign(self, name)) is not None:
+        if (verb := _foreign_verb(self, name)) is not None:
             return verb
         hint = foreign_hint(name) or "; the verbs are route, fanout, call and call_one"
         raise AttributeError(f"an endpoint has no {name!r}{hint}")
@@ -124,7 +124,7 @@ class Endpoint:
         sess_id = kwargs.pop("sess_id", None)
         if sess_id is not None:
             return replace(self, session=str(sess_id)).route(*args, **kwargs)
-        return self.service._dispatch(self._call("route", args, kwargs))
+        return self.service._dispatch(self._make_call("route", args, kwargs))
 
     def fanout(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
         """Send to every replica, those being replaced included, and return one value for each, in replica order.
@@ -132,20 +132,20 @@ class Endpoint:
         Raises:
             the first failure, once every replica has answered or failed.
         """
-        return self.service._dispatch(self._call("fanout", args, kwargs))
+        return self.service._dispatch(self._make_call("fanout", args, kwargs))
 
     def call(self, *args: object, **kwargs: object) -> Pending[list[Value]]:
         """Send to every rank of a component with one replica, and return one value for each, in rank order."""
-        return self.service._dispatch(self._call("call", args, kwargs))
+        return self.service._dispatch(self._make_call("call", args, kwargs))
 
     def call_one(self, *args: object, **kwargs: object) -> Pending[Value]:
         """Send to a component of one process, and return its value."""
-        return self.service._dispatch(self._call("call_one", args, kwargs))
+        return self.service._dispatch(self._make_call("call_one", args, kwargs))
 
-    def _call(self, verb: str, args: tuple, kwargs: Kwargs) -> Call:
+    def _make_call(self, verb: str, args: tuple, kwargs: Kwargs) -> Call:
         # The caller and its session are those of the moment when the call is written, not awaited.
         session = self.session or _session.get({}).get(self.service._name)
-        return Call(verb, self.name, args, kwargs, caller(), self.timeout, session, self.request_id)
+        return Call(verb, self.name, args, kwargs, name_caller(), self.timeout, session, self.request_id)
 
 
 class Local(Handle):
@@ -169,7 +169,7 @@ class Local(Handle):
         try:
             with on_the_clock(f"{self._name}.{call.endpoint}"):
                 async with asyncio.timeout(limit) as expiry:
-                    value = await self._call(method, *call.args, **call.kwargs)
+                    value = await self._call_method(method, *call.args, **call.kwargs)
         except TimeoutError:
             if not expiry.expired():  # the endpoint itself raised it
                 raise
@@ -178,7 +178,7 @@ class Local(Handle):
             ) from None
         return value if call.verb in ("route", "call_one") else [value]
 
-    async def _call(self, method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
+    async def _call_method(self, method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
         # The thread sees the caller's context, as an `async def` endpoint does.
@@ -204,7 +204,7 @@ def foreign_hint(name: str) -> str:
     return next(iter(points)).load()(name) if points else ""
 
 
-def _foreign(owner: object, name: str) -> Callable[..., Pending[Value]] | None:
+def _foreign_verb(owner: object, name: str) -> Callable[..., Pending[Value]] | None:
     # None of these names is reserved: a component may have an endpoint `get_metrics`.
     points = () if name.startswith("_") or name == "hint" else entry_points(group=FOREIGN, name=name)
     return partial(next(iter(points)).load(), owner) if points else None

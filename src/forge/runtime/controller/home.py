@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...system.scratch import Scratch, sweep
+from ...system.scratch import Scratch, sweep_folders
 from ..forking.forkserver import ForkServer
 from ..inventory import VISIBLE
 from . import private, processes
@@ -21,7 +21,7 @@ def private_folder() -> Path:
     """Return the folder of this process's sockets, created on first use."""
     global _scratch
     if _scratch is None:
-        sweep()
+        sweep_folders()
         _scratch = private.socket_folder()
         private.sockets_in(_scratch.path)
     return _scratch.path
@@ -48,7 +48,7 @@ def forked_processes() -> Iterator[None]:
     if os.environ.get("FORGE_FORK_SERVER") == "0" or (outer is not None and outer.has_environment(os.environ)):
         yield
         return
-    server = _server = ForkServer(private_folder(), {**processes.environment(), VISIBLE[0]: ""})
+    server = _server = ForkServer(private_folder(), {**processes.library_environment(), VISIBLE[0]: ""})
     try:
         yield
     finally:

@@ -46,15 +46,15 @@ def start_client() -> str:
         this_host()
     end_at_exit()
     warn_if_exposed()
-    return transport()
+    return monarch_transport()
 
 
-def transport() -> str:
+def monarch_transport() -> str:
     """Return the transport of what Monarch starts from now on: `unix` reaches this machine only."""
     return str(get_global_config()["default_transport"])
 
 
-def attach(name: str, workers: list[str]) -> HostMesh:
+def attach_workers(name: str, workers: list[str]) -> HostMesh:
     """Return a mesh of workers, by their addresses."""
     start_client()
     return attach_to_workers(ca="trust_all_connections", workers=workers, name=f"{name}_{next(_mesh_numbers)}")
@@ -135,8 +135,8 @@ class LoopbackHosts(Hosts):
                 await self.stop()
                 folder = sockets_folder()
                 addresses = [f"{new_service_proc_id()}@ipc://{folder}/{os.urandom(8).hex()}" for _ in range(self.size)]
-                self._workers = [_start(address, self.variables()) for address in addresses]
-                self._mesh = attach(self.name, addresses)
+                self._workers = [_start_worker(address, self.variables()) for address in addresses]
+                self._mesh = attach_workers(self.name, addresses)
             return self._mesh
 
     def pids(self) -> list[int]:
@@ -156,7 +156,7 @@ class LoopbackHosts(Hosts):
             await asyncio.to_thread(worker.wait)
 
 
-def _start(address: str, variables: dict[str, str]) -> subprocess.Popen:
+def _start_worker(address: str, variables: dict[str, str]) -> subprocess.Popen:
     """Start a worker process. Other users may read the arguments of a process, so the address comes on its standard
     input."""
     words = [sys.executable, "-c", _SERVE, str(os.getpid())]

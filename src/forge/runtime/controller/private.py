@@ -55,7 +55,7 @@ def keep_sockets_private() -> None:
     except ImportError:  # the check of Monarch's names reports it
         return
     assert library is not None
-    _replace(library, "bind", _bind, "every local user can run code as you through Monarch's sockets")
+    _replace_import(library, "bind", _bind_private, "every local user can run code as you through Monarch's sockets")
 
 
 @cache
@@ -64,7 +64,7 @@ def accept_own_user_only() -> None:
     import torch
 
     library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
-    _replace(str(library), "accept", _accept, "other local users can connect to a trainer's ranks")
+    _replace_import(str(library), "accept", _accept_own, "other local users can connect to a trainer's ranks")
 
 
 def sockets_in(folder: Path) -> None:
@@ -124,7 +124,7 @@ class _Loaded(ctypes.Structure):
     _fields_ = (("base", ctypes.c_size_t), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_size_t))
 
 
-def _replace(library: str, name: str, function: Any, lost: str) -> None:
+def _replace_import(library: str, name: str, function: Any, lost: str) -> None:
     """Let a library call another function in place of one that it imports; `lost` is the protection without that."""
     loaded = _Loaded.from_address(ctypes.CDLL(library)._handle)
     tags: dict[int, int] = {}
@@ -143,12 +143,12 @@ def _replace(library: str, name: str, function: Any, lost: str) -> None:
                 if ctypes.string_at(tags[5] + text) == name.encode():
                     slots.append(loaded.base + rows[3 * index])
     for slot in slots:
-        _write(slot, ctypes.cast(function, ctypes.c_void_p).value or 0)
+        _write_address(slot, ctypes.cast(function, ctypes.c_void_p).value or 0)
     if not slots:
         log.warning("%s of %s was not replaced: %s", name, library, lost)
 
 
-def _write(slot: int, value: int) -> None:
+def _write_address(slot: int, value: int) -> None:
     """Write an address into a table that the loader may have made read-only."""
     page = slot - slot % mmap.PAGESIZE
     if _libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
@@ -157,7 +157,7 @@ def _write(slot: int, value: int) -> None:
 
 
 @_Bind
-def _bind(handle: int, address: int, length: int) -> int:
+def _bind_private(handle: int, address: int, length: int) -> int:
     requested = ctypes.string_at(address, length)
     if _folder is None or not requested.startswith(_ABSTRACT):
         return _libc.bind(handle, address, length)
@@ -167,7 +167,7 @@ def _bind(handle: int, address: int, length: int) -> int:
 
 
 @_Accept
-def _accept(listener: int, address: int, length: int) -> int:
+def _accept_own(listener: int, address: int, length: int) -> int:
     handle = _libc.accept(listener, address, length)
     if handle < 0 or _is_from_own_user(handle):
         return handle

@@ -116,7 +116,7 @@ class ProcessGroup:
             self.processes.append(self.hosts.process(pid, host, ended))
             self._known.add((pid, host))
         if self._pinging is None:
-            self._pinging = asyncio.get_running_loop().create_task(self._ping())
+            self._pinging = asyncio.get_running_loop().create_task(self._watch_pings())
             self._pinging.add_done_callback(log_failure)
 
     def fail(self, reason: str, *, by_clock: bool = False) -> None:
@@ -158,7 +158,7 @@ class ProcessGroup:
                 process.kill()
                 process.close()
 
-    async def _ping(self) -> None:
+    async def _watch_pings(self) -> None:
         """Fail the processes once they are hung: neither a ping nor any call was answered, though they had the CPU time
         for it or did not want any. Behind thousands of calls a ping waits for its turn."""
         while self.dead is None:
@@ -182,7 +182,7 @@ class ProcessGroup:
                 self.fail(f"it answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
 
 
-def spawn(
+def spawn_processes(
     mesh: HostMesh,
     name: str,
     procs: int,
@@ -197,7 +197,7 @@ def spawn(
         gpus: the devices that the processes may see, by the address of their host.
         server: forks the processes, where it is given.
     """
-    settings = {**environment(options.threads), PROCESS_NAME: name}
+    settings = {**library_environment(options.threads), PROCESS_NAME: name}
     # The loopback reaches no other machine: NCCL and gloo choose the interface, unless the user did.
     if hosts.spans_machines:
         for variable in INTERFACES - os.environ.keys():
@@ -206,13 +206,13 @@ def spawn(
     variables = hosts.variables() | {
         variable: options.env.get(variable, os.environ.get(variable, value)) for variable, value in ALLOCATOR.items()
     }
-    bootstrap = functools.partial(_bootstrap, settings, options.env, gpus, options.memory_gb)
+    bootstrap = functools.partial(_prepare_process, settings, options.env, gpus, options.memory_gb)
     arguments = ["-m", PROGRAM] if server is None else server.launcher(PROGRAM)
     command = None if hosts.own_program else BootstrapCommand(sys.executable, None, arguments, variables)
     return mesh.spawn_procs({"procs": procs}, bootstrap=bootstrap, name=name, bootstrap_command=command)
 
 
-def environment(threads: int = 1) -> dict[str, str]:
+def library_environment(threads: int = 1) -> dict[str, str]:
     """Return the environment variables of a process for its libraries, in addition to the controller's."""
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -243,7 +243,7 @@ def _compiler_caches() -> dict[str, str]:
     return folders | {name: os.environ[name] for name in COMPILERS if name in os.environ}
 
 
-def _bootstrap(
+def _prepare_process(
     settings: dict[str, str], extra: dict[str, str], gpus: dict[str, list[str]], memory_gb: float | None
 ) -> None:
     """Set environment and limits of a new process, and leave Ctrl-C to the controller. Runs before its actors."""

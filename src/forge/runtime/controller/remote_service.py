@@ -37,19 +37,19 @@ class Relay(Actor):
         # An answer that comes back because its caller has ended would fail this actor, and with it the process: Monarch
         # starts no actor beside a failed one, so that no further run could begin.
         port.return_undeliverable = False
-        answer = await self._answer(call_id, service, call, caller)
+        answer = await self._answer_call(call_id, service, call, caller)
         try:
             port.send(answer)
         except Exception as error:  # a component of this process may return what pickle does not carry
             port.send(RemoteFailure.capture(f"{service}.{call.endpoint}, called by {caller},", error))
 
-    async def _answer(self, call_id: str, service: str, call: Call, caller: str) -> Value | RemoteFailure:
-        async def send() -> Value:
+    async def _answer_call(self, call_id: str, service: str, call: Call, caller: str) -> Value | RemoteFailure:
+        async def send_answer() -> Value:
             if _find is None:
                 raise ServiceStopped(f"{service} cannot be called: its run is over")
             return await _find(service)._dispatch(call)
 
-        sending = send()
+        sending = send_answer()
         try:
             if _loop is None:
                 return await sending

@@ -109,14 +109,14 @@ class Replica:
             try:
                 # Monarch says nothing of a user's process that ended earlier.
                 first = min(limit, BORROWED_TIMEOUT) if self.group.hosts.borrowed else limit
-                self.group.watch(await self._ask("start", first, "ping"))
+                self.group.watch(await self._ask_ranks("start", first, "ping"))
             except ReplicaDied as error:
                 raise ReplicaDied(f"{self} did not come up: {error}") from error
             # Ranks of one group find each other at a new meeting point, as the old one may hold the addresses of dead
             # ranks.
             if self.options.procs > 1:
                 self.context = replace(self.context, rendezvous=await self.group.hosts.rendezvous())
-            await self._ask("setup", limit, "start", self.number, self.context, definition)
+            await self._ask_ranks("setup", limit, "start", self.number, self.context, definition)
         finally:
             self.group.starting -= 1
 
@@ -138,14 +138,14 @@ class Replica:
         message = (self.number, request.token, request.id, request.endpoint, request.args, request.kwargs)
         try:
             timeout = request.time_left if limit is None else limit
-            values = await self._ask(request.endpoint, timeout, "invoke", *message)
+            values = await self._ask_ranks(request.endpoint, timeout, "invoke", *message)
         except CallTimeout as error:
             # The caller has waited long enough, but must not leave the work running behind it.
-            await self._abandon(request)
+            await self._abandon_request(request)
             raise CallTimeout(f"{request.caller} timed out: {error}") from None
         except asyncio.CancelledError:
             if self.alive:
-                task = asyncio.get_running_loop().create_task(self._abandon(request))
+                task = asyncio.get_running_loop().create_task(self._abandon_request(request))
                 self._abandoning.add(task)
                 task.add_done_callback(self._abandoning.discard)
             raise
@@ -158,12 +158,12 @@ class Replica:
 
     async def drain_metrics(self, profiles: Mapping[str, str]) -> list[Value]:
         """Return the metrics of all ranks since the last call."""
-        return await self._ask("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles)
+        return await self._ask_ranks("drain_metrics", DRAIN_TIMEOUT, "drain_metrics", profiles)
 
     async def ping(self) -> None:
         """Return once every rank has answered, or the replica is lost."""
         with suppress(ReplicaDied):
-            await self._ask("ping", None, "ping")
+            await self._ask_ranks("ping", None, "ping")
 
     def fail(self, reason: str, *, blameless: bool = False) -> ReplicaDied:
         """Declare this replica dead, and end every call in flight on it.
@@ -184,7 +184,7 @@ class Replica:
         """Run `teardown`, and end the processes unless they host other components."""
         if self.alive:
             try:
-                closing = self._ask("teardown", None, "close", self.number)
+                closing = self._ask_ranks("teardown", None, "close", self.number)
                 await wait_for(closing, self.group.processes, TEARDOWN_PATIENCE)
             except TimeoutError:
                 log.warning("%s: teardown gave no answer within %g s (pid %s)", self, TEARDOWN_PATIENCE, self.location)
@@ -197,26 +197,26 @@ class Replica:
         if not self.group.shared or not (self.group.members or self.group.starting):
             await self.group.stop()
 
-    async def _abandon(self, request: Request) -> None:
+    async def _abandon_request(self, request: Request) -> None:
         """Stop work on a request that ran out of time. Work that cannot be stopped may continue until the component's
         own `call_timeout`; then the replica counts as hung, because nothing else could run in its thread."""
 
-        async def cancel() -> bool:
+        async def cancel_work() -> bool:
             label = f"cancel of {request.endpoint}"
             try:
-                return all(await self._ask(label, CANCEL_TIMEOUT, "cancel", request.token))
+                return all(await self._ask_ranks(label, CANCEL_TIMEOUT, "cancel", request.token))
             except (ReplicaDied, CallTimeout):
                 return True  # the ping notices a replica that does not even answer this
 
         async def give_up() -> None:
-            if not await cancel():
+            if not await cancel_work():
                 self.group.fail(f"{request.endpoint} ran past call_timeout ({self.options.call_timeout:g} s)")
 
-        if not await cancel():
+        if not await cancel_work():
             remaining = max(0.0, self.options.call_timeout - (time.monotonic() - request.sent))
             asyncio.get_running_loop().call_later(remaining, lambda: asyncio.ensure_future(give_up()))
 
-    async def _ask(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
+    async def _ask_ranks(self, label: str, limit: float | None, endpoint: str, *args: object) -> list[Value]:
         """Send one message to every rank and return the values in rank order, unless the replica fails or the time
         limit is reached first. The first failure of a rank is raised: others may be stuck in a collective with it."""
         if self.failed.done():
@@ -225,7 +225,7 @@ class Replica:
         if self.options.procs == 1:
             reply = send.call_one(*args).as_asyncio()
         else:
-            reply = asyncio.ensure_future(self._gather([reply.as_asyncio() for reply in send.stream(*args)]))
+            reply = asyncio.ensure_future(self._gather_answers([reply.as_asyncio() for reply in send.stream(*args)]))
         # `fail` cancels answers, and a caller may cancel this task: the count of cancellations tells the two apart.
         task = asyncio.current_task()
         cancelling = task.cancelling() if task else 0
@@ -268,7 +268,7 @@ class Replica:
                 raise value.to_exception()
         return [value for _, value in answers]
 
-    async def _gather(self, replies: list[asyncio.Future[Answer]]) -> list[Answer]:
+    async def _gather_answers(self, replies: list[asyncio.Future[Answer]]) -> list[Answer]:
         """Return the answers of all ranks in their order, or the first failure."""
         answers = []
         try:

@@ -70,12 +70,12 @@ class PrefixAffine:
         prompt = next(iter((*request.args, *request.kwargs.values())), None)
         tokens = getattr(prompt, "token_ids", prompt)
         prefix = repr(tokens[: self.length] if isinstance(tokens, Sequence) else tokens)
-        home = max(candidates, key=lambda c: _weight(prefix, c.index))
+        home = max(candidates, key=lambda c: _prefix_weight(prefix, c.index))
         fallback = least_loaded(candidates, request)
         return fallback if home.in_flight > fallback.in_flight + self.slack else home
 
 
-def _weight(prefix: str, index: int) -> bytes:
+def _prefix_weight(prefix: str, index: int) -> bytes:
     return hashlib.blake2b(f"{index}:{prefix}".encode(), digest_size=8).digest()
 
 

@@ -86,15 +86,15 @@ def run(
             placement.machines.when_leaving(lambda reason: _preempt(reason) if _preempt is not None else None)
         return await main
 
-    return asyncio.run(_run(attach_and_run(), on_preemption))
+    return asyncio.run(_run_main(attach_and_run(), on_preemption))
 
 
-async def _run(main: Pending[T], on_preemption: Callable[[str], None] | None = None) -> T:
+async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | None = None) -> T:
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future[signal.Signals] = loop.create_future()
     global _interrupt, _preempt
 
-    def preempt(reason: str) -> bool:
+    def preempt_once(reason: str) -> bool:
         # Once only: the second signal stops the run.
         nonlocal on_preemption
         call, on_preemption = on_preemption, None
@@ -103,11 +103,11 @@ async def _run(main: Pending[T], on_preemption: Callable[[str], None] | None = N
             call(reason)
         return call is not None
 
-    _preempt = preempt
+    _preempt = preempt_once
 
     # A scheduler sends SIGTERM or SIGUSR1 before it takes the machine: the run may save itself first.
     def on_signal(number: signal.Signals) -> None:
-        if number in (signal.SIGTERM, signal.SIGUSR1) and preempt(number.name):
+        if number in (signal.SIGTERM, signal.SIGUSR1) and preempt_once(number.name):
             return
         if interrupted.done():
             os._exit(128 + number)  # asked twice: the children end with this process

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...observability.console import configure_logging, log, log_failure
 from ...observability.metrics import Snapshot, drain, on_the_clock
-from ..forking.forkserver import ForkServer, bound
+from ..forking.forkserver import ForkServer, bound_variables
 from ..process import Process
 from . import processes, remote_service
 from ._monarch import HostMesh, set_fault_hook
@@ -63,7 +63,7 @@ class Runtime:
         endpoints = cls.endpoints()
         component = Component(self._name(cls, options), cls, options, args, kwargs)
         on_dead = self._on_dead if cls.vital else log_loss
-        service = Service(component, endpoints, self._launcher(component), self.placement.release, on_dead)
+        service = Service(component, endpoints, self._make_launch(component), self.placement.release, on_dead)
         self.services[component.name] = service
         try:
             await service.scale(options.num_replicas)
@@ -107,9 +107,9 @@ class Runtime:
         await self.placement.close()
         remote_service.close_relay()
 
-    def _launcher(self, component: Component) -> Callable[[int, int], Pending[Replica]]:
-        async def launch(index: int, incarnation: int) -> Replica:
-            group = await self._group(component, index)
+    def _make_launch(self, component: Component) -> Callable[[int, int], Pending[Replica]]:
+        async def launch_replica(index: int, incarnation: int) -> Replica:
+            group = await self._find_group(component, index)
             replica = Replica(component, index, incarnation, group)
             self._starting[replica] = time.monotonic()
             try:
@@ -129,9 +129,9 @@ class Runtime:
                 del self._starting[replica]
             return replica
 
-        return launch
+        return launch_replica
 
-    async def _group(self, component: Component, index: int) -> ProcessGroup:
+    async def _find_group(self, component: Component, index: int) -> ProcessGroup:
         """Return the processes for a replica: new ones, or those that it shares if they live."""
         options = component.options
         name = f"{component.name}{index}"
@@ -155,10 +155,10 @@ class Runtime:
             if isinstance(mesh, HostMesh):
                 # A fork has imported its libraries: it cannot have other settings of theirs than the server's.
                 forkable = type(hosts) is Hosts and options.threads == 1
-                forkable = forkable and not any(gpus.values()) and not bound(options.env)
+                forkable = forkable and not any(gpus.values()) and not bound_variables(options.env)
                 forkable = forkable and not options.env.keys() & processes.ALLOCATOR.keys()
-                server = await _ready(options.setup_timeout) if forkable else None
-                mesh = processes.spawn(mesh, name, procs, options, hosts, gpus, server)
+                server = await _ready_server(options.setup_timeout) if forkable else None
+                mesh = processes.spawn_processes(mesh, name, procs, options, hosts, gpus, server)
             group = ProcessGroup(name, mesh, options, hosts, shared=shared)
             if shared:
                 self._groups[name] = group
@@ -177,7 +177,7 @@ class Runtime:
             self.failure.set_result(error)
 
 
-async def _ready(patience: float) -> ForkServer | None:
+async def _ready_server(patience: float) -> ForkServer | None:
     """Return the fork server once it has imported its libraries; None if there is none, or it comes to a halt."""
     server = fork_server()
     if server is None or not server.has_environment(os.environ):

@@ -100,14 +100,14 @@ class Service(Handle):
             self._balancer.check_open()
             # Failed replicas make room first, also on their devices.
             failed = [supervisor for supervisor in self._supervisors if supervisor.state == "failed"]
-            await asyncio.gather(*map(self._retire, failed))
+            await asyncio.gather(*map(self._retire_supervisor, failed))
             living = [supervisor for supervisor in self._supervisors if supervisor.state != "stopped"]
             remaining = living[:num_replicas]
             removed = living[num_replicas:]
             # New replicas fill the gaps of the numbering.
             used = {supervisor.index for supervisor in remaining}
             free = (index for index in itertools.count() if index not in used)
-            added = [self._supervisor(next(free)) for _ in range(num_replicas - len(remaining))]
+            added = [self._make_supervisor(next(free)) for _ in range(num_replicas - len(remaining))]
             # A fanout, the watchdog and `stop` must see those that are still starting.
             self._supervisors = _by_index(remaining + added)
             try:
@@ -118,9 +118,9 @@ class Service(Handle):
                         raise error
             except BaseException:
                 self._supervisors = _by_index({*self._supervisors, *removed} - {*added})
-                await asyncio.shield(asyncio.gather(*map(self._retire, added)))
+                await asyncio.shield(asyncio.gather(*map(self._retire_supervisor, added)))
                 raise
-            await asyncio.gather(*map(self._retire, removed))
+            await asyncio.gather(*map(self._retire_supervisor, removed))
 
     def status(self) -> ServiceStatus:
         """Return the state of every replica, and the length of the queue."""
@@ -160,7 +160,7 @@ class Service(Handle):
 
     async def _dispatch(self, call: Call) -> Value:
         if call.verb == "fanout":
-            return await self._fanout(call)
+            return await self._fan_out(call)
         if call.verb != "route" and len(self._supervisors) != 1:
             raise ForgeError(
                 f"{call.verb} addresses one actor mesh and {self._name} has {len(self._supervisors)} replicas: "
@@ -168,16 +168,16 @@ class Service(Handle):
             )
         if call.verb == "call_one" and self._options.procs != 1:
             raise ForgeError(f"call_one needs one process and {self._name} has {self._options.procs}: use call")
-        request = self._request(call)
+        request = self._make_request(call)
         with on_the_clock(f"{self._name}.{call.endpoint}"):
-            values = await self._serve(request, self._balancer.acquire)
+            values = await self._serve_request(request, self._balancer.acquire)
         assert values is not None
         return values if call.verb == "call" else values[0]
 
     def _end_session(self, session: str) -> None:
         self._balancer.end_session(session)
 
-    async def _serve(
+    async def _serve_request(
         self, request: Request, acquire: Callable[[Request], Pending[Replica | None]], *, catch_up: bool = False
     ) -> list[Value] | None:
         """Serve a request on the replica from `acquire`, retrying on the next one if it dies. None if there is no
@@ -202,12 +202,12 @@ class Service(Handle):
                     raise  # the endpoint itself raised it, about another service
                 if catch_up:
                     return None
-                self._lost(request, replica, died)
+                self._handle_loss(request, replica, died)
             finally:
                 self._balancer.release(replica, request)
             await asyncio.sleep(RETRY_DELAY)
 
-    def _lost(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
+    def _handle_loss(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
         """Raise an error unless a request may be sent again after its replica died."""
         if self._stopped:
             raise self._was_stopped()
@@ -226,7 +226,7 @@ class Service(Handle):
         self._retried += 1
         record_metric(f"retries/{self._name}", 1.0, Reduce.SUM)
 
-    async def _fanout(self, call: Call) -> list[Value]:
+    async def _fan_out(self, call: Call) -> list[Value]:
         self._balancer.check_open()
         # The trainer publishes its weights before generators are asked to load them.
         if call.endpoint in self.before_fanout:
@@ -239,7 +239,7 @@ class Service(Handle):
             self._latest[call.endpoint] = call
 
         async def call_replica(supervisor: Supervisor, request: Request) -> list[Value] | None:
-            async def acquire(request: Request) -> Replica | None:
+            async def acquire_replica(request: Request) -> Replica | None:
                 try:
                     replica = await supervisor.when_up(request.time_left)
                 except TimeoutError:
@@ -251,13 +251,13 @@ class Service(Handle):
                     replica.enter(request)
                 return replica
 
-            return await self._serve(request, acquire, catch_up=catch_up)
+            return await self._serve_request(request, acquire_replica, catch_up=catch_up)
 
         # A call that replicas catch up on need not wait for absent ones; any other waits for those that will be back
         # soon, unless they need a host and others serve.
         up = [supervisor for supervisor in self._supervisors if supervisor.state == "up"]
         expected = [supervisor for supervisor in self._supervisors if not (up and supervisor.waits_for_host)]
-        calls = [call_replica(supervisor, self._request(call)) for supervisor in (up if catch_up else expected)]
+        calls = [call_replica(supervisor, self._make_request(call)) for supervisor in (up if catch_up else expected)]
         with on_the_clock(f"{self._name}.{call.endpoint}"):
             replies = await asyncio.gather(*calls, return_exceptions=True)
         self._balancer.check_open()
@@ -271,20 +271,20 @@ class Service(Handle):
                 raise reply
         return [reply[0] for reply in replies if isinstance(reply, list)]
 
-    def _request(self, call: Call) -> Request:
+    def _make_request(self, call: Call) -> Request:
         limit = self._options.call_timeout if call.timeout is None else call.timeout
         request_id = call.request_id or new_id(self._name)
         return Request(request_id, call.endpoint, call.args, call.kwargs, call.caller, limit, call.session)
 
-    def _supervisor(self, index: int) -> Supervisor:
-        async def launch(incarnation: int) -> Replica:
+    def _make_supervisor(self, index: int) -> Supervisor:
+        async def launch_replica(incarnation: int) -> Replica:
             replica = await self._launch(index, incarnation)
             # Repeat the last call of each catch-up endpoint, until no further one came meanwhile.
             caught_up: dict[str, Call] = {}
             while missed := [call for call in self._latest.values() if caught_up.get(call.endpoint) is not call]:
                 for call in missed:
                     caught_up[call.endpoint] = call
-                    request = self._request(call)
+                    request = self._make_request(call)
                     replica.enter(request)
                     try:
                         await replica.serve(request, self._options.setup_timeout)
@@ -297,7 +297,7 @@ class Service(Handle):
             return replica
 
         return Supervisor(
-            index, f"{self._name}[{index}]", self._options, launch, self._balancer, self._on_supervisor_failed
+            index, f"{self._name}[{index}]", self._options, launch_replica, self._balancer, self._on_supervisor_failed
         )
 
     @contextmanager
@@ -318,7 +318,7 @@ class Service(Handle):
         states = {supervisor.index: supervisor.state for supervisor in self._supervisors}
         return states.pop(index, None) == "starting" or "up" not in states.values()
 
-    async def _retire(self, supervisor: Supervisor) -> None:
+    async def _retire_supervisor(self, supervisor: Supervisor) -> None:
         supervisor.retire()
         if supervisor.replica is not None:
             await self._balancer.drain(supervisor.replica, DRAIN_PATIENCE)
@@ -326,14 +326,14 @@ class Service(Handle):
         await self._release(self._name, supervisor.index)
 
     def _on_supervisor_failed(self, supervisor: Supervisor) -> None:
-        def error() -> ReplicaDied:
-            error = ReplicaDied(f"no replica of {self._name} is left. {supervisor.error}")
-            error.__cause__ = supervisor.error
-            return error
+        def make_error() -> ReplicaDied:
+            make_error = ReplicaDied(f"no replica of {self._name} is left. {supervisor.error}")
+            make_error.__cause__ = supervisor.error
+            return make_error
 
         if all(supervisor.state in ("failed", "stopped") for supervisor in self._supervisors):
-            self._balancer.close(error)
-            self._on_dead(error())
+            self._balancer.close(make_error)
+            self._on_dead(make_error())
 
 
 def _by_index(supervisors: Iterable[Supervisor]) -> list[Supervisor]:

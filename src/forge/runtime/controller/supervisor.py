@@ -73,8 +73,8 @@ class Supervisor:
                 return await self._launch(0)
 
         self._task = asyncio.create_task(launch_first())
-        self._serve(await self._task)
-        self._task = asyncio.create_task(self._supervise())
+        self._serve_replica(await self._task)
+        self._task = asyncio.create_task(self._supervise_replica())
         self._task.add_done_callback(log_failure)
 
     def retire(self) -> None:
@@ -107,14 +107,14 @@ class Supervisor:
             await self.replica.stop()
         await asyncio.gather(*self._pending_stops, return_exceptions=True)
 
-    def _serve(self, replica: Replica) -> None:
+    def _serve_replica(self, replica: Replica) -> None:
         self.replica = replica
         self.state = "up"
         self.since = time.monotonic()
         self._balancer.join(replica)
         self._changed.set()
 
-    async def _supervise(self) -> None:
+    async def _supervise_replica(self) -> None:
         failures = 0
         while self.replica is not None:
             died = await asyncio.shield(self.replica.failed)
@@ -131,14 +131,14 @@ class Supervisor:
             pending = asyncio.ensure_future(lost.stop())
             self._pending_stops.add(pending)
             pending.add_done_callback(self._pending_stops.discard)
-            if not await self._replace(failures):
+            if not await self._replace_replica(failures):
                 self.state = "failed"
                 log.error("%s is given up: %s", self.name, self.error)
                 self._changed.set()
                 self._on_failed(self)
                 return
 
-    async def _replace(self, failures: int) -> bool:
+    async def _replace_replica(self, failures: int) -> bool:
         """Start another replica, with retries up to the cap; return whether one serves."""
         while failures <= self.options.max_restarts and self.options.max_restarts:
             await asyncio.sleep(0.0 if not failures else min(MAX_BACK_OFF, 0.25 * 2.0**failures))
@@ -155,7 +155,7 @@ class Supervisor:
                 continue
             self.restarts += 1
             record_metric(f"restarts/{self.name.partition('[')[0]}", 1.0, Reduce.SUM)
-            self._serve(replica)
+            self._serve_replica(replica)
             log.info("%s serves again, %.1f s after its start", self.name, time.monotonic() - started)
             return True
         return False

@@ -95,7 +95,7 @@ def new_id(service: str) -> str:
     return f"{service}-{os.getpid()}-{next(_numbers)}"
 
 
-def caller() -> str:
+def name_caller() -> str:
     """Name the code outside this package that makes a call: `function (file:line)`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):

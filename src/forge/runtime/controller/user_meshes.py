@@ -17,7 +17,7 @@ from uuid import uuid4
 from ..process import Activity, Process, Watched, machine_id
 from ._monarch import HostMesh, ProcMesh, this_host
 from .errors import ForgeError, Unrecoverable
-from .hosts import Hosts, start_client, transport
+from .hosts import Hosts, monarch_transport, start_client
 from .private import sockets_folder
 
 ReplicaKey = tuple[str, int]  # a component, and an index
@@ -131,7 +131,7 @@ class UserPlacement:
         """
         start_client()
         if isinstance(mesh, HostMesh):
-            await _initialized(name, mesh)
+            await _wait_for_hosts(name, mesh)
             if mesh.size() == 1 and mesh == this_host():
                 return Hosts()
         key = name, index
@@ -139,14 +139,14 @@ class UserPlacement:
             if isinstance(mesh, ProcMesh):
                 if (index + 1) * procs > mesh.size():
                     raise ForgeError(f"{name}: all {mesh.size()} processes of its ProcMesh are taken")
-                self._placed[key] = UserHosts(f"{name}[{index}]", _part(mesh, index, procs), [])
+                self._placed[key] = UserHosts(f"{name}[{index}]", _slice_mesh(mesh, index, procs), [])
             else:
                 # Fewer replicas than hosts have several hosts each, more share them in turn.
                 count = max(1, mesh.size() // replicas)
                 number = index % (mesh.size() // count)
                 hosts = range(number * count, (number + 1) * count)
-                devices = self._take(key, mesh, hosts, procs // count * gpus_per_proc)
-                self._placed[key] = UserHosts(f"{name}[{index}]", _part(mesh, number, count), devices)
+                devices = self._take_devices(key, mesh, hosts, procs // count * gpus_per_proc)
+                self._placed[key] = UserHosts(f"{name}[{index}]", _slice_mesh(mesh, number, count), devices)
         return self._placed[key]
 
     def release(self, name: str, index: int | None) -> None:
@@ -158,7 +158,7 @@ class UserPlacement:
             for device_ranges in self._devices.values():
                 device_ranges.pop(key, None)
 
-    def _take(self, key: ReplicaKey, mesh: HostMesh, hosts: range, count: int) -> list[str]:
+    def _take_devices(self, key: ReplicaKey, mesh: HostMesh, hosts: range, count: int) -> list[str]:
         """Return the numbers of the next `count` devices of these hosts of a mesh."""
         device_ranges = self._devices.setdefault(id(mesh), {})
         stops = (devices.stop for part, devices in device_ranges.values() if {*part} & {*hosts})
@@ -167,14 +167,14 @@ class UserPlacement:
         return [str(number) for number in device_ranges[key][1]]
 
 
-async def _initialized(name: str, mesh: HostMesh) -> None:
+async def _wait_for_hosts(name: str, mesh: HostMesh) -> None:
     """Wait until the hosts of a mesh have answered. Unrecoverable: Monarch gave them up, after a minute."""
     try:
         await mesh.initialized
     except RuntimeError as error:
         cause = str(error).partition("\n\n")[0]  # the rest is a stack
         # A job of other machines lets what starts after it listen on the network.
-        if start_client() == "unix" != transport():
+        if start_client() == "unix" != monarch_transport():
             cause += (
                 "\nThis program's first component was started before the job was created, so that other machines "
                 "cannot reach the program: create the job (SlurmJob, KubernetesJob, SSHJob) first"
@@ -182,7 +182,7 @@ async def _initialized(name: str, mesh: HostMesh) -> None:
         raise Unrecoverable(f"{name}: {cause}") from None
 
 
-def _part(mesh: Mesh, number: int, size: int) -> Mesh:
+def _slice_mesh(mesh: Mesh, number: int, size: int) -> Mesh:
     """Return part `number` of a mesh that is divided into parts of `size`, in the order of its ranks."""
     if mesh.size() == size:
         return mesh

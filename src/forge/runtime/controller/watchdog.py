@@ -44,7 +44,7 @@ class Watchdog:
                     limit = replica.options.setup_timeout
                     # A large model loads for minutes: its stacks say nothing before the start takes too long.
                     lines = await _stacks_of(replica) if stalled > limit / 2 else []
-                    _report(f"{replica} has been starting for {stalled:.0f} s, of at most {limit:g}", lines)
+                    _log_report(f"{replica} has been starting for {stalled:.0f} s, of at most {limit:g}", lines)
             # Replicas that answer none of their calls.
             for service in list(self.services.values()):
                 for supervisor in service._supervisors:
@@ -54,14 +54,16 @@ class Watchdog:
                     requests = list(busy.requests)
                     since = max(busy.last_answer, min(request.sent for request in requests))
                     if self._is_due(busy, time.monotonic() - since, busy.options.stall_after):
-                        lines = _waits(requests, str(busy)) + await _stacks_of(busy)
-                        _report(f"no answer from {busy} for {time.monotonic() - since:.0f} s", lines)
+                        lines = _find_waits(requests, str(busy)) + await _stacks_of(busy)
+                        _log_report(f"no answer from {busy} for {time.monotonic() - since:.0f} s", lines)
                 # Calls that no replica takes.
                 queued = service._balancer.queued
                 waited = time.monotonic() - queued[0].created if queued else 0.0
                 if self._is_due(service, waited, service._options.stall_after):
                     states = ", ".join(f"{supervisor.name} {supervisor.state}" for supervisor in service._supervisors)
-                    _report(f"no replica of {service._name} takes a call: {states}", _waits(queued, service._name))
+                    _log_report(
+                        f"no replica of {service._name} takes a call: {states}", _find_waits(queued, service._name)
+                    )
 
     def _is_due(self, key: object, stalled: float, first: float) -> bool:
         if stalled < first:
@@ -81,7 +83,7 @@ async def _stacks_of(replica: Replica) -> list[str]:
     return lines
 
 
-def _waits(requests: list[Request], target: str) -> list[str]:
+def _find_waits(requests: list[Request], target: str) -> list[str]:
     now = time.monotonic()
     lines = []
     for request in sorted(requests, key=lambda request: request.created)[:MAX_WAITS_SHOWN]:
@@ -95,5 +97,5 @@ def _waits(requests: list[Request], target: str) -> list[str]:
     return lines + ([f"and {hidden} calls more"] if hidden else [])
 
 
-def _report(title: str, lines: list[str]) -> None:
+def _log_report(title: str, lines: list[str]) -> None:
     log.warning("%s", "\n".join([title, *(f"  {line}" for line in lines)]))

@@ -16,7 +16,7 @@ LIMITS = [getattr(resource, name) for name in sorted(dir(resource)) if name.star
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def ask(connection: socket.socket, address: str, program: str) -> int:
+def ask_server(connection: socket.socket, address: str, program: str) -> int:
     """Ask the server at an address to fork a process that runs a program as this one would.
 
     The process ends when the connection is closed. Returns its id, 0 if the server does not fork or is gone.
@@ -32,10 +32,10 @@ def ask(connection: socket.socket, address: str, program: str) -> int:
         connection.sendall(request)
     except OSError:  # it does not listen, or ended
         return 0
-    return int.from_bytes(receive(connection, 4), "little")
+    return int.from_bytes(receive_bytes(connection, 4), "little")
 
 
-def receive(connection: socket.socket, length: int) -> bytes:
+def receive_bytes(connection: socket.socket, length: int) -> bytes:
     """Read `length` bytes; fewer if the other side ended."""
     received = b""
     with suppress(OSError):
@@ -52,10 +52,10 @@ def main(address: str, program: str) -> None:
     with open("/proc/self/comm", "w") as name:
         name.write("forge-launcher")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    pid = ask(connection, address, program)
+    pid = ask_server(connection, address, program)
     if not pid:
         os.execv(sys.executable, [sys.executable, "-m", program])
-    status = follow(connection, pid)
+    status = follow_process(connection, pid)
     # A parent sees the same exit status, or the same signal, as of the process itself.
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
@@ -63,7 +63,7 @@ def main(address: str, program: str) -> None:
     os.kill(os.getpid(), os.WTERMSIG(status))
 
 
-def follow(connection: socket.socket, pid: int) -> int:
+def follow_process(connection: socket.socket, pid: int) -> int:
     """Forward signals to a process until it ends. Return its status; SIGKILL if its program did not report one."""
     with suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
@@ -71,7 +71,7 @@ def follow(connection: socket.socket, pid: int) -> int:
             signal.signal(number, lambda number, frame: signal.pidfd_send_signal(process, number))
         select.select([process], [], [])
         connection.setblocking(False)  # a child of the process may hold its end of the connection
-        status = receive(connection, 4)
+        status = receive_bytes(connection, 4)
         if len(status) == 4:
             return struct.unpack("=i", status)[0]
     return signal.SIGKILL

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import forklauncher
-from .forklauncher import receive
+from .forklauncher import receive_bytes
 
 # The imports of trainers and generators, except Monarch, which starts threads, and modules that import it.
 LIBRARIES = (
@@ -80,7 +80,7 @@ class ForkServer:
         self._is_up: bool
         self._lives = LIVES
         self._waiting = threading.Lock()  # of threads
-        self._start()
+        self._start_server()
         atexit.register(self.end)
 
     @property
@@ -90,7 +90,7 @@ class ForkServer:
 
     def has_environment(self, environment: Mapping[str, str]) -> bool:
         """Whether it forks processes with these variables, where they differ only in those that no library reads."""
-        return bound(environment) == self._bound
+        return bound_variables(environment) == self._bound
 
     def launcher(self, program: str) -> list[str]:
         """Return the arguments that make Python the launcher of a fork that runs a program."""
@@ -110,8 +110,8 @@ class ForkServer:
                 self._lives -= 1
                 status = self._process.wait()
                 log.warning("the fork server (process %d) ended with %d: another one is started", self.pid, status)
-                self._close()
-                self._start()
+                self._close_server()
+                self._start_server()
             return True
 
     def end(self) -> None:
@@ -120,11 +120,11 @@ class ForkServer:
         self._lives = 0
         self._process.kill()
         self._process.wait()
-        self._close()
+        self._close_server()
 
-    def _start(self) -> None:
+    def _start_server(self) -> None:
         self._is_up = False
-        self._bound = bound(os.environ)
+        self._bound = bound_variables(os.environ)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
             listener.listen(1024)  # requests wait until the server has imported
@@ -140,7 +140,7 @@ class ForkServer:
             self._process.stdin.write(json.dumps(self._bound).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _close(self) -> None:
+    def _close_server(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
@@ -149,7 +149,7 @@ class ForkServer:
         self.address.unlink(missing_ok=True)
 
 
-def bound(environment: Mapping[str, str]) -> dict[str, str]:
+def bound_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that must be equal in the server and in a process that it forks."""
     return {name: value for name, value in environment.items() if not name.startswith(FREE) and name != "_"}
 
@@ -179,12 +179,12 @@ def main(listener: socket.socket) -> None:
     gc.enable()
     with suppress(BrokenPipeError):  # the controller ended
         os.write(1, b"y")
-    fork = serve(listener, expected)
+    fork = serve_forks(listener, expected)
     if fork is not None:
-        run(*fork)
+        run_program(*fork)
 
 
-def serve(listener: socket.socket, expected: dict[str, str]) -> tuple[socket.socket, ForkRequest] | None:
+def serve_forks(listener: socket.socket, expected: dict[str, str]) -> tuple[socket.socket, ForkRequest] | None:
     """Fork for every connection until standard input ends; in a fork, return its connection and request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that ended
     while True:
@@ -197,7 +197,7 @@ def serve(listener: socket.socket, expected: dict[str, str]) -> tuple[socket.soc
             # Only variables that libraries cannot have read may differ, and only a process of one thread forks safely.
             variables = {os.fsdecode(name): os.fsdecode(value) for name, value in request.environment.items()}
             pid = -1
-            if bound(variables) == expected and len(os.listdir("/proc/self/task")) == 1:
+            if bound_variables(variables) == expected and len(os.listdir("/proc/self/task")) == 1:
                 with suppress(OSError):  # no memory or no process is left
                     pid = os.fork()
             if pid == 0:
@@ -217,7 +217,7 @@ def read_request(launcher: socket.socket) -> ForkRequest | None:
     handles: list[int] = []
     try:
         length, handles, _, _ = socket.recv_fds(launcher, 4, 4)
-        program, limits, *variables = receive(launcher, int.from_bytes(length, "little")).split(b"\0")
+        program, limits, *variables = receive_bytes(launcher, int.from_bytes(length, "little")).split(b"\0")
         environment = dict(variable.split(b"=", 1) for variable in variables)
         quantities = [tuple(map(int, limit.split(b":"))) for limit in limits.split(b",")]
         return ForkRequest(program.decode(), quantities, environment, handles)
@@ -227,7 +227,7 @@ def read_request(launcher: socket.socket) -> ForkRequest | None:
         return None
 
 
-def run(launcher: socket.socket, request: ForkRequest) -> None:
+def run_program(launcher: socket.socket, request: ForkRequest) -> None:
     """Run a program in place of its launcher: with its environment, limits, folder and streams."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A signal that is ignored stays so in programs that a component starts, and SIGTERM is how it ends them.

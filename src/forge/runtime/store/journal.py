@@ -36,14 +36,14 @@ class Journal:
     @property
     def size(self) -> int:
         """Bytes of complete records."""
-        self._writable()
+        self._open_writable()
         return self._end
 
     def append(self, record: object) -> None:
         """Append one record. If that fails (no space), the file is unchanged. NoRoom: the disk is full."""
-        file = self._writable()
+        file = self._open_writable()
         try:
-            self._end += _write(file, self.path, record)
+            self._end += _write_record(file, self.path, record)
         except OSError:
             # Records after a torn one would be unreadable.
             file.truncate(self._end)
@@ -58,7 +58,7 @@ class Journal:
             ValueError: a record is damaged; names the file and the offset.
         """
         with self.path.open("rb") as file:
-            for payload, _ in self._complete(file):
+            for payload, _ in self._complete_records(file):
                 yield pickle.loads(payload)
 
     def rewrite(self, records: Iterable[Any]) -> None:
@@ -67,7 +67,7 @@ class Journal:
         unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         file = FileIO(unfinished, "w+")
         try:
-            end = sum(_write(file, self.path, record) for record in records)
+            end = sum(_write_record(file, self.path, record) for record in records)
         except BaseException:
             file.close()
             unfinished.unlink()
@@ -78,18 +78,18 @@ class Journal:
         self._file = file
         self._end = end
 
-    def _writable(self) -> FileIO:
+    def _open_writable(self) -> FileIO:
         if self._file is None:
             file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
             with self.path.open("rb") as reader:
                 # The file ends with the last complete record: a torn one is overwritten.
-                self._end = max((end for _, end in self._complete(reader)), default=0)
+                self._end = max((end for _, end in self._complete_records(reader)), default=0)
             file.truncate(self._end)
             file.seek(self._end)
             self._file = file
         return self._file
 
-    def _complete(self, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    def _complete_records(self, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         """Yield the payload and the end of every complete record."""
         start = 0
         # A kill leaves a prefix of the record being written: a short record is torn, a wrong one is damaged.
@@ -106,7 +106,7 @@ class Journal:
             yield payload, start
 
 
-def _write(file: FileIO, path: Path, record: object) -> int:
+def _write_record(file: FileIO, path: Path, record: object) -> int:
     payload = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
     fields = _FIELDS.pack(len(payload), crc32(payload))
     data = memoryview(fields + crc32(fields).to_bytes(4, "little") + payload)

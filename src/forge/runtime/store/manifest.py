@@ -148,7 +148,7 @@ class Manifest:
         return cls(key, version, single, shards)
 
 
-def checksum(values: Tensor) -> str:
+def hash_tensor(values: Tensor) -> str:
     """Checksum of the bytes of a contiguous tensor on the CPU."""
     # By `update`, which leaves Python's lock to other threads.
     state = xxhash.xxh3_64()
@@ -167,7 +167,7 @@ def copy_and_hash(source: Tensor, target: Tensor, of_source: bool = False) -> st
     if not (on_cpu and source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()):
         # Cast on the device: half the bytes to copy, and a CPU casts on one thread.
         target.copy_(source if source.device.type == "cpu" else source.to(target.dtype))
-        return checksum(source if of_source else target)
+        return hash_tensor(source if of_source else target)
     # Piece by piece, so that the bytes to copy are still in the cache from hashing.
     read, written = (values.reshape(-1).view(torch.uint8) for values in (source, target))
     state = xxhash.xxh3_64()

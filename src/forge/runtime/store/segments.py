@@ -50,10 +50,10 @@ class Segments:
             NoRoom: not enough shared memory; names the free amount.
         """
         with self._changing():
-            name, file = self._claim(size)
+            name, file = self._claim_segment(size)
         try:
-            self._reserve(name, file, size)
-            yield name, self._mapped(name)[:size]
+            self._reserve_memory(name, file, size)
+            yield name, self._map_segment(name)[:size]
         finally:
             os.close(file)
 
@@ -70,9 +70,9 @@ class Segments:
             for name in names:
                 # A writer holds the lock exclusively: a segment that is shared cannot be reused.
                 locks.append(os.open(self.used / name, os.O_RDWR))
-                if not lock(locks[-1], fcntl.LOCK_SH):
+                if not try_lock(locks[-1], fcntl.LOCK_SH):
                     raise FileNotFoundError(f"segment {name} is being written")
-                contents[name] = self._mapped(name)
+                contents[name] = self._map_segment(name)
             yield contents
         finally:
             for file in locks:
@@ -85,7 +85,7 @@ class Segments:
         except FileNotFoundError:
             return False
         try:
-            return not lock(file, fcntl.LOCK_SH)
+            return not try_lock(file, fcntl.LOCK_SH)
         finally:
             os.close(file)
 
@@ -94,15 +94,15 @@ class Segments:
         in use. The caller holds the store's lock: a writer publishes under it before it releases its segment."""
         for name in set(os.listdir(self.used)) - referenced:
             file = os.open(self.used / name, os.O_RDWR)
-            if lock(file, fcntl.LOCK_EX):
+            if try_lock(file, fcntl.LOCK_EX):
                 if os.fstat(file).st_size:
                     (self.used / name).rename(self.free / name)
                 else:  # its writer was killed before it allocated memory
                     (self.used / name).unlink()
             os.close(file)
         # As many free bytes as used ones let every version be written into old memory.
-        spare = sorted(_sizes(self.free), key=lambda entry: entry[2])
-        surplus = sum(size for _, size, _ in spare) - sum(size for _, size, _ in _sizes(self.used))
+        spare = sorted(_list_segments(self.free), key=lambda entry: entry[2])
+        surplus = sum(size for _, size, _ in spare) - sum(size for _, size, _ in _list_segments(self.used))
         for path, size, _ in spare:
             if surplus <= 0:
                 break
@@ -117,22 +117,26 @@ class Segments:
                 if everything or not ((self.used / name).exists() or (self.free / name).exists()):
                     del self._maps[name]
 
-    def _claim(self, size: int) -> tuple[str, int]:
+    def _claim_segment(self, size: int) -> tuple[str, int]:
         """Lock the smallest free segment of up to twice the size, or a new one; return its name and file."""
-        fits = [(length, path) for path, length, _ in _sizes(self.free) if size <= length <= 2 * size + mmap.PAGESIZE]
+        fits = [
+            (length, path)
+            for path, length, _ in _list_segments(self.free)
+            if size <= length <= 2 * size + mmap.PAGESIZE
+        ]
         for _, path in sorted(fits):
             file = os.open(path, os.O_RDWR)
-            if lock(file, fcntl.LOCK_EX):
+            if try_lock(file, fcntl.LOCK_EX):
                 path.rename(self.used / path.name)
                 return path.name, file
             os.close(file)
         name = uuid4().hex
         file = os.open(self.used / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        if not lock(file, fcntl.LOCK_EX):
+        if not try_lock(file, fcntl.LOCK_EX):
             raise RuntimeError(f"the new segment {self.used / name} is locked by another process")
         return name, file
 
-    def _reserve(self, name: str, file: int, size: int) -> None:
+    def _reserve_memory(self, name: str, file: int, size: int) -> None:
         """Allocate the memory: writing to a sparse file on a full file system would end the process with SIGBUS."""
         if os.fstat(file).st_size >= max(size, 1):
             return
@@ -144,7 +148,7 @@ class Segments:
                     raise
                 # The disk is full: the free segments are of the wrong size, and may go.
                 with self._changing():
-                    for path, _, _ in _sizes(self.free):
+                    for path, _, _ in _list_segments(self.free):
                         path.unlink()
                 self.forget()
                 os.posix_fallocate(file, 0, max(size, 1))
@@ -161,7 +165,7 @@ class Segments:
             remedy = "free: keep fewer versions, or make it larger (docker run --shm-size)"
             raise NoRoom(errno.ENOSPC, text + remedy) from None
 
-    def _mapped(self, name: str) -> Tensor:
+    def _map_segment(self, name: str) -> Tensor:
         self.forget()
         with self._mapping:
             memory = self._maps.pop(name, None)
@@ -178,7 +182,7 @@ class Segments:
             return memory
 
 
-def lock(file: int, operation: int) -> bool:
+def try_lock(file: int, operation: int) -> bool:
     """Try to lock an open file; return whether it succeeded."""
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
@@ -188,7 +192,7 @@ def lock(file: int, operation: int) -> bool:
 
 
 @contextmanager
-def locked(path: Path, timeout: float) -> Iterator[None]:
+def hold_lock(path: Path, timeout: float) -> Iterator[None]:
     """Hold the lock file `path` within the block.
 
     Raises:
@@ -199,7 +203,7 @@ def locked(path: Path, timeout: float) -> Iterator[None]:
     pause = 0.0002
     try:
         # The lock of a file has no queue: it is tried again, soon at first.
-        while not lock(file, fcntl.LOCK_EX):
+        while not try_lock(file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout:g} s for {path}, which another process holds: is one stopped?")
             time.sleep(pause)
@@ -209,7 +213,7 @@ def locked(path: Path, timeout: float) -> Iterator[None]:
         os.close(file)
 
 
-def _sizes(folder: Path) -> Iterator[tuple[Path, int, float]]:
+def _list_segments(folder: Path) -> Iterator[tuple[Path, int, float]]:
     """Yield path, bytes and time of the last move of every segment in a folder."""
     for path in folder.iterdir():
         status = path.stat()

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ...system.boxes import Box, full_box, is_dtensor, local_boxes
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
-from .manifest import Manifest, Shard, checksum, copy_and_hash
+from .manifest import Manifest, Shard, copy_and_hash, hash_tensor
 from .parallel import in_threads
 from .segments import ALIGNMENT
 
@@ -44,7 +44,7 @@ _group: tuple[object, str] | None = None
 _naming = threading.Lock()
 
 
-def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
+def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
     """Return tensors by (dotted) name, and whether the value is a single tensor.
 
     Raises:
@@ -56,10 +56,10 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
         return {"": value}, True
     tensors: dict[str, Tensor] = {}
 
-    def visit(path: str, part: object) -> None:
+    def visit_part(path: str, part: object) -> None:
         if isinstance(part, Mapping):
             for name, child in part.items():
-                visit(f"{path}.{name}" if path else str(name), child)
+                visit_part(f"{path}.{name}" if path else str(name), child)
         elif not isinstance(part, Tensor):
             raise TypeError(f"only tensors can be stored; {path or 'the value'!r} is a {type(part).__name__}")
         # {"a.b": x, "a": {"b": y}} would be one name for two tensors.
@@ -68,7 +68,7 @@ def flatten(value: object) -> tuple[dict[str, Tensor], bool]:
         else:
             tensors[path] = part
 
-    visit("", value)
+    visit_part("", value)
     if not tensors:
         raise ValueError("the state dict has no tensors")
     return tensors, False
@@ -132,7 +132,7 @@ class RankPart:
         version = None if version is None else operator.index(version)
         if version is not None and version < 0:
             raise ValueError(f"a version is a number from 0, got {version}")
-        tensors, single = flatten(value)
+        tensors, single = flatten_state(value)
         for name, tensor in tensors.items():
             check_storable(f"{key}: {name}" if name else key, tensor)
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -170,14 +170,14 @@ class RankPart:
         """Write the blocks consecutively into the bytes of a segment."""
 
         @torch.no_grad()  # of the thread
-        def written(block: tuple[Shard, Tensor | None]) -> Shard:
+        def write_block(block: tuple[Shard, Tensor | None]) -> Shard:
             shard, values = block
             if values is None:
                 return shard
             shard = replace(shard, segment=segment)
             return replace(shard, checksum=copy_and_hash(values, shard.view(memory)))
 
-        shards = in_threads(written, self.blocks, self.size)
+        shards = in_threads(write_block, self.blocks, self.size)
         return Manifest(self.key, self.version, self.single, tuple(shards))
 
 
@@ -197,7 +197,7 @@ def publish_together(
     _attempts[name] += 1
     name = f"{name}/{_attempts[name]}"
 
-    def send(label: object, work: Callable[[], Any]) -> None:
+    def send_result(label: object, work: Callable[[], Any]) -> None:
         message: tuple[str | None, Any]
         try:
             message = None, work()
@@ -206,7 +206,7 @@ def publish_together(
         # The store may be a file that only grows.
         meeting.set(f"{name}/{label}", zlib.compress(json.dumps(message).encode()))  # type: ignore[arg-type]  # bytes are taken
 
-    def receive(label: object) -> Any:
+    def receive_result(label: object) -> Any:
         try:
             meeting.wait([f"{name}/{label}"], timedelta(seconds=timeout))
             kind, content = json.loads(zlib.decompress(meeting.get(f"{name}/{label}")))
@@ -217,10 +217,13 @@ def publish_together(
             raise ERRORS.get(kind, IncompleteVersion)(content)
         return content
 
-    send(ranks.rank, lambda: write().to_json())
+    send_result(ranks.rank, lambda: write().to_json())
     if ranks.rank == 0:
-        send("0, the outcome,", lambda: publish([Manifest.from_json(receive(rank)) for rank in range(ranks.world)]))
-    version: int = receive("0, the outcome,")
+        send_result(
+            "0, the outcome,",
+            lambda: publish([Manifest.from_json(receive_result(rank)) for rank in range(ranks.world)]),
+        )
+    version: int = receive_result("0, the outcome,")
     return version
 
 
@@ -247,27 +250,27 @@ class OpenVersion:
         """Yield (name, full tensor) of every tensor. A tensor in one block is a view of shared memory, valid while the
         version is open."""
         names = list(self.manifest.by_name)
-        yield from zip(names, self._whole(names), strict=True)
+        yield from zip(names, self._join_whole(names), strict=True)
 
     def fill(self, into: Any = None) -> Any:
         """Fill a tensor, DTensor or (nested) state dict in place; return new tensors if it is None. See `Store.get`."""
         if into is None:
             new = self.some(list(self.manifest.by_name))
             return new[""] if self.manifest.single else new
-        targets, single = flatten(into)
+        targets, single = flatten_state(into)
         if single != self.manifest.single:
             kinds = ("a state dict", "one tensor")
             raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, not {kinds[single]}")
         # All before the first is written: a model must not be half of one version.
         for name, target in targets.items():
             self.check(name, target)
-        for _ in in_threads(lambda target: self.read(*target), targets.items(), self._size):
+        for _ in in_threads(lambda target: self.read(*target), targets.items(), self._total_size):
             pass
         return into
 
     def some(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return new tensors of these names."""
-        return dict(zip(names, self._whole(names, copies=True), strict=True))
+        return dict(zip(names, self._join_whole(names, copies=True), strict=True))
 
     @torch.no_grad()
     def read(self, name: str, target: Tensor) -> None:
@@ -290,7 +293,7 @@ class OpenVersion:
             ValueError: its shape differs, or the target has no memory.
         """
         shards = self.manifest.by_name.get(name)
-        label = self._label(name)
+        label = self._describe_block(name)
         if shards is None:
             names = list(self.manifest.by_name)
             raise KeyError(f"{label} is not there; it has {len(names)} tensors: {names[:3]} ...")
@@ -310,20 +313,20 @@ class OpenVersion:
             into = values[overlap.within(box)]
             # A block that is read as a whole is verified by the pass that copies it.
             if overlap == shard.box and id(shard) not in self._verified:
-                self._verify(shard, source, copy_and_hash(source, into, of_source=True))
+                self._verify_block(shard, source, copy_and_hash(source, into, of_source=True))
             else:
-                self._verify(shard, source)
+                self._verify_block(shard, source)
                 into.copy_(source[overlap.within(shard.box)])
 
     @property
-    def _size(self) -> int:
+    def _total_size(self) -> int:
         """Bytes of all blocks."""
         return sum(shard.box.numel * getattr(torch, shard.dtype).itemsize for shard in self.manifest.shards)
 
-    def _whole(self, names: Sequence[str], copies: bool = False) -> Iterator[Tensor]:
+    def _join_whole(self, names: Sequence[str], copies: bool = False) -> Iterator[Tensor]:
         """Full tensors, each joined from its blocks, or a view of the only one unless it shall be a copy."""
 
-        def targets() -> Iterator[tuple[str, Tensor | None]]:
+        def make_targets() -> Iterator[tuple[str, Tensor | None]]:
             # In the caller's thread, which has memory to use again: a new thread would touch new pages.
             for name in names:
                 shards = self.manifest.by_name[name]
@@ -331,29 +334,29 @@ class OpenVersion:
                 dtype = getattr(torch, shards[0].dtype)
                 yield name, torch.empty(shards[0].shape, dtype=dtype) if joined else None
 
-        def read(target: tuple[str, Tensor | None]) -> Tensor:
+        def read_target(target: tuple[str, Tensor | None]) -> Tensor:
             name, tensor = target
             if tensor is not None:
                 self.read(name, tensor)
                 return tensor
             (shard,) = self.manifest.by_name[name]
             values = shard.view(self.memory[shard.segment])
-            self._verify(shard, values)
+            self._verify_block(shard, values)
             return values
 
-        return in_threads(read, targets(), self._size)
+        return in_threads(read_target, make_targets(), self._total_size)
 
-    def _verify(self, shard: Shard, values: Tensor, digest: str | None = None) -> None:
+    def _verify_block(self, shard: Shard, values: Tensor, digest: str | None = None) -> None:
         """Compare the checksum of a block, once for each open version."""
         if id(shard) in self._verified:
             return
-        if (checksum(values) if digest is None else digest) != shard.checksum:
+        if (hash_tensor(values) if digest is None else digest) != shard.checksum:
             part = "" if shard.box == full_box(shard.shape) else f" {shard.box}"
             raise CorruptWeights(
-                f"{self._label(shard.name)}{part} does not have the checksum that it was published with"
+                f"{self._describe_block(shard.name)}{part} does not have the checksum that it was published with"
             )
         self._verified.add(id(shard))
 
-    def _label(self, name: str) -> str:
+    def _describe_block(self, name: str) -> str:
         tensor = f"tensor {name!r}" if name else "the tensor"
         return f"{self.manifest.key} version {self.manifest.version}: {tensor}"

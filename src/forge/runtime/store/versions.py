@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ...system.files import write_atomic
-from ...system.scratch import Scratch, sweep
+from ...system.scratch import Scratch, sweep_folders
 from ..names import STORE as ADDRESS
 from .errors import CorruptWeights, IncompleteVersion, MissingVersion, VersionConflict
 from .manifest import Manifest
 from .protocol import Store
-from .segments import Segments, locked
+from .segments import Segments, hold_lock
 from .transfer import OpenVersion, RankPart, publish_together
 
 # By this name folders of a killed run are found and removed.
@@ -56,14 +56,14 @@ class VersionStore(Store):
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.root = Path(root)
         self.keep = keep
-        self.segments = Segments(self.root, self._locked)
+        self.segments = Segments(self.root, self._hold_lock)
         self._segments_of: dict[tuple[Path, int, int], set[str]] = {}  # segments by manifest
         self._scratch: Scratch | None = None
 
     @classmethod
     def create(cls, keep: int = 2) -> VersionStore:
         """Create an empty store that is removed with this process. Also removes stores of dead processes."""
-        sweep()
+        sweep_folders()
         scratch = Scratch(PREFIX, memory_folder())
         store = cls(scratch.path, keep)
         store._scratch = scratch
@@ -119,18 +119,18 @@ class VersionStore(Store):
         # Locked until the version is published or has failed: no other process may reuse the segment before.
         with ExitStack() as locks:
 
-            def write() -> Manifest:
+            def write_manifest() -> Manifest:
                 return part.write(*locks.enter_context(self.segments.writing(part.size)))
 
             if part.ranks.world == 1:
-                return self.publish([write()])
-            return publish_together(part, write, self.publish, timeout)
+                return self.publish([write_manifest()])
+            return publish_together(part, write_manifest, self.publish, timeout)
 
     def publish(self, parts: list[Manifest]) -> int:
         """Publish the parts of all ranks, whose segments they wrote and keep locked, as a version; see `put`."""
-        with self._locked():
-            self._folder(parts[0].key).mkdir(exist_ok=True)
-            return self._publish(parts)
+        with self._hold_lock():
+            self._key_folder(parts[0].key).mkdir(exist_ok=True)
+            return self._publish_parts(parts)
 
     @contextmanager
     def open(self, key: str, version: int | None = None) -> Iterator[OpenVersion]:
@@ -144,9 +144,9 @@ class VersionStore(Store):
         while True:
             versions = self.versions(key) if version is None else [version]
             if not versions:
-                raise self._missing(key, None)
+                raise self._missing_error(key, None)
             number = versions[-1]
-            path = self._folder(key) / f"v{number}.json"
+            path = self._key_folder(key) / f"v{number}.json"
             with ExitStack() as locks:
                 try:
                     contents = path.read_text(errors="replace")
@@ -155,20 +155,20 @@ class VersionStore(Store):
                 except FileNotFoundError:
                     # Its memory is missing: dropped, replaced at this moment by one whose memory exists, or lost.
                     if version is not None and not path.exists():
-                        raise self._missing(key, number) from None
+                        raise self._missing_error(key, number) from None
                     if time.monotonic() > deadline:
                         raise CorruptWeights(f"{key} version {number} is published, but its memory is gone") from None
                     time.sleep(0.001)
                     continue
                 # Otherwise its segments may already belong to another version.
-                if _read(path) == contents:
+                if _read_manifest(path) == contents:
                     yield OpenVersion(manifest, memory)
                     return
 
     def versions(self, key: str) -> list[int]:
         """The published versions of a key, ascending."""
         try:
-            names = os.listdir(self._folder(key))
+            names = os.listdir(self._key_folder(key))
         except FileNotFoundError:
             return []
         return sorted(int(name[1:-5]) for name in names if name.startswith("v") and name.endswith(".json"))
@@ -185,12 +185,12 @@ class VersionStore(Store):
             MissingVersion: the key does not exist.
         """
         if not self.exists(key):
-            raise self._missing(key, None)
-        with self._locked():
+            raise self._missing_error(key, None)
+        with self._hold_lock():
             # Renamed first: a half-removed key must not be visible.
-            removed = self._folder(key).rename(self.root / f"deleted-{uuid4().hex}")
+            removed = self._key_folder(key).rename(self.root / f"deleted-{uuid4().hex}")
             shutil.rmtree(removed)
-            self.segments.reclaim(self._referenced())
+            self.segments.reclaim(self._referenced_segments())
 
     def wait(self, key: str, min_version: int = 0, *, timeout: float) -> int:
         """Wait until the key has a version of at least `min_version`; return the newest.
@@ -215,23 +215,23 @@ class VersionStore(Store):
         Raises:
             MissingVersion: it is neither published nor in the history.
         """
-        folder = self._folder(key)
+        folder = self._key_folder(key)
         # The first path twice: the version may have been published after the first read.
         for path in (folder / f"v{version}.json", folder / "dropped" / f"{version}.json", folder / f"v{version}.json"):
-            if contents := _read(path):
+            if contents := _read_manifest(path):
                 return Manifest.from_json(contents)
-        raise self._missing(key, version)
+        raise self._missing_error(key, version)
 
     def published(self, key: str) -> list[int]:
         """Return the numbers of versions, ascending, recently dropped ones included."""
-        dropped = self._folder(key) / "dropped"
+        dropped = self._key_folder(key) / "dropped"
         names = os.listdir(dropped) if dropped.is_dir() else []
         return sorted({*self.versions(key), *(int(name.removesuffix(".json")) for name in names)})
 
     def identities(self, key: str) -> dict[int, set[str]]:
         """Return the digests under which each version was ever published, dropped ones included."""
         identities: dict[int, set[str]] = {}
-        for line in (_read(self._folder(key) / "identities") or "").splitlines():
+        for line in (_read_manifest(self._key_folder(key) / "identities") or "").splitlines():
             version, _, digest = line.partition(" ")
             if digest:  # a full disk may have truncated a line
                 identities.setdefault(int(version), set()).add(digest)
@@ -239,8 +239,8 @@ class VersionStore(Store):
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
         """Add an earlier store's digests of published versions."""
-        with self._locked():
-            self._folder(key).mkdir(exist_ok=True)
+        with self._hold_lock():
+            self._key_folder(key).mkdir(exist_ok=True)
             pairs = [(version, digest) for version, digests in identities.items() for digest in sorted(digests)]
             self._record_identities(key, pairs)
 
@@ -253,10 +253,10 @@ class VersionStore(Store):
         if self._scratch is not None:
             self._scratch.close()
 
-    def _publish(self, parts: list[Manifest]) -> int:
+    def _publish_parts(self, parts: list[Manifest]) -> int:
         """Publish the parts of all ranks as a version; the caller holds the lock."""
         key = parts[0].key
-        folder = self._folder(key)
+        folder = self._key_folder(key)
         versions = self.versions(key)
         numbers = {part.version for part in parts}
         if len(numbers) > 1:
@@ -294,10 +294,10 @@ class VersionStore(Store):
             (folder / f"v{version}.json").rename(history / f"{version}.json")
         for old in sorted(history.iterdir(), key=lambda path: int(path.stem))[:-MAX_HISTORY]:
             old.unlink()
-        self.segments.reclaim(self._referenced())
+        self.segments.reclaim(self._referenced_segments())
         return number
 
-    def _referenced(self) -> set[str]:
+    def _referenced_segments(self) -> set[str]:
         """The segments of published versions; those being written are locked instead."""
         segments: set[str] = set()
         # Manifests do not change: only new files are read.
@@ -312,16 +312,16 @@ class VersionStore(Store):
         return segments
 
     def _record_identities(self, key: str, identities: list[tuple[int, str]]) -> None:
-        path = self._folder(key) / "identities"
-        lines = (_read(path) or "").splitlines() + [f"{version} {digest}" for version, digest in identities]
+        path = self._key_folder(key) / "identities"
+        lines = (_read_manifest(path) or "").splitlines() + [f"{version} {digest}" for version, digest in identities]
         write_atomic(path, "".join(f"{line}\n" for line in lines[-MAX_IDENTITIES:]))
 
-    def _missing(self, key: str, version: int | None) -> MissingVersion:
+    def _missing_error(self, key: str, version: int | None) -> MissingVersion:
         if not self.exists(key):
             return MissingVersion(f"the store has no {key!r}; it holds {self.keys() or 'nothing'}")
         return MissingVersion(f"{key} version {version} is not in the store; it holds {self.versions(key)}")
 
-    def _folder(self, key: str) -> Path:
+    def _key_folder(self, key: str) -> Path:
         """The folder of a key. ValueError: the key is too long for a name of one, or not Unicode."""
         try:
             name = f"key-{quote(key, safe='')}"
@@ -334,11 +334,11 @@ class VersionStore(Store):
             )
         return self.root / name
 
-    def _locked(self) -> AbstractContextManager[None]:
-        return locked(self.root / "lock", LOCK_TIMEOUT)
+    def _hold_lock(self) -> AbstractContextManager[None]:
+        return hold_lock(self.root / "lock", LOCK_TIMEOUT)
 
 
-def _read(path: Path) -> str | None:
+def _read_manifest(path: Path) -> str | None:
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError:
